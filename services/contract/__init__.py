@@ -1,0 +1,1 @@
+"""What crosses a process boundary. Imports without torch, redis or fastapi."""

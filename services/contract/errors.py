@@ -1,0 +1,61 @@
+"""Every error that this project raises on purpose.
+
+    DvpError
+    +-- ConfigError            a setting, a file or a folder the user named is wrong
+    +-- RequestError           a request or a record breaks the contract (HTTP 422)
+    |   +-- GroupMismatchError a group does not belong to what the trainer trains on
+    +-- NotFoundError          no such job (HTTP 404)
+    +-- OverloadedError        admission is closed; try again after `retry_after_s` (HTTP 429)
+    +-- UnavailableError       not ready, or a peer did not answer in time (HTTP 503)
+    +-- EngineError            generation failed: the job counts as delivered once
+    +-- WeightError            a weight folder is missing, half-written, corrupt or does not fit; the old ones serve on
+    +-- LeaseLostError         the caller no longer owns the entry, or was fenced off by another trainer
+
+Messages name the field or file, the value seen and what is allowed, and are shown to the user without a traceback.
+"""
+
+
+class DvpError(Exception):
+    """Root of the tree above."""
+
+
+class ConfigError(DvpError, ValueError):
+    pass
+
+
+class RequestError(DvpError, ValueError):
+    """`errors`: one `{"field", "value", "allowed"}` per offending field, as in the problem document."""
+
+    def __init__(self, message: str, errors: list[dict[str, object]] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or []
+
+
+class GroupMismatchError(RequestError):
+    pass
+
+
+class NotFoundError(DvpError, LookupError):
+    pass
+
+
+class OverloadedError(DvpError):
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(DvpError):
+    pass
+
+
+class EngineError(DvpError):
+    pass
+
+
+class WeightError(DvpError):
+    pass
+
+
+class LeaseLostError(DvpError):
+    pass

@@ -1,0 +1,92 @@
+"""A prompt to sample from, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from .arrays import Int32Array
+from .record import Record
+from .sampling import Sampling
+from .weights import RUN_ID
+
+MAX_SAMPLES = 1024
+MAX_METADATA_BYTES = 16 * 1024
+JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
+
+
+class Sink(StrEnum):
+    """Who consumes the group. Only `train` counts against the trainer's admission."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    CLIENT = "client"
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    DEAD = "dead"
+
+
+class Job(Record):
+    """One prompt, n samples. Ends exactly once: as a Group or as a dead letter."""
+
+    job_id: Annotated[str, Field(pattern=JOB_ID)]
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    prompt_ids: Int32Array
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    sampling: Sampling = Sampling()
+    sink: Sink
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """Opaque JSON that comes back with the group."""
+    min_seq: Annotated[int, Field(ge=0)] = 0
+    """A replica that serves an older weight version loads a newer one before it starts."""
+    deadline: float | None = None
+    """Unix seconds after which nobody wants the result."""
+    submitted_at: float = 0.0
+
+    @field_validator("prompt_ids")
+    @classmethod
+    def _prompt(cls, prompt_ids: Int32Array) -> Int32Array:
+        if len(prompt_ids) == 0 or prompt_ids.min() < 0:
+            raise ValueError(f"needs at least one token id, all >= 0, got {np.array2string(prompt_ids, threshold=8)}")
+        return prompt_ids
+
+    @field_validator("metadata")
+    @classmethod
+    def _bounded(cls, metadata: dict[str, Any]) -> dict[str, Any]:
+        try:
+            size = len(json.dumps(metadata, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"must be plain JSON: {error}") from None
+        if size > MAX_METADATA_BYTES:
+            raise ValueError(f"{size} bytes as JSON, at most {MAX_METADATA_BYTES} allowed")
+        return metadata
+
+    @model_validator(mode="after")
+    def _trainable(self) -> Job:
+        if self.sink is Sink.TRAIN and self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0: a greedy sample has no importance weight, training needs temperature > 0"
+            )
+        return self
+
+
+def job_id(run_id: str, position: int, attempt: int) -> str:
+    """The id of a training job: a pure function, so that a resumed trainer submits the same ids again."""
+    return f"{run_id}:{position:09d}:{attempt}"
+
+
+def job_position(job_id: str) -> tuple[int, int]:
+    """(data position, attempt) of an id that `job_id` made; sorts in data order."""
+    try:
+        _, position, attempt = job_id.rsplit(":", 2)
+        return int(position), int(attempt)
+    except ValueError:
+        raise ValueError(f"job id {job_id!r}: expected run_id:position:attempt") from None

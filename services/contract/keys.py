@@ -1,0 +1,100 @@
+"""Redis keys. One run = one hash tag, so that every script touches one slot of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REPLICAS = "replicas"
+"""Consumer group of the jobs stream."""
+TRAINER = "trainer"
+"""Consumer group of the groups and evals streams."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    run_id: str
+
+    def _key(self, name: str) -> str:
+        return f"dvp:{{{self.run_id}}}:{name}"
+
+    @property
+    def jobs(self) -> str:
+        """Stream of Job, consumer group REPLICAS. Entries are deleted when acknowledged."""
+        return self._key("jobs")
+
+    @property
+    def groups(self) -> str:
+        """Stream of Group or DeadLetter (tombstone) for sink `train`, consumer group TRAINER."""
+        return self._key("groups")
+
+    @property
+    def evals(self) -> str:
+        """The same for sink `eval`."""
+        return self._key("evals")
+
+    @property
+    def dead(self) -> str:
+        """Stream of dead letters, each with its job."""
+        return self._key("dead")
+
+    @property
+    def versions(self) -> str:
+        """Stream of Announcement; the last entry is what to serve."""
+        return self._key("versions")
+
+    @property
+    def seq(self) -> str:
+        """Counter that allocates weight sequence numbers."""
+        return self._key("seq")
+
+    @property
+    def pinned(self) -> str:
+        """Set of weight seqs that a checkpoint needs."""
+        return self._key("pinned")
+
+    @property
+    def lease(self) -> str:
+        """The trainer's lease: hash of holder and fencing token, with a time to live."""
+        return self._key("lease")
+
+    @property
+    def fence(self) -> str:
+        """Counter of fencing tokens."""
+        return self._key("fence")
+
+    @property
+    def in_flight(self) -> str:
+        """Set of train job ids submitted and not yet trained, dropped or dead."""
+        return self._key("in_flight")
+
+    @property
+    def uncheckpointed(self) -> str:
+        """Set of train job ids trained, or dropped, but not yet covered by a checkpoint."""
+        return self._key("uncheckpointed")
+
+    @property
+    def counters(self) -> str:
+        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, acked."""
+        return self._key("counters")
+
+    @property
+    def replicas(self) -> str:
+        """Sorted set of replica ids by last heartbeat (milliseconds of the broker's clock)."""
+        return self._key("replicas")
+
+    @property
+    def trainer(self) -> str:
+        """Hash: what the trainer last said of itself."""
+        return self._key("trainer")
+
+    def job(self, job_id: str) -> str:
+        """Hash of one job's state: state, sink, deliveries, error. The dedupe key."""
+        return self._key(f"job:{job_id}")
+
+    def result(self, job_id: str) -> str:
+        """Group of a job with sink `client`, kept one hour."""
+        return self._key(f"result:{job_id}")
+
+    def replica(self, replica_id: str) -> str:
+        """Hash of one replica's heartbeat."""
+        return self._key(f"replica:{replica_id}")

@@ -1,0 +1,62 @@
+"""The base of everything that crosses a process boundary, and its two codecs.
+
+JSON (HTTP): pydantic's own. msgpack (Redis): named fields, arrays as raw little-endian buffers, and the schema version
+in front, so that a reader of another generation refuses instead of guessing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import msgpack
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import RequestError
+
+SCHEMA_VERSION = 1
+
+
+def _raw(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"{type(value).__name__} has no msgpack form")
+
+
+class Record(BaseModel):
+    """Immutable; unknown fields are errors; two records are equal when their encodings are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def to_bytes(self) -> bytes:
+        encoded: bytes = msgpack.packb([SCHEMA_VERSION, self.model_dump()], default=_raw)
+        return encoded
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Raises RequestError naming the record and the first bad field."""
+        try:
+            version, fields = msgpack.unpackb(data)
+        except Exception as error:  # noqa: BLE001 - msgpack raises many types for a damaged buffer
+            raise RequestError(f"{cls.__name__}: not a msgpack record of this project ({error})") from None
+        if version != SCHEMA_VERSION:
+            raise RequestError(f"{cls.__name__}: schema version {version!r}, this build reads {SCHEMA_VERSION}")
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise RequestError(describe(cls.__name__, error)) from None
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and isinstance(other, Record) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+
+def describe(what: str, error: ValidationError) -> str:
+    """One line per bad field: where, why, and the value seen, cut to a readable length."""
+    lines = [
+        f"{what}: {'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}, got {item['input']!r:.120}"
+        for item in error.errors(include_url=False, include_context=False)
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""How tokens are sampled: part of every job, and equal on both sides or the group is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from .record import Record
+
+LOG_RHO = -13.0
+"""Natural log of the paper's threshold rho = e^-13, relative to the most likely token. It travels as this float64."""
+
+MIN_P = math.exp(LOG_RHO)
+MAX_SEED = 2**63 - 1
+
+
+class Sampling(Record):
+    """The constrained policy's settings, and when to stop.
+
+    top_p, top_k, penalties and grammars do not exist here: a log-prob under min-p is only the sampler's own while
+    nothing else prunes.
+    """
+
+    log_min_p: Annotated[float, Field(ge=-1e4, le=0.0)] = LOG_RHO
+    """Natural log of min-p. 0 keeps only the most likely token and its ties."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 1.0
+    """0 is greedy: the most likely token, log-prob 0, kept mass 1. Greedy samples have no importance weight, so they
+    are refused for training."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    """Sample i of a job draws from a stream that is a function of (seed, i). None: from the job id."""
+
+    def same_policy(self, other: Sampling) -> bool:
+        """True if both constrain alike: min-p and temperature, compared as float32 as the engines use them."""
+        mine = np.array([self.log_min_p, self.temperature], np.float32)
+        theirs = np.array([other.log_min_p, other.temperature], np.float32)
+        return bool((mine == theirs).all())

@@ -1,0 +1,1 @@
+"""One protocol, several engines. Import an engine's module by name: only `transformers` needs torch."""

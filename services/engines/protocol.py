@@ -1,0 +1,45 @@
+"""What every engine does. `services.engines.conformance` in tests holds each one to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from services.contract.group import EngineFacts, Sample
+from services.contract.job import Job
+
+
+class Engine(Protocol):
+    """Samples from the constrained policy. Used from one event loop; the heavy work runs elsewhere.
+
+    `start` and `close` are called once each. Any number of `generate` calls may run at once.
+    """
+
+    facts: EngineFacts
+    context_length: int
+    """Largest number of tokens, prompt and continuation together."""
+    vocab_size: int
+    capacity: int
+    """Samples that generate side by side; more than that only wait."""
+
+    @property
+    def version(self) -> str:
+        """The weight version that the next token will be drawn from."""
+
+    async def start(self) -> None:
+        """Loads the model and is ready. Raises ConfigError if the folder is no usable model."""
+
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
+        """Exactly job.n finished samples, every token stamped with the version that drew it.
+
+        Cancelling the task stops the samples at the next token and frees their cache.
+        Raises RequestError if the job cannot run here (prompt + one token longer than the context, token id outside the
+        vocabulary), EngineError if generation failed (NaN logits, engine died).
+        """
+
+    async def load(self, folder: Path, version: str) -> None:
+        """Swaps to verified weights at a token boundary. Samples in flight go on under the new weights with their cache
+        recomputed. Raises WeightError and serves the old weights on if the folder does not fit."""
+
+    async def close(self) -> None:
+        """Fails what is in flight with EngineError and frees the model."""
