@@ -1,8 +1,8 @@
 """One-dimensional numeric arrays as pydantic fields.
 
 An array field accepts a sequence of numbers (JSON), raw little-endian bytes (msgpack) or a NumPy array, and always
-holds a read-only, one-dimensional, finite NumPy array of the declared dtype. It is dumped as itself in python mode and as
-a list in JSON mode. float32 values survive the way through JSON exactly.
+holds a read-only, one-dimensional, finite NumPy array of the declared dtype. It is dumped as itself in python mode and
+as a list in JSON mode. float32 values survive the way through JSON exactly.
 """
 
 from __future__ import annotations
