@@ -1,0 +1,176 @@
+"""Precedence, unknown keys, dry run and messages of the settings base class."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from services.contract.errors import ConfigError
+from services.settings import Section, Settings, user_errors
+
+
+class Queue(Section):
+    url: str = "redis://localhost"
+    batch: Annotated[int, Field(ge=1, le=64)] = 8
+
+
+class Example(Settings):
+    model_config = SettingsConfigDict(env_prefix="DVP_EXAMPLE__", cli_prog_name="dvp-example")
+
+    model: Path
+    """Folder of the model."""
+    learning_rate: float = 1e-6
+    eager: bool = False
+    stop: tuple[str, ...] = ()
+    token: SecretStr | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    queue: Queue = Queue()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("DVP_"):
+            monkeypatch.delenv(name)
+
+
+def load(*argv: str, toml_file: Path | None = None) -> Example:
+    return Example.load(argv, toml_file)
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "config.toml"
+    file.write_text(text)
+    return file
+
+
+def test_defaults_and_flags() -> None:
+    settings = load("--model", "m", "--learning-rate", "1e-5", "--queue.url", "redis://b", "--eager")
+    assert settings.model == Path("m")
+    assert settings.learning_rate == 1e-5
+    assert settings.eager
+    assert settings.queue == Queue(url="redis://b", batch=8)
+
+
+def test_command_line_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, 'model = "file"\nlearning_rate = 2e-6\n[queue]\nurl = "redis://file"\nbatch = 2\n')
+    monkeypatch.setenv("DVP_EXAMPLE__MODEL", "environment")
+    monkeypatch.setenv("DVP_EXAMPLE__QUEUE__URL", "redis://environment")
+    settings = load("--model", "flag", "--config", str(file))
+    assert (settings.model, settings.queue.url) == (Path("flag"), "redis://environment")
+    assert (settings.learning_rate, settings.queue.batch, settings.eager) == (2e-6, 2, False)
+
+
+def test_the_file_can_be_given_by_argument_and_by_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, 'model = "file"\n')
+    assert load(toml_file=file).model == Path("file")
+    monkeypatch.setenv("DVP_EXAMPLE__CONFIG", str(file))
+    assert load().model == Path("file")
+
+
+def test_free_form_dictionaries_take_any_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DVP_EXAMPLE__OPTIONS__DEPTH", "3")
+    assert load("--model", "m").options == {"depth": "3"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--modle", "m"], "unknown option --modle; did you mean --model?"),
+        (["--model", "m", "--queue.batsh", "3"], "unknown option --queue.batsh; did you mean --queue.batch?"),
+        ([], "model is required: --model or DVP_EXAMPLE__MODEL"),
+        (["--model", "m", "--queue.batch", "65"], r"queue.batch: .*less than or equal to 64, got '65'"),
+        (["--model", "m", "--learning-rate", "fast"], r"learning_rate: .*valid number.*, got 'fast'"),
+        (["--model"], "expected one argument"),
+        (["--config"], "expected one argument"),
+        (["--config", "/no/such/file.toml"], "/no/such/file.toml: No such file"),
+    ],
+)
+def test_bad_flags_are_one_clear_message(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(*argv)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DVP_EXAMPLE__MODLE", "DVP_EXAMPLE__MODLE; did you mean DVP_EXAMPLE__MODEL?"),
+        ("DVP_EXAMPLE_MODEL", "DVP_EXAMPLE_MODEL; did you mean DVP_EXAMPLE__MODEL"),
+        ("DVP_EXAMPLE__QUEUE__BATSH", "did you mean DVP_EXAMPLE__QUEUE__BATCH"),
+        ("DVP_EXAMPLE__ZZZZZZZZZZZZZZZZZZZZZZZZZZZZZZZZ", "known: DVP_EXAMPLE__CONFIG"),
+    ],
+)
+def test_unknown_variables_are_errors(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=message):
+        load("--model", "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle = 1", "unknown key 'modle'; did you mean model?"),
+        ("_env_file = 'x'", "unknown key '_env_file'"),
+        ("[queue]\nbatsh = 1", "unknown key queue.batsh; did you mean batch?"),
+        ("model = ", "not TOML"),
+    ],
+)
+def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load("--model", "m", toml_file=write(tmp_path, text))
+
+
+def test_dry_run_prints_what_load_reads_back_without_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(
+        tmp_path,
+        r"""stop = ["a\"b", "c\n\u007f\U0001F600"]
+        options = { depth = 3, "a.b" = { x = [{ y = true }] } }""",
+    )
+    argv = ["--model", "m", "--learning-rate", "1e-7", "--token", "s3cret", "--eager", "--config", str(file)]
+    argv += ["--queue.url", "redis://user:hunter2@host:1/0"]
+    settings = load(*argv)
+    with pytest.raises(SystemExit) as caught:
+        load(*argv, "--dry-run")
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "s3cret" not in printed
+    assert "hunter2" not in printed
+    assert tomllib.loads(printed)["queue"]["url"] == "redis://user:**********@host:1/0"
+    again = load(toml_file=write(tmp_path, printed))
+    masked = {"token", "queue", "config"}
+    assert again.model_dump(exclude=masked) == settings.model_dump(exclude=masked)
+
+
+def test_a_bad_secret_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("--model", "m", toml_file=write(tmp_path, "token = 123456"))
+    assert "token" in str(caught.value)
+    assert "123456" not in str(caught.value)
+
+
+def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load("--help")
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "Folder of the model." in printed
+    assert "--queue.batch" in printed
+
+
+def test_user_errors_exit_with_two_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, user_errors("dvp-example"):
+        load()
+    assert caught.value.code == 2
+    message = "dvp-example: error: model is required: --model or DVP_EXAMPLE__MODEL\n"
+    assert capsys.readouterr().err == message
