@@ -1,0 +1,112 @@
+"""Tiny but complete Hugging Face model folders with random weights, made on the spot: nothing is downloaded."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+PAD, EOS, UNKNOWN, USER, ASSISTANT = SPECIALS = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
+PAD_ID, EOS_ID = 0, 1
+ALPHABET = string.digits + string.ascii_lowercase + " +-*/=.,?!:\n" + string.ascii_uppercase
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def make_tokenizer(vocab_size: int = 96, *, chat: bool = True) -> PreTrainedTokenizerFast:
+    """One token per character of ALPHABET (byte-level BPE without merges, so that every family's tokenizer class reads
+    it alike); ids past the alphabet are words `w<id>` that text never encodes to."""
+    letters = ALPHABET.replace(" ", "Ġ").replace("\n", "Ċ")
+    tokens = [*SPECIALS, *letters][:vocab_size]
+    tokens += [f"w{i}" for i in range(len(tokens), vocab_size)]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    core = Tokenizer(BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    core.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        extra_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE if chat else None,
+    )
+
+
+def make_model(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    vocab_size: int = 96,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    context: int = 256,
+    seed: int = 0,
+    tied: bool = False,
+    spread: float = 1.0,
+    eos: bool = True,
+    chat: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Writes config, generation config, tokenizer and safetensors to `folder`.
+
+    `spread` scales the standard deviation of the logits (about 1.0 nats at 1). `eos=False`: no end token at all, as
+    a benchmark of fixed lengths and a test of the refusal need it. `overrides` go to the config.
+    """
+    config_type, model_type = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = config_type(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=EOS_ID if eos else None,
+        pad_token_id=PAD_ID,
+        **{"head_dim": hidden // heads, **overrides} if family != "qwen2" else overrides,
+    )
+    model = model_type(config).to(dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.uniform_(0.5, 1.5) if "norm" in name else weight.normal_(0, 0.1)
+        # The final norm makes hidden states of about unit size, so logits have this standard deviation.
+        model.get_output_embeddings().weight.normal_(0, spread / hidden**0.5)
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID if eos else None, pad_token_id=PAD_ID)
+    model.save_pretrained(folder)
+    tokenizer = make_tokenizer(vocab_size, chat=chat)
+    if not eos:
+        tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    return folder
