@@ -1,0 +1,182 @@
+"""From two sides' log-probs to one weight per token: token veto, then importance weights (the estimator of Thm 5.3).
+
+    l_t = log pi_train_mp(y_t) - log pi_infer_mp(y_t)
+    w   = exp(clamp(sum_t l_t, -20, 20))        at sequence level
+
+Shapes: N sequences, T tokens; `mask` is True on model-generated tokens and only those count: everything else may hold
+anything, NaN included. Nothing here has a gradient. Composition: the veto drops whole sequences; what it leaves is
+truncated (TIS) or rejected (MIS); a dropped or rejected token has weight 0. Selection is by `where`, never by a product.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+LOG_VETO = math.log(1e-4)
+"""A token that the trainer finds 10,000 times less likely than the engine did is no rounding error."""
+MAX_LOG_WEIGHT = 20.0
+
+
+class Level(StrEnum):
+    """What one weight covers. Only `sequence` is unbiased; `token` and `geometric` are biased even without rejection."""
+
+    SEQUENCE = "sequence"
+    """exp(sum_t l_t): the product over the sequence."""
+    TOKEN = "token"
+    """exp(l_t) for each token."""
+    GEOMETRIC = "geometric"
+    """exp(mean_t l_t)."""
+
+
+class Mode(StrEnum):
+    """What becomes of a weight w out of bounds."""
+
+    NONE = "none"
+    """w as it is: unbiased at sequence level, unbounded variance."""
+    TIS = "tis"
+    """Truncated to the bound."""
+    MIS = "mis"
+    """Masked: weight 0."""
+    UNIT = "unit"
+    """No importance weight: 1 whatever w is. The baseline that ignores the mismatch."""
+
+
+class Bounds(StrEnum):
+    """Which reading of MIS: the blog's, or verl 0.6's."""
+
+    UPPER = "upper"
+    """w <= C."""
+    TWO_SIDED = "two_sided"
+    """1 / C <= w <= C."""
+
+
+class Veto(NamedTuple):
+    """Sequences dropped whole, by reason. A sequence has at most one: NaN before outside before numerical."""
+
+    outside: Bool[Tensor, " N"]
+    """A sampled token is no member of the trainer's safe set: pi_train_mp(y) = 0, so dropping it costs no bias."""
+    numerical: Bool[Tensor, " N"]
+    """Some l_t is below log_veto."""
+    nan: Bool[Tensor, " N"]
+    """Some l_t is NaN."""
+
+    @property
+    def dropped(self) -> Bool[Tensor, " N"]:
+        return self.outside | self.numerical | self.nan
+
+
+class Weights(NamedTuple):
+    ratios: Float[Tensor, "N T"]
+    """w before truncation and rejection; a sequence's weight is repeated on its tokens. May be NaN."""
+    values: Float[Tensor, "N T"]
+    """What multiplies A grad log pi; 0 where rejected and off the mask. Never NaN."""
+    kept: Bool[Tensor, "N T"]
+    """Model tokens that were not rejected."""
+
+
+class Correction(NamedTuple):
+    """`Weights` after the veto, with what they came from."""
+
+    log_ratios: Float[Tensor, "N T"]
+    """l, unclamped; meaningless off the mask."""
+    veto: Veto
+    ratios: Float[Tensor, "N T"]
+    """As in `Weights`, vetoed sequences included: what metrics are computed on."""
+    weights: Float[Tensor, "N T"]
+    """0 on vetoed sequences too."""
+    kept: Bool[Tensor, "N T"]
+
+    @property
+    def kept_sequences(self) -> Bool[Tensor, " N"]:
+        """Sequences with at least one token that is trained on."""
+        return self.kept.any(-1)
+
+
+def correct(
+    train_logprobs: Float[Tensor, "N T"],
+    infer_logprobs: Float[Tensor, "N T"],
+    inside: Bool[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    *,
+    level: Level = Level.SEQUENCE,
+    mode: Mode = Mode.MIS,
+    bounds: Bounds = Bounds.UPPER,
+    cap: float = 2.0,
+    log_veto: float = LOG_VETO,
+) -> Correction:
+    """Veto, then weights. `inside` is the membership flag of `constrained_logprobs` on the trainer's logits."""
+    log_ratios = log_ratio(train_logprobs, infer_logprobs)
+    vetoed = veto(log_ratios, inside, mask, log_veto=log_veto)
+    weights = importance_weights(log_ratios, mask, level=level, mode=mode, bounds=bounds, cap=cap)
+    kept = weights.kept & ~vetoed.dropped.unsqueeze(-1)
+    return Correction(log_ratios, vetoed, weights.ratios, weights.values.where(kept, 0.0), kept)
+
+
+def log_ratio(train_logprobs: Tensor, infer_logprobs: Tensor) -> Tensor:
+    """l in float32, or float64 if both are; detached, unclamped."""
+    dtype = torch.float64 if train_logprobs.dtype == infer_logprobs.dtype == torch.float64 else torch.float32
+    return train_logprobs.detach().to(dtype) - infer_logprobs.detach().to(dtype)
+
+
+def veto(
+    log_ratios: Float[Tensor, "N T"],
+    inside: Bool[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    *,
+    log_veto: float = LOG_VETO,
+) -> Veto:
+    """Drops a sequence for a single bad token. `log_veto` = -inf leaves only NaN and the membership flag, which decides
+    at any size of l: at tiny rho, or averaged over a long sequence, an outside token need not look bad."""
+    nan = (mask & log_ratios.isnan()).any(-1)
+    outside = (mask & ~inside).any(-1) & ~nan
+    # Not `l < log_veto`, which NaN passes, and on l before any clamp.
+    numerical = (mask & ~(log_ratios >= log_veto)).any(-1) & ~nan & ~outside
+    return Veto(outside, numerical, nan)
+
+
+def importance_weights(
+    log_ratios: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    *,
+    level: Level = Level.SEQUENCE,
+    mode: Mode = Mode.MIS,
+    bounds: Bounds = Bounds.UPPER,
+    cap: float = 2.0,
+) -> Weights:
+    """Weights without veto. `cap` is C >= 1."""
+    if not cap >= 1:
+        raise ValueError(f"cap {cap} must be >= 1")
+    ratios = level_ratios(log_ratios, mask, level).expand_as(log_ratios)
+    floor = 1 / cap if bounds is Bounds.TWO_SIDED else 0.0
+    match mode:
+        case Mode.MIS:
+            values, kept = ratios, (ratios <= cap) & (ratios >= floor)
+        case Mode.TIS:
+            values, kept = ratios.clamp(floor, cap), ~ratios.isnan()
+        case Mode.NONE:
+            values, kept = ratios, ~ratios.isnan()
+        case Mode.UNIT:
+            values, kept = torch.ones_like(ratios), torch.ones_like(mask)
+    kept = kept & mask
+    return Weights(ratios, values.where(kept, 0.0), kept)
+
+
+def level_ratios(log_ratios: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level: Level) -> Tensor:
+    """w: [N, T] at token level, [N, 1] at the others; 1 where there is no model token."""
+    own = log_ratios.where(mask, 0.0)
+    match level:
+        case Level.TOKEN:
+            logs = own
+        case Level.SEQUENCE:
+            logs = own.sum(-1, keepdim=True)
+        case Level.GEOMETRIC:
+            logs = own.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return logs.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

@@ -1,0 +1,68 @@
+"""Draws from the constrained policy by inverse CDF: one uniform per row, one pass over the logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .policy import Block, Setting, as_column, as_rows, constrain, split_rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float64, Int
+
+
+class Draw(NamedTuple):
+    """One token per row. Greedy rows have logprob 0, kept mass 1 and kept count 1."""
+
+    token_ids: Int[Tensor, "*batch"]
+    logprobs: Float[Tensor, "*batch"]
+    """As `constrained_logprobs` gives them for the same logits; NaN where the row was not finite."""
+    kept_mass: Float[Tensor, "*batch"]
+    kept_count: Int[Tensor, "*batch"]
+
+
+def finite_rows(logits: Float[Tensor, "*batch vocab"]) -> Bool[Tensor, "*batch"]:
+    """Rows that can be sampled: no NaN, no +inf, something finite. (-inf is a token of probability zero.)"""
+    # The maximum is NaN, +inf or -inf in exactly the other rows.
+    return logits.amax(-1).isfinite()
+
+
+@torch.no_grad()
+def sample(
+    logits: Float[Tensor, "*batch vocab"],
+    uniforms: Float64[Tensor, "*batch"],
+    *,
+    log_min_p: Setting,
+    temperature: Setting,
+) -> Draw:
+    """One token of S per row, the one that holds `uniforms` (in [0, 1)) on the cumulated probabilities.
+
+    Temperature 0, as a float or in single rows of a tensor, takes the most likely token (the first of ties).
+    Check `finite_rows` first: of a row that is not finite the token means nothing.
+    """
+    if uniforms.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"uniforms has shape {tuple(uniforms.shape)}, must be {tuple(logits.shape[:-1])} as the logits"
+        )
+    greedy = torch.as_tensor(temperature == 0)
+    temperature = temperature.masked_fill(greedy, 1.0) if isinstance(temperature, Tensor) else temperature or 1.0
+    rows, threshold, tau = as_rows(logits, log_min_p, temperature)
+    columns = uniforms.to(torch.float64).reshape(-1, 1), as_column(greedy, uniforms.shape)
+    blocks = split_rows(rows, threshold, tau, *columns)
+    parts = [_draw(constrain(block, limit, heat), *own) for block, limit, heat, *own in blocks]
+    return Draw(*(torch.cat(part).view(uniforms.shape) for part in zip(*parts, strict=True)))
+
+
+def _draw(block: Block, uniforms: Float64[Tensor, "rows 1"], greedy: Bool[Tensor, "rows 1"]) -> Draw:
+    cdf = block.weight.cumsum(-1, dtype=torch.float64)
+    drawn = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp_(max=cdf.shape[-1] - 1)
+    # In exact arithmetic the first entry above the target is a member. A parallel scan rounds, so membership is tested.
+    member = block.keep.gather(-1, drawn) & ~greedy
+    token_ids = torch.where(member, drawn, block.scaled.argmax(-1, keepdim=True))
+    logprobs, mass, count, _ = block.read(token_ids)
+    greedy = greedy.view(-1) if greedy.dim() else greedy
+    # l - l is 0, or stays NaN in a row that is not finite.
+    logprobs = torch.where(greedy, logprobs - logprobs, logprobs)
+    return Draw(token_ids.squeeze(-1), logprobs, mass.masked_fill(greedy, 1.0), count.masked_fill(greedy, 1))
