@@ -1,0 +1,189 @@
+"""Settings of a training run: one TOML file, every key also `DVP_TRAIN__SECTION__KEY` and `--section.key`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from services.contract.sampling import LOG_RHO, Sampling
+from services.contract.weights import RUN_ID
+from services.dvp.correction import Bounds, Level, Mode
+from services.dvp.denominators import Denominator
+from services.logs import LogFormat, LogLevel
+from services.settings import Section, Settings
+
+from .advantages import Baseline
+from .rewards import OnError, Overlong
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ModelSection(Section):
+    path: Path
+    """Folder of a Hugging Face causal LM: where training starts."""
+    device: str = "cpu"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast over fp32 master weights. Logits are cast to float32 before the method sees them."""
+    gradient_checkpointing: bool = False
+    micro_batch_tokens: Positive = 16_384
+    """Padded tokens of one forward and backward; memory grows with this."""
+
+
+class BrokerSection(Section):
+    url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
+    stall_timeout_s: Seconds = 3600.0
+    """Without a single group for this long, the run stops with the queue's verdict; it can be resumed."""
+
+
+class DataSection(Section):
+    train: str
+    """A .jsonl or .parquet file, a folder saved by `datasets`, or `hub:owner/name`."""
+    heldout: str | None = None
+    prompt_column: str | None = None
+    """None: recognised from the layout (plain, DAPO-math, AIME)."""
+    answer_column: str | None = None
+    shuffle: bool = True
+    limit: Positive | None = None
+    max_prompt_tokens: Positive | None = None
+    """Longer prompts are left out, and counted."""
+
+
+class RewardSection(Section):
+    name: str
+    """`math`, `exact_match`, `arithmetic`, or `module:function` found from the working directory."""
+    workers: Positive = 1
+    timeout_s: Seconds = 10.0
+    on_error: OnError = OnError.ZERO
+    overlong: Overlong = Overlong.KEEP
+    overlong_buffer: NonNegative = 0
+    """Tokens before max_tokens in which the soft penalty grows from 0 to -1 (DAPO)."""
+
+
+class SamplingSection(Section):
+    """The policy that is sampled and trained."""
+
+    n: Annotated[int, Field(ge=1, le=1024)] = 8
+    log_min_p: Annotated[float, Field(ge=-1e4, le=0)] = LOG_RHO
+    """log(rho); -13 by default. A small vocabulary needs a larger rho for pruning to bind at all."""
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    max_tokens: Positive = 1024
+    stop: tuple[str, ...] = ()
+
+    def to_sampling(self, seed: int | None = None) -> Sampling:
+        return Sampling(seed=seed, **self.model_dump(exclude={"n"}))
+
+
+class BatchSection(Section):
+    groups: Positive = 32
+    """Prompts of one batch."""
+    updates: Positive = 1
+    """Optimizer steps per batch. More than one recomputes the train log-probs before each."""
+    refill: bool = False
+    """DAPO's dynamic sampling: groups without signal are replaced by further prompts."""
+    refill_limit: Positive = 4
+    """At most this many batches' worth of prompts for one batch; then it is trained short."""
+    max_staleness: NonNegative = 1
+    """Optimizer steps a sample may be old when it is trained. 0 is synchronous and on-policy."""
+    on_stale: Literal["drop", "train"] = "drop"
+    """drop: the prompt comes back as its next attempt."""
+    max_attempts: Positive = 8
+
+
+class CorrectionSection(Section):
+    """What makes the update robust against mismatch; names as in services.dvp."""
+
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = 1e-4
+    """A sequence with one token whose ratio is below this is dropped. None: only outside and NaN tokens veto."""
+    mode: Mode = Mode.MIS
+    level: Level = Level.SEQUENCE
+    bounds: Bounds = Bounds.UPPER
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    denominator: Denominator = Denominator.ALL
+    baseline: Baseline = Baseline.RLOO
+
+
+class OptimizerSection(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NonNegative = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class CheckpointSection(Section):
+    interval: Positive = 10
+    """Batches between checkpoints. Groups are acknowledged after the checkpoint that covers them."""
+    keep: Positive = 2
+
+
+class WeightsSection(Section):
+    folder: Path | None = None
+    """Shared volume that the replicas read. None: out_dir/weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    keep_last: Positive = 2
+
+
+class EvaluateSection(Section):
+    interval: NonNegative = 0
+    """Batches between held-out evaluations; 0 is never. The first is before the first step."""
+    n: Positive = 1
+    """Samples per held-out prompt; avg@n and pass@k for k = 1, 2, 4, .. n."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    limit: Positive | None = None
+    timeout_s: Seconds = 3600.0
+
+
+class ReportSection(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = None
+
+
+class TrainSettings(Settings):
+    """A training run."""
+
+    model_config = SettingsConfigDict(env_prefix="DVP_TRAIN__", cli_prog_name="dvp-train")
+
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    """Names the queue, the weight versions and the lease: one trainer per run id."""
+    out_dir: Path
+    steps: Positive
+    seed: NonNegative = 0
+    deterministic: bool = False
+    """Bitwise reproducible with max_staleness 0 and one replica in deterministic mode."""
+    threads: NonNegative = 0
+    """CPU threads of the trainer; 0 leaves it to torch."""
+    resume: bool = True
+    """Go on from the newest checkpoint in out_dir if there is one."""
+
+    model: ModelSection
+    broker: BrokerSection = BrokerSection()
+    data: DataSection
+    reward: RewardSection
+    sampling: SamplingSection = SamplingSection()
+    batch: BatchSection = BatchSection()
+    correction: CorrectionSection = CorrectionSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    weights: WeightsSection = WeightsSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    report: ReportSection = ReportSection()
+    log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.TEXT
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainSettings:
+        if self.evaluate.interval and self.data.heldout is None:
+            raise ValueError(f"evaluate.interval is {self.evaluate.interval} but data.heldout names no data set")
+        if self.deterministic and self.batch.max_staleness:
+            raise ValueError(f"deterministic needs batch.max_staleness = 0, got {self.batch.max_staleness}")
+        return self
+
+    @property
+    def weights_folder(self) -> Path:
+        return self.weights.folder or self.out_dir / "weights"

@@ -1,0 +1,292 @@
+"""From data positions to batches: submits prompts, receives groups, has them scored, cuts batches.
+
+Every data position ends exactly once, through one or more attempts. The job id of an attempt is a function of (run,
+position, attempt) and its sampling seed of (seed, position), so that a resumed trainer asks for the same jobs again and
+finds the ones that are already done.
+
+    cursor --submit--> outstanding --group--> scored --cut--> batch --settle--> finished --checkpoint--> acknowledged
+                            ^                                  |
+                            +---- retries <--- stale, refused -+
+
+Groups that a crashed incarnation asked for beyond its last checkpoint arrive before their position is issued again:
+they wait in `early` instead of being generated twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import heapq
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+from enum import StrEnum
+
+import numpy as np
+
+from services.contract.errors import GroupMismatchError, UnavailableError
+from services.contract.group import DeadLetter, Group, LogprobKind
+from services.contract.job import Job, Sink, job_id, job_position
+from services.contract.sampling import MAX_SEED
+from services.transport.groups import Delivery, GroupQueue
+from services.transport.submission import Submission, Submitted
+
+from .batch import Batch, ScoredGroup
+from .config import TrainSettings
+from .ledger import Ledger, read_ledger
+from .publish import Publisher
+from .scoring import PromptTokens, Scorer
+
+logger = logging.getLogger(__name__)
+
+READ_COUNT = 64
+READ_BLOCK_MS = 500
+RECHECK_S = 15.0
+"""Silence after which everything outstanding is submitted again, in case the broker lost it."""
+
+
+class Outcome(StrEnum):
+    """How an attempt ended; the first three end its position too."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    """No signal, replaced by another prompt (refill)."""
+    DEAD = "dead"
+    STALE = "stale"
+    REFUSED = "refused"
+    """The group broke the contract: another policy, another prompt, log-probs that are not constrained."""
+
+
+class Feeder:
+    """The trainer's side of the queue. `run` has to run beside whoever calls `next_batch`, in the same event loop."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        prompts: PromptTokens,
+        scorer: Scorer,
+        submission: Submission,
+        groups: GroupQueue,
+        publisher: Publisher,
+        fence: int,
+    ) -> None:
+        self.settings, self.prompts, self.scorer = settings, prompts, scorer
+        self.submission, self.groups, self.publisher, self.fence = submission, groups, publisher, fence
+        self.submitted = Ledger(settings.out_dir / "submitted.jsonl")
+        self.consumed = Ledger(settings.out_dir / "consumed.jsonl")
+        self.cursor = 0
+        self.retries: list[tuple[int, int]] = []
+        self.outstanding: dict[str, Job] = {}
+        self.counters: Counter[str] = Counter()
+        self._finished: set[str] = set()
+        self._arrived: dict[str, Delivery] = {}
+        self._early: dict[str, Delivery] = {}
+        self._unsent: deque[Job] = deque()
+        self._unacknowledged: list[Delivery] = []
+        self._scored: asyncio.Queue[ScoredGroup] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+
+    @property
+    def in_flight_limit(self) -> int:
+        """The batch in training, and max_staleness more."""
+        return self.settings.batch.groups * (1 + self.settings.batch.max_staleness)
+
+    async def restore(self, cursor: int, retries: Iterable[tuple[int, int]], outstanding: Iterable[str]) -> None:
+        """Takes up a checkpoint's books; the ledgers are already cut to it."""
+        self.cursor, self.retries = cursor, sorted(retries)
+        self._finished = {entry["job_id"] for entry in read_ledger(self.consumed.path)}
+        self.outstanding = {id: self._job(*job_position(id)) for id in outstanding}
+        self._unsent.extend(self.outstanding.values())
+        await self.groups.restore(self.outstanding)
+
+    async def run(self) -> None:
+        """Keeps the queue fed and takes in what comes back, until cancelled."""
+        async with self._tasks:
+            self._tasks.create_task(self._submit_forever())
+            self._tasks.create_task(self._receive_forever())
+
+    # --- what the training loop calls -----------------------------------------------------------------------------
+
+    async def next_batch(self) -> Batch:
+        """Waits for enough groups that are fresh, and (with refill) have signal. Sorted by data position.
+
+        Raises UnavailableError after stall_timeout_s without any group.
+        """
+        wanted = self.settings.batch
+        taken: list[ScoredGroup] = []
+        filtered = 0
+        while len(taken) < wanted.groups and filtered < wanted.groups * (wanted.refill_limit - 1):
+            scored = await self._next_scored()
+            if scored.staleness > wanted.max_staleness and wanted.on_stale == "drop":
+                await self._drop(scored.group.job_id, Outcome.STALE)
+            elif wanted.refill and not scored.has_signal:
+                filtered += 1
+                await self._drop(scored.group.job_id, Outcome.FILTERED)
+            else:
+                taken.append(scored)
+        return Batch(tuple(sorted(taken, key=lambda scored: job_position(scored.group.job_id))))
+
+    async def settle(self, batch: Batch) -> None:
+        """The batch is trained and its weights are published: makes room for as many new prompts."""
+        await self._finish([scored.group.job_id for scored in batch.groups], Outcome.TRAINED)
+
+    async def acknowledge(self) -> None:
+        """After a checkpoint: the broker may forget everything finished before it."""
+        covered, self._unacknowledged = self._unacknowledged, []
+        await self.groups.acknowledge(covered)
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    async def _submit_forever(self) -> None:
+        while True:
+            self._room.clear()
+            self._issue()
+            if self._unsent and await self._send():
+                continue
+            # A refusal for the broker's memory ends without anybody telling us.
+            timeout_s = 0.5 if self._unsent else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room.wait(), timeout_s)
+
+    def _issue(self) -> None:
+        """Turns free room into jobs. They are outstanding before they are sent: a crash in between resubmits."""
+        issued = []
+        while len(self.outstanding) < self.in_flight_limit:
+            position, attempt = heapq.heappop(self.retries) if self.retries else (self.cursor, 0)
+            self.cursor = max(self.cursor, position + 1)
+            job = self._job(position, attempt)
+            self.outstanding[job.job_id] = job
+            issued.append(job)
+        self._unsent.extend(issued)
+        self.submitted.append({"job_id": job.job_id} for job in issued)
+        for job in issued:
+            if (delivery := self._early.pop(job.job_id, None)) is not None:
+                self._tasks.create_task(self._receive(delivery))
+
+    async def _send(self) -> bool:
+        """Submits what is unsent; True if all of it was taken."""
+        jobs = list(self._unsent)
+        outcomes = await self.submission.submit(jobs, fence=self.fence, limit=self.in_flight_limit)
+        self._unsent.clear()
+        self._unsent.extend(j for j, outcome in zip(jobs, outcomes, strict=True) if outcome is Submitted.REFUSED)
+        return not self._unsent
+
+    def _job(self, position: int, attempt: int) -> Job:
+        settings = self.settings
+        seed = hashlib.sha256(f"{settings.seed}:{position}".encode()).digest()
+        return Job(
+            job_id=job_id(settings.run_id, position, attempt),
+            run_id=settings.run_id,
+            prompt_ids=self.prompts.token_ids(position),
+            n=settings.sampling.n,
+            # Not of the attempt: a regenerated sample then differs only by its weights.
+            sampling=settings.sampling.to_sampling(int.from_bytes(seed[:8]) & MAX_SEED),
+            sink=Sink.TRAIN,
+            min_seq=self.publisher.announced.min_seq,
+            submitted_at=time.time(),
+        )
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    async def _receive_forever(self) -> None:
+        while True:
+            for delivery in await self.groups.read(READ_COUNT, READ_BLOCK_MS):
+                self._tasks.create_task(self._receive(delivery))
+
+    async def _receive(self, delivery: Delivery) -> None:
+        id = delivery.job_id
+        if id not in self.outstanding and self._comes_later(id):
+            self._early[id] = delivery
+        elif id not in self.outstanding or id in self._arrived:
+            self.counters["duplicates"] += 1
+            self._unacknowledged.append(delivery)
+        else:
+            self._arrived[id] = delivery
+            await self._take(delivery)
+
+    async def _take(self, delivery: Delivery) -> None:
+        item, job = delivery.item, self.outstanding[delivery.job_id]
+        if isinstance(item, DeadLetter):
+            logger.error("job %s is dead after %d deliveries: %s", item.job_id, item.deliveries, item.error)
+            await self._drop(item.job_id, Outcome.DEAD)
+            return
+        try:
+            check_group(item, job)
+        except GroupMismatchError as error:
+            logger.error("group refused: %s", error)
+            if job_position(item.job_id)[1] + 1 >= self.settings.batch.max_attempts:
+                raise
+            await self._drop(item.job_id, Outcome.REFUSED)
+            return
+        position, _ = job_position(item.job_id)
+        self._scored.put_nowait(await self.scorer.score(item, self.prompts.row(position)))
+
+    def _comes_later(self, id: str) -> bool:
+        position, attempt = job_position(id)
+        return id not in self._finished and (position >= self.cursor or (position, attempt) in self.retries)
+
+    async def _next_scored(self) -> ScoredGroup:
+        timeout_s = self.settings.broker.stall_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                scored = await asyncio.wait_for(self._scored.get(), min(RECHECK_S, left_s))
+                return replace(scored, staleness=self.publisher.staleness(scored.group))
+            await self._recheck()
+        raise UnavailableError(
+            f"no group arrived for {timeout_s:g} s ({len(self.outstanding)} jobs in flight). "
+            "GET /v1/queue on any replica says why; start the same command again to resume"
+        )
+
+    async def _recheck(self) -> None:
+        """Silence: a broker that was wiped has forgotten jobs and weights. Both are cheap to offer again."""
+        missing = [job for id, job in self.outstanding.items() if id not in self._arrived]
+        logger.info("still waiting for %d of %d jobs in flight", len(missing), len(self.outstanding))
+        if await self.publisher.announce_again():
+            logger.warning("the broker had lost the weights; they are %s now", self.publisher.announced.version)
+        self._unsent.extend(job for job in missing if job not in self._unsent)
+        self._room.set()
+
+    # --- the end of an attempt --------------------------------------------------------------------------------------
+
+    async def _drop(self, id: str, outcome: Outcome) -> None:
+        await self._finish([id], outcome)
+        if outcome in (Outcome.STALE, Outcome.REFUSED):
+            position, attempt = job_position(id)
+            heapq.heappush(self.retries, (position, attempt + 1))
+
+    async def _finish(self, ids: list[str], outcome: Outcome) -> None:
+        """Closes the books on these attempts. What the broker holds of them goes with the next checkpoint."""
+        for id in ids:
+            del self.outstanding[id]
+            self._unacknowledged.append(self._arrived.pop(id))
+        self._finished.update(ids)
+        self.consumed.append({"job_id": id, "outcome": outcome} for id in ids)
+        self.counters[outcome] += len(ids)
+        if outcome is Outcome.TRAINED:
+            await self.groups.settle(trained=ids)
+        elif outcome is not Outcome.DEAD:
+            await self.groups.settle(dropped=ids)
+        self._room.set()
+
+
+def check_group(group: Group, job: Job) -> None:
+    """Raises GroupMismatchError unless the group is what this job asked for and what the trainer trains on."""
+    expected = {
+        "run_id": (group.run_id, job.run_id),
+        "prompt_ids": (group.prompt_ids.tolist(), job.prompt_ids.tolist()),
+        "number of samples": (len(group.samples), job.n),
+        "engine.logprob_kind": (group.engine.logprob_kind, LogprobKind.CONSTRAINED),
+        "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),
+        "sampling.temperature": (np.float32(group.sampling.temperature), np.float32(job.sampling.temperature)),
+    }
+    wrong = [f"{name} is {got!s:.80}, expected {want!s:.80}" for name, (got, want) in expected.items() if got != want]
+    if wrong:
+        raise GroupMismatchError(
+            f"group {group.job_id} from replica {group.replica_id} ({group.engine.name} {group.engine.version}): "
+            + "; ".join(wrong)
+        )

@@ -1,0 +1,59 @@
+"""Append-only files of job ids: what was submitted, and how each id ended.
+
+A checkpoint records each ledger's length; a resumed run cuts the file there. So the files always tell the story of the
+timeline that the checkpoint belongs to, and grow without bound only on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from services.contract.errors import ConfigError
+
+
+class Ledger:
+    """One JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    @property
+    def length(self) -> int:
+        """Bytes written so far, buffered ones included."""
+        return self._file.tell()
+
+    def append(self, entries: Iterable[dict[str, Any]]) -> None:
+        self._file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+        self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def cut(self, length: int) -> None:
+        """Forgets everything after the first `length` bytes."""
+        if self.length < length:
+            raise ConfigError(
+                f"{self.path}: {self.length} bytes, the checkpoint counts on {length}; the file was cut or replaced. "
+                "Restore it, or start a new run"
+            )
+        self._file.truncate(length)
+        self._file.seek(length)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
+    """Every complete line; a last line that a crash cut short is skipped."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)

@@ -1,0 +1,60 @@
+"""The policy that is trained: an ordinary Hugging Face causal LM, and its forward pass up to the logits."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from services.contract.errors import ConfigError
+
+from .batch import MicroBatch
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(folder: Path, *, device: torch.device, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """fp32 master weights from a local folder. Raises ConfigError if it holds no causal LM in safetensors."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face folder")
+    transformers_logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model.path = {str(folder)!r}: not a causal LM for transformers: {error}") from error
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    # Dropout would give the sampler and the trainer different policies.
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
+    return model.to(device)
+
+
+def completion_logits(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens V"]:
+    """Logits that predict each model token of the micro-batch, in row-major order of `micro.mask`.
+
+    Logits of prompt positions are never computed.
+    """
+    T = micro.mask.shape[1]
+    output = model(
+        input_ids=micro.input_ids,
+        attention_mask=micro.attention_mask,
+        position_ids=micro.position_ids,
+        logits_to_keep=T + 1,
+        use_cache=False,
+    )
+    logits: Tensor = output.logits[:, :-1]
+    return logits[micro.mask]

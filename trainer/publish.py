@@ -1,0 +1,139 @@
+"""Pushing weights: a complete HF folder per version, renamed into place, announced only after that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from services.contract.errors import WeightError
+from services.contract.group import Group
+from services.contract.weights import INITIAL_SEQ, Announcement, Manifest, WeightVersion
+from services.transport.replicas import ReplicaRegistry
+from services.transport.weight_folder import folder_name, publish_folder, sweep, write_manifest
+from services.transport.weights import WeightRegistry
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_FILE = "model.safetensors"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+class Publisher:
+    """Writes, announces and sweeps the versions of one run."""
+
+    announced: Announcement
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        registry: WeightRegistry,
+        replicas: ReplicaRegistry,
+        *,
+        run_id: str,
+        model_folder: Path,
+        root: Path,
+        fence: int,
+        dtype: torch.dtype = torch.float32,
+        keep_last: int = 2,
+        max_staleness: int = 0,
+    ) -> None:
+        self._model, self._registry, self._replicas, self._fence = model, registry, replicas, fence
+        self._run_id, self._model_folder, self._dtype = run_id, model_folder, dtype
+        self._root = root.resolve() / run_id
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._keep_last, self._max_staleness = keep_last, max_staleness
+        self._updates_of: dict[int, int] = {INITIAL_SEQ: 0}
+        self._own: list[Announcement] = []
+
+    async def publish(self, updates: int) -> None:
+        """The model's weights, with `updates` optimizer steps behind them, are what to serve from now on.
+
+        Raises WeightError naming the folder (disk full, not writable): nothing was announced, the old weights serve on.
+        Raises LeaseLostError if another trainer took over.
+        """
+        if not self._own:
+            # Earlier incarnations' versions: their samples may still arrive.
+            self._updates_of |= {seq: old.step for seq, old in (await self._registry.history()).items()}
+        seq = await self._registry.next_seq(fence=self._fence, at_least=max(self._updates_of))
+        folder = self._root / folder_name(seq)
+        manifest = await asyncio.to_thread(self._write, folder, seq, updates)
+        fresh = [old.seq for old in self._own if old.step >= updates - self._max_staleness]
+        self.announced = Announcement(
+            version=str(manifest.version),
+            step=updates,
+            folder=str(folder),
+            min_seq=min(fresh, default=seq),
+            announced_at=time.time(),
+        )
+        await self._registry.announce(self.announced, fence=self._fence)
+        self._own.append(self.announced)
+        self._updates_of[seq] = updates
+        await self._sweep()
+
+    async def announce_again(self) -> bool:
+        """Publishes anew if the broker has forgotten what was announced; True if it had."""
+        latest = await self._registry.latest()
+        if latest is not None and latest.seq >= self.announced.seq:
+            return False
+        await self.publish(self.announced.step)
+        return True
+
+    def staleness(self, group: Group) -> int:
+        """Optimizer steps between the group's oldest span and the weights announced last.
+
+        Versions of a timeline that a crash cut off may lie ahead of a resumed trainer: what counts is the distance.
+        """
+        versions = {span.version for sample in group.samples for span in sample.versions}
+        seqs = {WeightVersion.parse(version).seq for version in versions}
+        unknown = seqs - self._updates_of.keys()
+        if unknown:
+            logger.warning("group %s was drawn from unknown weight versions %s", group.job_id, sorted(unknown))
+            return self.announced.step + 1
+        return max(abs(self.announced.step - self._updates_of[seq]) for seq in seqs)
+
+    @property
+    def num_published(self) -> int:
+        return len(self._own)
+
+    def _write(self, final: Path, seq: int, updates: int) -> Manifest:
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            for source in self._model_folder.iterdir():
+                if source.is_file() and not source.name.startswith(".") and not source.name.endswith(WEIGHT_SUFFIXES):
+                    shutil.copyfile(source, partial / source.name)
+            save_file(unique_tensors(self._model, self._dtype), partial / WEIGHT_FILE, metadata={"format": "pt"})
+            manifest = write_manifest(partial, self._run_id, seq, updates)
+            publish_folder(partial, final)
+        except (OSError, WeightError) as error:
+            free_mib = shutil.disk_usage(self._root).free / 2**20
+            raise WeightError(
+                f"weights.folder {self._root}: version {seq} could not be written ({error}); {free_mib:.0f} MiB free. "
+                "Make room or name another folder, then start the same command again to resume"
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return manifest
+
+    async def _sweep(self) -> None:
+        in_use = await self._replicas.seqs_in_use() | await self._registry.pinned() | {self.announced.seq}
+        await asyncio.to_thread(sweep, self._root, keep=in_use, last=self._keep_last)
+
+
+def unique_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The state dict as a weight file wants it: tied tensors once, contiguous, floats in `dtype`."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+    return tensors

@@ -1,0 +1,75 @@
+"""Between data and queue: prompts become token ids, completions become rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.contract.group import Group
+from services.engines.tokenizer import Tokenizer
+
+from .batch import ScoredGroup
+from .data import Prompt, Prompts, Row
+from .reward_pool import RewardPool, RewardRequest, settle
+from .rewards import OnError, Overlong, overlong_penalty
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> NDArray[np.int32]:
+    """Plain text as it is; chat messages through the model's template, ready for the assistant's turn."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+    return np.array(ids, np.int32)
+
+
+class PromptTokens:
+    """The data set by position, as rows and as token ids."""
+
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
+        self.row = prompts.row_at
+        self._tokenizer = tokenizer
+        self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
+
+    def _token_ids(self, position: int) -> NDArray[np.int32]:
+        return encode_prompt(self._tokenizer, self.row(position).prompt)
+
+
+class Scorer:
+    """Rewards of whole groups, from worker processes."""
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        tokenizer: Tokenizer,
+        *,
+        on_error: OnError,
+        overlong: Overlong = Overlong.KEEP,
+        overlong_buffer: int = 0,
+    ) -> None:
+        self._pool, self._tokenizer, self._on_error = pool, tokenizer, on_error
+        self._overlong, self._overlong_buffer = overlong, overlong_buffer
+
+    async def score(self, group: Group, row: Row) -> ScoredGroup:
+        """Raises ConfigError if a reward fails and on_error is `stop`."""
+        completions = [self._tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
+        requests = [RewardRequest(row.index, text, row.answer, row.text, row.extra) for text in completions]
+        results = await self._pool.score(requests)
+        return ScoredGroup(
+            group=group,
+            rewards=self._shaped(group, settle(results, self._on_error)),
+            staleness=0,
+            num_failed=sum(result.value is None for result in results),
+            reward_s=sum(result.seconds for result in results),
+        )
+
+    def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
+        if self._overlong is not Overlong.SOFT:
+            return tuple(rewards)
+        limit = group.sampling.max_tokens
+        lengths = [len(sample.token_ids) for sample in group.samples]
+        pairs = zip(rewards, lengths, strict=True)
+        return tuple(reward + overlong_penalty(length, limit, self._overlong_buffer) for reward, length in pairs)
