@@ -84,7 +84,9 @@ def check_model_folder(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"model folder {folder}: no config.json in it (found {names}); expected a Hugging Face folder")
+        raise ConfigError(
+            f"model folder {folder}: no config.json in it (found {names}); expected a Hugging Face folder"
+        )
 
 
 def load_config(folder: Path) -> Any:

@@ -1,0 +1,336 @@
+"""The thread that owns the model: takes commands at token boundaries, and decodes in between.
+
+    boundary:  commands (submit, cancel, swap, stop) -> admit waiting samples (one prefill per job) -> first tokens
+    step:      one forward over all rows -> one token each -> finished rows leave
+
+Only this thread touches model, cache and batch. Results go back through each command's reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from services.contract.errors import EngineError, WeightError
+from services.contract.group import FinishReason
+
+from .batch import Batch, Row
+from .commands import Cancel, Command, Prefill, Stop, Submission, Swap
+from .kv_cache import RowCache
+from .limits import max_new_tokens
+from .model_folder import swap_weights
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one forward; a longer prompt goes alone."""
+
+STOP_MARGIN = 8
+"""Tokens decoded before the longest stop string, as some decode to nothing or join with their neighbours."""
+
+
+class Worker:
+    """`run` is the thread's body; `send` may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        version: str,
+        max_batch: int,
+        context_length: int,
+        deterministic: bool,
+        threads: int | None,
+    ) -> None:
+        self.version = version
+        self._model = model
+        self._device = model.device
+        self._tokenizer = tokenizer
+        self._max_batch = max_batch
+        self._context_length = context_length
+        self._deterministic = deterministic
+        self._threads = threads
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._waiting: deque[Submission] = deque()
+        self._swaps: deque[Swap] = deque()
+        self._batch = Batch(self._device)
+        self._cache = RowCache()
+        self._stopping = False
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that hold a row now."""
+        return len(self._batch)
+
+    def run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        while not self._stopping:
+            try:
+                with torch.inference_mode():
+                    self._boundary()
+                    if len(self._batch) and not self._stopping:
+                        self._step()
+            except Exception as error:
+                log.exception("generation failed; every job in flight fails, the engine serves on")
+                self._fail_all(EngineError(f"generation failed: {type(error).__name__}: {error}"))
+        self._fail_all(EngineError("the engine was closed"))
+
+    # -- boundary ----------------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        for command in self._arrived():
+            match command:
+                case Submission():
+                    self._waiting.append(command)
+                case Cancel():
+                    self._drop(command.submission)
+                case Swap():
+                    self._swaps.append(command)
+                case Stop():
+                    self._stopping = True
+        if self._swaps and not (self._deterministic and self._busy):
+            self._swap(self._swaps.popleft())
+        self._admit()
+
+    def _arrived(self) -> Iterator[Command]:
+        """What is in the mailbox; with nothing else to do, waits for a first command."""
+        if not (len(self._batch) or self._waiting or self._swaps):
+            yield self._commands.get()
+        yield from self._left_over()
+
+    @property
+    def _busy(self) -> bool:
+        """A job has begun and is not finished."""
+        return len(self._batch) > 0 or bool(self._waiting and self._waiting[0].placed)
+
+    def _admit(self) -> None:
+        """Gives free rows to waiting samples, first come first served, and draws their first tokens."""
+        placements = list(self._placements())
+        if not placements:
+            return
+        self._prefill(submission for submission, _ in placements if submission.prefill is None)
+        start, logits = len(self._batch), []
+        for submission, count in placements:
+            prefill = submission.prefill
+            assert prefill is not None
+            rows = [self._row(submission, submission.placed + i) for i in range(count)]
+            index = torch.full((count,), prefill.index, device=self._device)
+            self._cache.fill(len(self._batch), prefill.cache, index)
+            self._batch.add(rows, self._tokenizer.eos_ids)
+            logits.append(prefill.logits.expand(count, -1))
+            submission.placed += count
+            if not submission.unplaced:
+                submission.prefill = None
+        self._draw(torch.cat(logits), start)
+
+    def _placements(self) -> Iterator[tuple[Submission, int]]:
+        free = self._max_batch - len(self._batch)
+        if self._deterministic:
+            if self._busy and not (self._waiting and self._waiting[0].placed):
+                return
+            if not self._busy:
+                self._cache.clear()  # so that the cache's shape, too, depends on the job alone
+        while self._waiting and free > 0:
+            submission = self._waiting[0]
+            count = min(free, submission.unplaced)
+            free -= count
+            if count == submission.unplaced:
+                self._waiting.popleft()
+            yield submission, count
+            if self._deterministic:
+                return
+
+    def _row(self, submission: Submission, index: int) -> Row:
+        limit = max_new_tokens(submission.job, self._context_length)
+        return Row(submission, index, limit, [(self.version, 0)])
+
+    def _prefill(self, submissions: Iterable[Submission]) -> None:
+        """One forward per length, at most PREFILL_TOKENS at a time."""
+        by_length = sorted(submissions, key=lambda s: len(s.job.prompt_ids))
+        for length, group in groupby(by_length, key=lambda s: len(s.job.prompt_ids)):
+            same = list(group)
+            size = max(1, PREFILL_TOKENS // length)
+            for part in (same[i : i + size] for i in range(0, len(same), size)):
+                prompts = np.stack([submission.job.prompt_ids for submission in part])
+                logits, cache = self._read(torch.from_numpy(prompts.astype(np.int64)))
+                for index, submission in enumerate(part):
+                    submission.prefill = Prefill(cache, index, logits[index : index + 1])
+
+    def _read(self, token_ids: Tensor) -> tuple[Tensor, DynamicCache]:
+        """Forward over whole rows [rows, length]: logits [rows, V] of the last position, and the filled cache."""
+        cache = DynamicCache()
+        positions = torch.arange(token_ids.shape[1], device=self._device).expand(token_ids.shape)
+        out = self._model(
+            input_ids=token_ids.to(self._device),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1], cache
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        lengths = self._batch.lengths
+        count, span = len(lengths), int(lengths.max()) + 1
+        positions = torch.from_numpy(lengths).to(self._device)
+        self._cache.reserve(count, span)
+        self._cache.aim(torch.arange(count, device=self._device), positions, span)
+        out = self._model(
+            input_ids=self._batch.inputs,
+            position_ids=positions[:, None],
+            attention_mask=self._mask(lengths, positions, span),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._draw(out.logits[:, -1], 0)
+
+    def _mask(self, lengths: NDArray[np.int64], positions: Tensor, span: int) -> Tensor | None:
+        """Additive [n, 1, 1, span]; None where all rows are equally long."""
+        if lengths.min() == lengths.max():
+            return None
+        beyond = torch.arange(span, device=self._device) > positions[:, None]
+        zeros = torch.zeros(beyond.shape, dtype=self._model.dtype, device=self._device)
+        return zeros.masked_fill_(beyond, float("-inf"))[:, None, None]
+
+    def _draw(self, logits: Tensor, start: int) -> None:
+        """One token for the rows from `start` on; those that end with it leave."""
+        stopped, broken = self._batch.draw(logits, start)
+        stopped |= self._at_stop_string(start)
+        ended = stopped | broken | self._batch.at_limit(start)
+        if not ended.any():
+            return
+        failed = {self._batch.rows[row].submission: row for row in _indices(broken, start)}
+        for submission, row in failed.items():
+            self._fail_not_finite(submission, row)
+        done = [row for row in _indices(ended, start) if self._batch.rows[row].submission not in failed]
+        for row, record in zip(done, self._batch.records(done), strict=True):
+            self._finish(row, record, FinishReason.STOP if stopped[row - start] else FinishReason.LENGTH)
+        self._remove(done + self._rows_of(failed))
+
+    def _at_stop_string(self, start: int) -> NDArray[np.bool_]:
+        """Per row from `start` on: its newest token completed one of its stop strings."""
+        hit = np.zeros(len(self._batch) - start, np.bool_)
+        for row in _indices(self._batch.watched[start:], start):
+            stops = self._batch.rows[row].job.sampling.stop
+            window = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
+            tail = self._tokenizer.decode(self._batch.token_ids(row, window), skip_special_tokens=False)
+            hit[row - start] = any(stop in tail for stop in stops)
+        return hit
+
+    def _finish(self, row: int, record: NDArray[np.float64], reason: FinishReason) -> None:
+        own = self._batch.rows[row]
+        own.submission.samples[own.index] = own.finish(record, reason)
+        own.submission.reply_if_whole()
+
+    def _fail_not_finite(self, submission: Submission, row: int) -> None:
+        token = int(self._batch.generated[row]) - 1
+        position = int(self._batch.prompts[row]) + token
+        submission.reply.error(
+            EngineError(
+                f"job {submission.job.job_id}: the logits of sample {self._batch.rows[row].index} are not finite at "
+                f"position {position} (prompt {position - token} tokens, new token {token}) under {self.version}"
+            )
+        )
+        self._forget(submission)
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def _drop(self, submission: Submission) -> None:
+        """Of a cancelled job."""
+        self._forget(submission)
+        self._remove(self._rows_of({submission}))
+
+    def _forget(self, submission: Submission) -> None:
+        with suppress(ValueError):
+            self._waiting.remove(submission)
+
+    def _rows_of(self, submissions: Iterable[Submission]) -> list[int]:
+        wanted = set(submissions)
+        return [i for i, row in enumerate(self._batch.rows) if row.submission in wanted] if wanted else []
+
+    def _remove(self, rows: list[int]) -> None:
+        source, target = self._batch.remove(rows)
+        if source:
+            length = int(self._batch.lengths[target].max())
+            self._cache.move(self._index(source), self._index(target), length)
+
+    def _index(self, rows: Iterable[int]) -> Tensor:
+        return torch.tensor(list(rows), device=self._device)
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Everything in flight; the engine starts over with an empty batch."""
+        pending = {row.submission for row in self._batch.rows} | set(self._waiting)
+        self._batch, self._cache = Batch(self._device), RowCache()
+        self._waiting.clear()
+        for submission in pending:
+            submission.reply.error(error)
+        if self._stopping:
+            for command in [*self._swaps, *self._left_over()]:
+                if isinstance(command, (Submission, Swap)):
+                    command.reply.error(error)
+
+    def _left_over(self) -> Iterator[Command]:
+        with suppress(queue.Empty):
+            while True:
+                yield self._commands.get_nowait()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def _swap(self, swap: Swap) -> None:
+        """New weights in place; what unfinished rows have in the cache is computed again under them."""
+        try:
+            swap_weights(self._model, swap.weights)
+        except Exception as error:
+            swap.reply.error(WeightError(f"{swap.version}: copying the weights failed: {error}"))
+            raise
+        self.version = swap.version
+        swap.reply.result(None)
+        for submission in self._waiting:
+            submission.prefill = None
+        for row, generated in zip(self._batch.rows, self._batch.generated, strict=True):
+            row.spans.append((swap.version, int(generated)))
+        self._recompute()
+        log.info("serving %s, %d samples go on under it", swap.version, len(self._batch))
+
+    def _recompute(self) -> None:
+        """Fills the cache again from token ids, a block of rows at a time, padded on the right."""
+        lengths = self._batch.lengths
+        if not len(lengths):
+            return
+        longest = int(lengths.max())
+        size = max(1, PREFILL_TOKENS // longest)
+        for start in range(0, len(lengths), size):
+            rows = range(start, min(start + size, len(lengths)))
+            padded = torch.zeros(len(rows), longest, dtype=torch.long)
+            for i, row in enumerate(rows):
+                ids = [*self._batch.rows[row].job.prompt_ids.tolist(), *self._batch.token_ids(row)]
+                padded[i, : lengths[row]] = torch.tensor(ids[:-1])
+            _, cache = self._read(padded)
+            self._cache.fill(start, cache, torch.arange(len(rows), device=self._device))
+
+
+def _indices(flags: NDArray[np.bool_], start: int) -> list[int]:
+    """Row numbers of the flags that are set; flags[0] is row `start`."""
+    rows: list[int] = (np.flatnonzero(flags) + start).tolist()
+    return rows
