@@ -5,7 +5,8 @@
 
 Shapes: N sequences, T tokens; `mask` is True on model-generated tokens and only those count: everything else may hold
 anything, NaN included. Nothing here has a gradient. Composition: the veto drops whole sequences; what it leaves is
-truncated (TIS) or rejected (MIS); a dropped or rejected token has weight 0. Selection is by `where`, never by a product.
+truncated (TIS) or rejected (MIS); a dropped or rejected token has weight 0. Selection is by `where`, never by a product
+(inf * 0 is NaN).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_LOG_WEIGHT = 20.0
 
 
 class Level(StrEnum):
-    """What one weight covers. Only `sequence` is unbiased; `token` and `geometric` are biased even without rejection."""
+    """What one weight covers. Only `sequence` is unbiased; the others are biased even without rejection."""
 
     SEQUENCE = "sequence"
     """exp(sum_t l_t): the product over the sequence."""
@@ -121,8 +122,8 @@ def correct(
 
 
 def log_ratio(train_logprobs: Tensor, infer_logprobs: Tensor) -> Tensor:
-    """l in float32, or float64 if both are; detached, unclamped."""
-    dtype = torch.float64 if train_logprobs.dtype == infer_logprobs.dtype == torch.float64 else torch.float32
+    """l in float32, or float64 if a side is; detached, unclamped."""
+    dtype = torch.promote_types(torch.promote_types(train_logprobs.dtype, infer_logprobs.dtype), torch.float32)
     return train_logprobs.detach().to(dtype) - infer_logprobs.detach().to(dtype)
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 class Denominator(StrEnum):
     ALL = "all"
-    """Every sequence of the batch, the dropped and rejected ones included. Dropping outside sequences then costs no bias."""
+    """Every sequence of the batch, dropped and rejected ones too. Dropping outside sequences then costs no bias."""
     KEPT = "kept"
     """Only sequences with a token that is trained on: rescales the step by 1 / P(keep)."""
 

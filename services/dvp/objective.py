@@ -19,9 +19,9 @@ def surrogate_loss(
 ) -> Float[Tensor, ""]:
     """-(1/D) sum_y A(y) sum_t w_t log pi_train_mp(y_t), summed over tokens, without 1/T.
 
-    With w_t = w(y) its negative gradient is the mean of g = w A grad log pi_train_mp(y) (Thm 5.3). Weights and advantages
-    are constants. Tokens with weight 0 or off the mask may hold NaN. Micro-batches add up when each is given the whole
-    batch's denominator.
+    With w_t = w(y) its negative gradient is the mean of g = w A grad log pi_train_mp(y) (Thm 5.3). Weights and
+    advantages are constants. Tokens with weight 0 or off the mask may hold NaN. Micro-batches add up when each is given
+    the whole batch's denominator.
     """
     if not denominator > 0:
         raise ValueError(f"denominator {denominator} must be > 0: a batch with nothing kept makes no step")

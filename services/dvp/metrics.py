@@ -1,0 +1,204 @@
+"""How far the two sides are apart, measured before anything is rejected: what a rejection leaves always looks healthy.
+
+l = train - infer log-prob, samples from infer. What is computed from l takes only model tokens INSIDE the trainer's safe
+set: the true KL is infinite at an outside token, so those are a rate of their own. Everything in float64. A metric with
+nothing to average over is absent from the result, so that every value is a finite number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .correction import Correction, Level, level_ratios
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training batch of N sequences, all on one device. Entries off the mask mean nothing."""
+
+    train_logprobs: Float[Tensor, "N T"]
+    infer_logprobs: Float[Tensor, "N T"]
+    inside: Bool[Tensor, "N T"]
+    """The sampled token is a member of the trainer's safe set."""
+    mask: Bool[Tensor, "N T"]
+    """Model-generated tokens."""
+    advantages: Float[Tensor, " N"]
+    rewards: Float[Tensor, " N"]
+    correction: Correction
+    level: Level
+    """At which the correction's weights are."""
+    cap: float
+    """C of the correction, for the predicted keep rates."""
+    train_kept_mass: Float[Tensor, "N T"]
+    train_kept_count: Int[Tensor, "N T"]
+    infer_kept_mass: Float[Tensor, "N T"]
+    infer_kept_count: Int[Tensor, "N T"]
+    entropy_constrained: Float[Tensor, "N T"] | None = None
+    entropy_full: Float[Tensor, "N T"] | None = None
+
+
+class MisHealth(NamedTuple):
+    """What MIS is going to keep if log w is normal with mean -K and variance 2 K; K = KL(infer || train) of a sequence."""
+
+    kl_sequence: float
+    keep_upper: float
+    """P(w <= C). Never below 0.88 at C = 2, so it says nothing about health; the kept weight does."""
+    keep_two_sided: float
+    """P(1/C <= w <= C)."""
+    kept_weight_upper: float
+    """E[w; w <= C] = Phi((ln C - K) / sqrt(2 K)): the share of the trainer's own distribution that is learned from."""
+    kept_weight_two_sided: float
+
+
+def mismatch_metrics(batch: Batch) -> dict[str, float]:
+    """Every metric of the batch by name; names are grouped by a prefix."""
+    named = _divergence(batch) | _weights(batch) | _rejection(batch) | _pruning(batch)
+    values = {name: float(value) for name, value in named.items()}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def mis_health(kl_token: float, length: float, cap: float) -> MisHealth:
+    """`length`: mean number of model tokens per sequence. A KL estimate <= 0 predicts that everything is kept."""
+    K = max(kl_token * length, 0.0)
+    if K == 0.0:
+        return MisHealth(0.0, 1.0, 1.0, 1.0, 1.0)
+    spread, edge = math.sqrt(2 * K), math.log(cap)
+    return MisHealth(
+        kl_sequence=K,
+        keep_upper=_phi((edge + K) / spread),
+        keep_two_sided=_phi((edge + K) / spread) - _phi((K - edge) / spread),
+        kept_weight_upper=_phi((edge - K) / spread),
+        kept_weight_two_sided=_phi((edge - K) / spread) - _phi((-edge - K) / spread),
+    )
+
+
+def set_overlap(
+    train_set: Bool[Tensor, "*batch vocab"], infer_set: Bool[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
+    """|V_S & V'_S| / |V_S| per position, where the logits of both sides are at hand."""
+    return (train_set & infer_set).sum(-1) / train_set.sum(-1)
+
+
+def effective_sample_size(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """1 / mean((w / mean w)^2), in [1/n, 1]; meaningless for sequence weights once K exceeds about 2."""
+    weights = weights.double()
+    return 1 / (weights / weights.mean()).square().mean()
+
+
+def _divergence(batch: Batch) -> dict[str, Tensor]:
+    """Token-level estimates, and chi2_seq over the inside tokens of each sequence."""
+    valid = _valid(batch)
+    log_ratios = batch.correction.log_ratios.double()
+    log_r = log_ratios[valid]
+    ratio = log_r.exp()
+    advantages = batch.advantages.double().unsqueeze(-1).expand_as(log_ratios)[valid]
+    skew = -(ratio - 1) * advantages
+    kl = -log_r.mean()
+    sequence = level_ratios(log_ratios, valid, Level.SEQUENCE)[valid.any(-1)]
+    return {
+        "mismatch/kl": kl,
+        "mismatch/k3_kl": (ratio - 1 - log_r).mean(),
+        "mismatch/chi2_token": ratio.square().mean() - 1,
+        "mismatch/chi2_seq": sequence.square().mean() - 1,
+        "mismatch/ppl_train": (-batch.train_logprobs.detach().double()[valid].mean()).exp(),
+        "mismatch/ppl_infer": (-batch.infer_logprobs.double()[valid].mean()).exp(),
+        "mismatch/ppl_ratio": kl.exp(),
+        "mismatch/ratio_max": _extreme(ratio, torch.max),
+        "mismatch/ratio_min": _extreme(ratio, torch.min),
+        "mismatch/skew": skew.mean(),
+        "mismatch/skew_positive": skew[advantages > 0].mean(),
+        "mismatch/skew_negative": skew[advantages < 0].mean(),
+        "mismatch/outside_rate": (batch.mask & ~batch.inside).sum() / batch.mask.sum(),
+    }
+
+
+def _weights(batch: Batch) -> dict[str, Tensor | float]:
+    """Of w before rejection, at the correction's level."""
+    valid, units = _valid(batch), _units(batch.mask, batch.level)
+    log_ratios = batch.correction.log_ratios.double()
+    w = level_ratios(log_ratios, valid, batch.level).expand_as(valid)[_units(valid, batch.level)]
+    kept_weight = batch.correction.ratios.where(batch.correction.kept, 0.0)[units].double().mean()
+    length = valid.sum(-1)[valid.any(-1)].double().mean()
+    health = mis_health(-float(log_ratios[valid].mean()), float(length), batch.cap)
+    return {
+        "weight/ess": effective_sample_size(w),
+        "weight/max": _extreme(w, torch.max),
+        "weight/min": _extreme(w, torch.min),
+        "weight/mean": w.mean(),
+        "mis/kept_weight": kept_weight,
+        **{f"mis/predicted_{name}": value for name, value in health._asdict().items()},
+    }
+
+
+def _rejection(batch: Batch) -> dict[str, Tensor]:
+    """Shares of sequences (of tokens for MIS at token level), out of those with a model token."""
+    real, units = batch.mask.any(-1), _units(batch.mask, batch.level)
+    veto = batch.correction.veto
+    rejected = ~batch.correction.kept & ~veto.dropped.unsqueeze(-1)
+    shares = {f"veto/{reason}": flags[real].double().mean() for reason, flags in veto._asdict().items()}
+    return shares | {
+        "veto/total": veto.dropped[real].double().mean(),
+        "mis/fraction": rejected[units].double().mean(),
+    }
+
+
+def _pruning(batch: Batch) -> dict[str, Tensor]:
+    """Kept mass and count at all model tokens, entropies, and the two bounds on |J_mp - J|."""
+    mask, metrics = batch.mask, dict[str, Tensor]()
+    sides = {
+        "train": (batch.train_kept_mass, batch.train_kept_count),
+        "infer": (batch.infer_kept_mass, batch.infer_kept_count),
+    }
+    for side, (mass, count) in sides.items():
+        known = mass[mask & ~mass.isnan()].double()
+        metrics[f"kept/mass_mean_{side}"] = known.mean()
+        metrics[f"kept/mass_min_{side}"] = _extreme(known, torch.min)
+        metrics[f"kept/count_mean_{side}"] = count[mask].double().mean()
+    for kind, entropy in (("constrained", batch.entropy_constrained), ("full", batch.entropy_full)):
+        if entropy is not None:
+            metrics[f"entropy/{kind}"] = entropy[mask & ~entropy.isnan()].double().mean()
+    return metrics | _bias_bounds(batch)
+
+
+def _bias_bounds(batch: Batch) -> dict[str, Tensor]:
+    """bound: R_max T (1 - Z_min) (Prop. 5.5), doubled where rewards may be negative. bound_measured:
+    (max R - min R) E[sum_t (1 - Z_t)]. Z is the trainer's; T, Z and R are those of the batch."""
+    known = batch.mask & ~batch.train_kept_mass.isnan()
+    pruned = (1 - batch.train_kept_mass.double()).where(known, 0.0)
+    rewards = batch.rewards.double()
+    low, high = _extreme(rewards, torch.min), _extreme(rewards, torch.max)
+    sides = torch.where(low < 0, 2.0, 1.0)
+    horizon = _extreme(known.sum(-1).double(), torch.max)
+    return {
+        "bias/bound": sides * _extreme(rewards.abs(), torch.max) * horizon * _extreme(pruned[known], torch.max),
+        "bias/bound_measured": (high - low) * pruned.sum(-1)[known.any(-1)].mean(),
+    }
+
+
+def _valid(batch: Batch) -> Bool[Tensor, "N T"]:
+    return batch.mask & batch.inside & ~batch.correction.log_ratios.isnan()
+
+
+def _units(mask: Bool[Tensor, "N T"], level: Level) -> Bool[Tensor, "N T"]:
+    """One True per weight: every token of the mask, or the first of each sequence."""
+    return mask if level is Level.TOKEN else mask & (mask.cumsum(-1) == 1)
+
+
+def _extreme(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """NaN of nothing, as the mean is."""
+    return reduce(values) if values.numel() else values.new_tensor(math.nan)
+
+
+def _phi(x: float) -> float:
+    """Standard normal distribution function."""
+    return 0.5 * math.erfc(-x / math.sqrt(2))
