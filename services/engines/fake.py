@@ -53,7 +53,8 @@ class FakeEngine:
         self._version = version
         self._slots = asyncio.Semaphore(capacity)
         self._flights: set[Flight] = set()
-        self._closed: asyncio.Future[None] | None = None
+        self._jobs: set[asyncio.Future[list[Sample]]] = set()
+        self._running = False
 
     @property
     def version(self) -> str:
@@ -65,24 +66,25 @@ class FakeEngine:
         return len(self._flights)
 
     async def start(self) -> None:
-        self._closed = asyncio.get_running_loop().create_future()
+        self._running = True
 
     async def generate(self, job: Job) -> tuple[Sample, ...]:
-        closed = self._running()
+        self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
         samples = asyncio.gather(*(self._sample(job, index) for index in range(job.n)))
+        self._jobs.add(samples)
         try:
-            await asyncio.wait({samples, closed}, return_when=asyncio.FIRST_COMPLETED)
+            return tuple(await samples)
+        except asyncio.CancelledError:
+            if self._running:
+                raise
+            raise EngineError("the engine was closed") from None
         finally:
-            done = samples.done()
-            samples.cancel()
-        if not done:
-            raise EngineError("the engine was closed")
-        return tuple(samples.result())
+            self._jobs.discard(samples)
 
     async def load(self, folder: Path, version: str) -> None:
-        self._running()
-        if not list(folder.glob("*.safetensors")):
+        self._check_running()
+        if not await asyncio.to_thread(_has_weights, folder):
             raise WeightError(f"weight folder {folder}: no *.safetensors file in it")
         await asyncio.sleep(self._load_time_s)
         self._version = version
@@ -90,13 +92,13 @@ class FakeEngine:
             flight.spans.append((version, self._drawn(flight)))
 
     async def close(self) -> None:
-        if self._closed and not self._closed.done():
-            self._closed.set_result(None)
+        self._running = False
+        for samples in self._jobs:
+            samples.cancel()
 
-    def _running(self) -> asyncio.Future[None]:
-        if self._closed is None or self._closed.done():
+    def _check_running(self) -> None:
+        if not self._running:
             raise UnavailableError("the engine is not running: start it first, and do not use it after close")
-        return self._closed
 
     def _drawn(self, flight: Flight) -> int:
         """Tokens that a real engine would have drawn by now, evenly over the service time."""
@@ -115,6 +117,10 @@ class FakeEngine:
                 self._flights.discard(flight)
         reason = FinishReason.LENGTH if flight.num_tokens == limit else FinishReason.STOP
         return _random_sample(sample_seed(job, index), flight, self.vocab_size, reason)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
 
 
 def _random_sample(seed: int, flight: Flight, vocab_size: int, reason: FinishReason) -> Sample:
