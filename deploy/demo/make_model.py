@@ -47,7 +47,7 @@ class Teacher(NamedTuple):
     """How often the warm start is shown which answer; the rest is a random slip of one digit."""
 
     right: float = 0.30
-    near_miss: float = 0.55
+    near_miss: float = 0.50
     """Off by 1 or by 10: the mistakes of a carry."""
 
     def answer(self, task: Sum, rng: random.Random) -> str:
@@ -55,7 +55,7 @@ class Teacher(NamedTuple):
         if draw < self.right:
             return str(task.answer)
         if draw < self.right + self.near_miss:
-            return str(task.answer + rng.choice((-10, -10, -10, -1, 1, 10)))
+            return str(task.answer + rng.choice((-10, -1, 1, 10)))
         digits = list(str(task.answer))
         digits[rng.randrange(len(digits))] = rng.choice(string.digits)
         return "".join(digits)
