@@ -1,22 +1,66 @@
-"""One connection to Redis or Valkey for one run: bounded waits, scripts, consumer groups."""
+"""One connection to Redis or Valkey for one run: bounded waits, scripts, consumer groups.
+
+Only the Redis 7.0 command subset is used, so that Redis 7 and 8 and Valkey 8 and 9 all serve.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
 from typing import Any, Self
 
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
-from services.contract.keys import Keys
+from services.contract.errors import ConfigError, LeaseLostError, OverloadedError, UnavailableError
+from services.contract.keys import REPLICAS, TRAINER, Keys
+from services.contract.record import SCHEMA_VERSION
+from services.contract.weights import RUN_ID
 
+from .failpoints import failpoint
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0
+NUM_RETRIES = 5
 MAX_BLOCK_MS = 5_000
-"""Blocking reads are cut to this, well below the socket timeout."""
+"""Blocking reads are cut to this, well below the reply timeout."""
+RESULT_TTL_S = 3600
+"""How long an ended job's state, and the result for a client, are kept."""
+MEMORY_SHARE = 0.7
+"""Admission stops above this share of the broker's maxmemory."""
+RETRY_AFTER_MEMORY_S = 5.0
+
+_KEYS = (
+    *("jobs", "groups", "evals", "dead", "versions"),
+    *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer"),
+)
+"""What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 
 
 class Broker:
     """`await Broker.connect(url, run_id)`, then `async with broker:` or `await broker.close()`."""
 
-    redis: Redis
-    keys: Keys
+    def __init__(self, redis: Redis, keys: Keys, where: str) -> None:
+        self.redis = redis
+        self.keys = keys
+        self._where = where
+        self._script_keys = [*(getattr(keys, name) for name in _KEYS), keys.job(""), keys.result(""), keys.replica("")]
+        self._scripts: dict[str, AsyncScript] = {}
 
     @property
     def run_id(self) -> str:
@@ -24,22 +68,128 @@ class Broker:
 
     @classmethod
     async def connect(cls, url: str, run_id: str) -> Self:
-        """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the password."""
-        raise NotImplementedError
+        """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the
+        password."""
+        if not re.match(RUN_ID, run_id):
+            raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
+        redis = _client(url)
+        where = _address(redis)
+        broker = cls(redis, Keys(run_id), where)
+        try:
+            await broker.ensure_groups()
+        except AuthenticationError as error:
+            await broker.close()
+            raise ConfigError(f"Redis at {where} refuses the password of redis_url: {error}") from None
+        except UnavailableError as error:
+            await broker.close()
+            raise ConfigError(
+                f"{error}. Start one (redis-server, valkey-server or `make demo`'s own) or correct redis_url"
+            ) from None
+        return broker
 
-    async def script(self, name: str, keys: list[str], args: list[Any]) -> Any:
-        """Runs lua/<name>.lua. Raises LeaseLostError (not owner, fenced off), UnavailableError (broker gone or too slow)."""
-        raise NotImplementedError
+    async def script(self, name: str, *args: str | bytes | int | float) -> Any:
+        """Runs lua/<name>.lua. Raises LeaseLostError (not the owner, fenced off), OverloadedError (the broker's memory
+        is full and the script does not drain), UnavailableError (broker gone or too slow)."""
+        script = self._scripts.get(name)
+        if script is None:
+            script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
+        failpoint(f"{name}.before")
+        with self.errors():
+            reply = await script(keys=self._script_keys, args=args)
+        failpoint(f"{name}.after")
+        return reply
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns what redis-py raises into this project's errors."""
+        try:
+            yield
+        except AuthenticationError:
+            raise
+        except (ConnectionError, TimeoutError) as error:
+            raise UnavailableError(f"Redis at {self._where} does not answer: {error}") from None
+        except OutOfMemoryError:
+            raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
+        except ResponseError as error:
+            code, _, detail = str(error).partition(" ")
+            if code == "LEASELOST":
+                raise LeaseLostError(detail) from None
+            raise UnavailableError(f"Redis at {self._where} refuses: {error}") from None
+        except RedisError as error:
+            raise UnavailableError(f"Redis at {self._where}: {error}") from None
 
     async def ensure_groups(self) -> None:
         """Creates the consumer groups that do not exist: at connect, and again after a broker was wiped."""
-        raise NotImplementedError
+        for stream, group in ((self.keys.jobs, REPLICAS), (self.keys.groups, TRAINER), (self.keys.evals, TRAINER)):
+            with self.errors():
+                try:
+                    await self.redis.xgroup_create(stream, group, id="0", mkstream=True)
+                except ResponseError as error:
+                    if not str(error).startswith("BUSYGROUP"):
+                        raise
+
+    async def read_group(
+        self, stream: str, group: str, consumer: str, count: int, block_ms: int
+    ) -> list[tuple[str, dict[bytes, bytes]]]:
+        """New entries as (entry id, fields); [] after `block_ms`, or when the broker was wiped meanwhile."""
+        block = max(1, min(block_ms, MAX_BLOCK_MS))
+        with self.errors():
+            reply: Any = None
+            try:
+                reply = await self.redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=block)
+            except ResponseError as error:
+                # A broker that was wiped has no group; one wiped during the wait answers UNBLOCKED.
+                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                    raise
+                logger.warning("the broker lost its streams; creating them again")
+                await self.ensure_groups()
+        return [(entry_id.decode(), fields) for _, entries in reply or () for entry_id, fields in entries]
 
     async def close(self) -> None:
-        raise NotImplementedError
+        await self.redis.aclose()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _client(url: str) -> Redis:
+    try:
+        return Redis.from_url(
+            url,
+            protocol=2,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=REPLY_TIMEOUT_S,
+            health_check_interval=15,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), NUM_RETRIES),
+            retry_on_error=[ConnectionError, TimeoutError],
+        )
+    except ValueError as error:
+        raise ConfigError(f"redis_url: {error}; expected redis://[:password@]host:port/0 or rediss://") from None
+
+
+def _address(redis: Redis) -> str:
+    options = redis.connection_pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
+
+def _source(name: str, run_id: str) -> str:
+    """A script's text: its shebang line, the names of keys and constants, the prelude, the body."""
+    folder = files(__package__) / "lua"
+    shebang, _, body = (folder / f"{name}.lua").read_text().partition("\n")
+    names = [key.upper() for key in (*_KEYS, "job", "result", "replica")]
+    constants = {
+        "RUN_ID": f"'{run_id}'",
+        "REPLICA_GROUP": f"'{REPLICAS}'",
+        "TRAINER_GROUP": f"'{TRAINER}'",
+        "SCHEMA_VERSION": SCHEMA_VERSION,
+        "RESULT_TTL_S": RESULT_TTL_S,
+        "MEMORY_SHARE": MEMORY_SHARE,
+    }
+    header = [
+        f"local {', '.join(names)} = unpack(KEYS)",
+        *(f"local {key} = {value}" for key, value in constants.items()),
+    ]
+    return "\n".join([shebang, *header, (folder / "prelude.lua").read_text(), body])

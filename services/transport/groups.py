@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
+from services.contract.errors import LeaseLostError, RequestError
 from services.contract.group import DeadLetter, Group
 from services.contract.job import Sink
+from services.contract.keys import TRAINER
 
 from .broker import Broker
+
+logger = logging.getLogger(__name__)
+
+FIRST = "0-0"
 
 
 @dataclass(frozen=True)
@@ -23,25 +30,94 @@ class Delivery:
         return self.item.job_id
 
 
+@dataclass
+class _Inbox:
+    """One stream, as this trainer sees it."""
+
+    sink: Sink
+    stream: str
+    recovering: bool = True
+    """Read entries that are pending somewhere before new ones."""
+    cursor: str = FIRST
+    delivered: set[str] = field(default_factory=set)
+    """Entry ids given out and not acknowledged."""
+
+
 class GroupQueue:
     """`fence` is TrainerLease.token; a trainer that another one replaced gets LeaseLostError from every method."""
 
     def __init__(self, broker: Broker, *, fence: int) -> None:
-        raise NotImplementedError
+        self.broker = broker
+        self._fence = fence
+        self._consumer = f"trainer/{fence}"
+        streams = {Sink.TRAIN: broker.keys.groups, Sink.EVAL: broker.keys.evals}
+        self._inboxes = {sink: _Inbox(sink, stream) for sink, stream in streams.items()}
 
     async def read(self, count: int, block_ms: int, sink: Sink = Sink.TRAIN) -> list[Delivery]:
         """Up to `count` deliveries, each exactly once per GroupQueue; [] after `block_ms`. What an earlier trainer read
         and never acknowledged comes first. Undecodable entries become dead letters."""
-        raise NotImplementedError
+        inbox = self._inboxes[sink]
+        await self._check_fence()
+        while inbox.recovering:
+            if deliveries := await self._recover(inbox, count):
+                return deliveries
+        entries = await self.broker.read_group(inbox.stream, TRAINER, self._consumer, count, block_ms)
+        if not entries:
+            inbox.recovering = await self._pending(inbox) != len(inbox.delivered)
+        fields = [(entry_id, values.get(b"kind", b""), values.get(b"data", b"")) for entry_id, values in entries]
+        return await self._deliver(inbox, fields)
+
+    async def _check_fence(self) -> None:
+        """XREADGROUP cannot block inside a script, so this check is not atomic with it: what a stopped trainer reads
+        late, the new one recovers when it is idle."""
+        with self.broker.errors():
+            newest = await self.broker.redis.get(self.broker.keys.fence)
+        if newest is not None and int(newest) != self._fence:
+            raise LeaseLostError(f"another trainer took over run {self.broker.run_id}")
+
+    async def _recover(self, inbox: _Inbox, count: int) -> list[Delivery]:
+        """Takes over one page of what is pending for any trainer, our own entries whose reply was lost included."""
+        reply = await self.broker.script("takeover", self._fence, inbox.stream, self._consumer, count, inbox.cursor)
+        entries = [(entry_id.decode(), kind, data) for entry_id, kind, data in reply]
+        inbox.recovering = bool(entries)
+        inbox.cursor = entries[-1][0] if entries else FIRST
+        return await self._deliver(inbox, [entry for entry in entries if entry[0] not in inbox.delivered])
+
+    async def _pending(self, inbox: _Inbox) -> int:
+        with self.broker.errors():
+            summary = await self.broker.redis.xpending(inbox.stream, TRAINER)
+        pending: int = summary["pending"]
+        return pending
+
+    async def _deliver(self, inbox: _Inbox, entries: Sequence[tuple[str, bytes, bytes]]) -> list[Delivery]:
+        deliveries: list[Delivery] = []
+        for entry_id, kind, data in entries:
+            try:
+                item = DeadLetter.from_bytes(data) if kind == b"dead" else Group.from_bytes(data)
+            except RequestError as error:
+                logger.warning("entry %s of the %s stream is no group: %s", entry_id, inbox.sink, error)
+                await self.broker.script("bury_group", self._fence, inbox.stream, entry_id, f"not a group: {error}")
+            else:
+                deliveries.append(Delivery(entry_id, inbox.sink, item))
+        inbox.delivered.update(delivery.entry_id for delivery in deliveries)
+        return deliveries
 
     async def settle(self, *, trained: Iterable[str] = (), dropped: Iterable[str] = ()) -> None:
         """These train jobs leave the in-flight count (making room to submit) and await their checkpoint."""
-        raise NotImplementedError
+        for outcome, job_ids in (("trained", list(trained)), ("dropped", list(dropped))):
+            if job_ids:
+                await self.broker.script("settle", self._fence, outcome, *job_ids)
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
         """After the checkpoint that covers them (or for jobs that an earlier one covers): forgets them for good."""
-        raise NotImplementedError
+        everything = list(deliveries)
+        for sink, inbox in self._inboxes.items():
+            mine = [delivery for delivery in everything if delivery.sink is sink]
+            if mine:
+                pairs = [(delivery.entry_id, delivery.job_id) for delivery in mine]
+                await self.broker.script("acknowledge", self._fence, inbox.stream, *(x for pair in pairs for x in pair))
+                inbox.delivered.difference_update(delivery.entry_id for delivery in mine)
 
     async def restore(self, outstanding: Iterable[str]) -> None:
         """On resume: the in-flight set becomes `outstanding` (less the dead), and nothing awaits a checkpoint."""
-        raise NotImplementedError
+        await self.broker.script("restore", self._fence, *outstanding)

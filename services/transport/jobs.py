@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.contract.errors import LeaseLostError, RequestError
 from services.contract.group import Group
 from services.contract.job import Job
+from services.contract.keys import REPLICAS
 
 from .broker import Broker
+
+logger = logging.getLogger(__name__)
+
+MAX_ERROR_CHARS = 2_000
 
 
 @dataclass(frozen=True)
@@ -33,35 +41,101 @@ class JobQueue:
     replica never takes its own earlier leases for live ones."""
 
     def __init__(self, broker: Broker, replica_id: str, *, lease_ms: int = 60_000, max_deliveries: int = 3) -> None:
-        raise NotImplementedError
+        self.broker = broker
+        self.replica_id = replica_id
+        self.consumer = f"{replica_id}/{secrets.token_hex(4)}"
+        self.lease_ms = lease_ms
+        self.max_deliveries = max_deliveries
+        self._held: set[str] = set()
 
     async def claim(self, count: int, block_ms: int) -> list[Lease]:
         """Up to `count` new jobs; [] after `block_ms`. Undecodable jobs and jobs past their deadline are dead-lettered
         on the way and not returned."""
-        raise NotImplementedError
+        entries = await self.broker.read_group(self.broker.keys.jobs, REPLICAS, self.consumer, count, block_ms)
+        return await self._start([(entry_id, fields.get(b"data", b"")) for entry_id, fields in entries])
 
     async def claim_expired(self, count: int) -> list[Lease]:
         """Takes over jobs whose lease ran out. Counts a delivery each; a job with too many becomes a dead letter."""
-        raise NotImplementedError
+        taken = await self.broker.script(
+            "expire", self.consumer, self.lease_ms, count, self.max_deliveries, *self._held
+        )
+        for entry_id, job_id, _ in taken:
+            logger.warning("lease of job %s (entry %s) ran out, taking it over", job_id.decode(), entry_id.decode())
+        return await self._start([(entry_id.decode(), data) for entry_id, _, data in taken])
+
+    async def _start(self, entries: Sequence[tuple[str, bytes]]) -> list[Lease]:
+        jobs = {entry_id: job for entry_id, data in entries if (job := await self._decode(entry_id, data))}
+        if not jobs:
+            return []
+        triples = [(entry_id, job.job_id, job.deadline or "") for entry_id, job in jobs.items()]
+        answers = await self.broker.script(
+            "start", self.consumer, self.replica_id, *(x for three in triples for x in three)
+        )
+        leases = [
+            Lease(entry_id, job, deliveries)
+            for (entry_id, job), deliveries in zip(jobs.items(), answers, strict=True)
+            if deliveries >= 0
+        ]
+        self._held.update(lease.entry_id for lease in leases)
+        return leases
+
+    async def _decode(self, entry_id: str, data: bytes) -> Job | None:
+        try:
+            job = Job.from_bytes(data)
+            if job.run_id != self.broker.run_id:
+                raise RequestError(f"Job: run_id: {job.run_id!r}, this replica serves {self.broker.run_id!r}")
+        except RequestError as error:
+            logger.warning("entry %s is no job: %s", entry_id, error)
+            await self._fail(entry_id, f"not a job: {error}", fatal=True)
+            return None
+        return job
 
     async def renew(self, leases: Iterable[Lease]) -> list[Lease]:
         """Restarts the lease time. Returns the leases that are lost: stop those and drop their results.
         Call at least every lease_ms / 3."""
-        raise NotImplementedError
+        by_entry = {lease.entry_id: lease for lease in leases}
+        if not by_entry:
+            return []
+        lost = [entry_id.decode() for entry_id in await self.broker.script("renew", self.consumer, *by_entry)]
+        self._held.difference_update(lost)
+        return [by_entry[entry_id] for entry_id in lost]
 
     async def commit(self, lease: Lease, group: Group) -> Committed:
-        """Result, dedupe key and acknowledgement in one script. Raises LeaseLostError if the caller is not the owner."""
-        raise NotImplementedError
+        """Result, dedupe key and acknowledgement in one script. Raises LeaseLostError if the caller is not the owner,
+        RequestError if the group is not the job's."""
+        job = lease.job
+        if (group.job_id, group.run_id, group.sink, len(group.samples)) != (job.job_id, job.run_id, job.sink, job.n):
+            raise RequestError(
+                f"group of job {group.job_id!r} with {len(group.samples)} samples does not answer job {job.job_id!r} "
+                f"with n = {job.n}"
+            )
+        try:
+            reply = await self.broker.script(
+                "commit", self.consumer, lease.entry_id, job.job_id, job.sink, group.to_bytes()
+            )
+        except LeaseLostError:
+            self._held.discard(lease.entry_id)
+            raise
+        self._held.discard(lease.entry_id)
+        return Committed(reply.decode())
 
     async def release(self, lease: Lease) -> None:
         """Gives the job back unfinished (graceful stop); not counted as a delivery. Raises LeaseLostError."""
-        raise NotImplementedError
+        self._held.discard(lease.entry_id)
+        await self.broker.script("release", self.consumer, lease.entry_id)
 
     async def fail(self, lease: Lease, error: str, *, fatal: bool = False) -> bool:
-        """Reports an engine error: counted, and back to the queue or, when that was one too many or `fatal` (the job can
-        never run, e.g. RequestError), to the dead letters. True if the job is dead. Raises LeaseLostError."""
-        raise NotImplementedError
+        """Reports an engine error: counted, and back to the queue or, when that was one too many or `fatal` (the job
+        can never run, e.g. RequestError), to the dead letters. True if the job is dead. Raises LeaseLostError."""
+        self._held.discard(lease.entry_id)
+        return await self._fail(lease.entry_id, error, fatal=fatal)
+
+    async def _fail(self, entry_id: str, error: str, *, fatal: bool) -> bool:
+        most = 0 if fatal else self.max_deliveries
+        message = error[:MAX_ERROR_CHARS]
+        return bool(await self.broker.script("fail", self.consumer, entry_id, message, most, self.replica_id))
 
     async def close(self) -> None:
         """Graceful stop: releases whatever this consumer still owns and removes the consumer."""
-        raise NotImplementedError
+        self._held.clear()
+        await self.broker.script("abandon", self.consumer)

@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+from services.contract.errors import ConfigError, LeaseLostError, UnavailableError
 
 from .broker import Broker
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerLease:
     """The token only grows, also over a wiped broker. Scripts compare it with the newest one handed out, so a stopped
     trainer that wakes up late is refused; one that merely stalled, with nobody in its place, carries on."""
 
-    token: int
-
     def __init__(self, broker: Broker, holder: str, *, ttl_s: float = 15.0) -> None:
         """`holder`: a word for people, e.g. the command line's config name; host and pid are added."""
-        raise NotImplementedError
+        self.broker = broker
+        self.token = 0
+        self.ttl_s = ttl_s
+        self._nonce = secrets.token_hex(8)
+        self._who = (holder, socket.gethostname(), os.getpid())
+        self._lost: LeaseLostError | None = None
+
+    @property
+    def _ttl_ms(self) -> int:
+        return int(self.ttl_s * 1000)
 
     async def acquire(self) -> int:
         """Returns the token. Raises ConfigError naming the present holder, its host, pid and since when."""
-        raise NotImplementedError
+        reply = await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, *self._who)
+        if isinstance(reply, list):
+            holder, host, pid, since = (part.decode() for part in reply)
+            when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            raise ConfigError(
+                f"run_id {self.broker.run_id!r} is being trained by {holder} (host {host}, pid {pid}, since {when}). "
+                f"Stop it, wait {self.ttl_s:.0f} s if it crashed, or choose another run_id"
+            )
+        self.token = int(reply)
+        return self.token
 
     async def renew(self) -> None:
         """Raises LeaseLostError if another trainer took over."""
-        raise NotImplementedError
+        now = int(time.time() * 1000)
+        await self.broker.script("lease_renew", self.token, self._ttl_ms, self._nonce, *self._who, now)
 
     async def release(self) -> None:
         """Gives the lease up if it is still ours; never raises LeaseLostError."""
-        raise NotImplementedError
+        await self.broker.script("lease_release", self.token)
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
         """Acquires, renews in the background every ttl / 3 and releases. When the lease is lost the body is cancelled
         and LeaseLostError leaves the block."""
-        raise NotImplementedError
-        yield 0
+        token = await self.acquire()
+        body = asyncio.current_task()
+        assert body is not None, "needs a running task"
+        keeper = asyncio.create_task(self._keep(body))
+        try:
+            yield token
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+            body.uncancel()
+            raise self._lost from None
+        finally:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+            with contextlib.suppress(UnavailableError):
+                await self.release()
+
+    async def _keep(self, body: asyncio.Task[object]) -> None:
+        while True:
+            await asyncio.sleep(self.ttl_s / 3)
+            try:
+                await self.renew()
+            except UnavailableError as error:
+                # Not lost until the broker says so: the token keeps a late write out.
+                logger.warning("cannot renew the trainer's lease: %s", error)
+            except LeaseLostError as error:
+                logger.error("%s", error)
+                self._lost = error
+                body.cancel()
+                return

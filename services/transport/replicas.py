@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
-from services.contract.http import ReplicaHealth, ReplicaState, TrainerHealth
+from services.contract.http import ReplicaState
+from services.contract.weights import WeightVersion
 
 from .broker import Broker
 
 BEAT_S = 2.0
 """Seconds between heartbeats."""
 MISSED_BEATS = 5
-"""A replica is LOST after that many missed."""
+"""A replica, or the trainer, is lost after that many missed."""
+MAX_REPLICAS = 512
+"""Listed at most; the most recently seen ones."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,9 @@ class ReplicaBeat:
     error: str = ""
     """Why the newest version is not served."""
 
+    def __post_init__(self) -> None:
+        WeightVersion.parse(self.version)
+
 
 @dataclass(frozen=True)
 class TrainerBeat:
@@ -37,25 +44,24 @@ class TrainerBeat:
 
 class ReplicaRegistry:
     def __init__(self, broker: Broker) -> None:
-        raise NotImplementedError
+        self.broker = broker
 
     async def beat(self, beat: ReplicaBeat) -> None:
-        raise NotImplementedError
+        await self.broker.script("beat", beat.id, *_pairs(beat))
 
     async def beat_trainer(self, beat: TrainerBeat, *, fence: int) -> None:
-        raise NotImplementedError
-
-    async def replicas(self) -> list[ReplicaHealth]:
-        """All that were ever seen and not forgotten; LOST ones included."""
-        raise NotImplementedError
-
-    async def trainer(self) -> TrainerHealth | None:
-        raise NotImplementedError
+        await self.broker.script("beat_trainer", fence, *_pairs(beat))
 
     async def seqs_in_use(self) -> frozenset[int]:
-        """Weight seqs that some replica serves or loads."""
-        raise NotImplementedError
+        """Weight seqs that some replica serves or loads, the lost ones included: they may come back."""
+        replicas = json.loads(await self.broker.script("health", MAX_REPLICAS))["replicas"]
+        texts = [text for fields in replicas or () for text in (fields.get("version"), fields.get("loading")) if text]
+        return frozenset(WeightVersion.parse(text).seq for text in texts)
 
     async def leave(self, replica_id: str) -> None:
         """Graceful stop: forgets this replica at once."""
-        raise NotImplementedError
+        await self.broker.script("leave", replica_id)
+
+
+def _pairs(beat: ReplicaBeat | TrainerBeat) -> list[str | int | float]:
+    return [part for pair in asdict(beat).items() for part in pair]

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
-from services.contract.job import Job, JobState
+from services.contract.job import Job, JobState, Sink
 
-from .broker import Broker
+from .broker import MEMORY_SHARE, RETRY_AFTER_MEMORY_S, Broker
+
+RETRY_AFTER_BACKLOG_S = 2.0
+BATCH = 64
+"""Jobs per script call, so that one call never holds the broker for long."""
 
 
 class Submitted(StrEnum):
@@ -36,17 +41,53 @@ class Submission:
     submitting everything outstanding again is always safe (after a wiped broker it is all NEW)."""
 
     def __init__(self, broker: Broker) -> None:
-        raise NotImplementedError
+        self.broker = broker
 
     async def submit(self, jobs: Sequence[Job], *, fence: int, limit: int) -> list[Submitted]:
         """One outcome per job, in order. Sink `train` or `eval`; `limit` bounds the train jobs in flight and does not
         apply to `eval`. Raises LeaseLostError if another trainer took over."""
-        raise NotImplementedError
+        for job in jobs:
+            self._check(job, Sink.TRAIN, Sink.EVAL)
+        outcomes: list[Submitted] = []
+        for start in range(0, len(jobs), BATCH):
+            outcomes += await self._submit(jobs[start : start + BATCH], fence, limit)
+        return outcomes
+
+    async def _submit(self, jobs: Sequence[Job], fence: int, limit: int) -> list[Submitted]:
+        triples = [(job.job_id, job.sink, job.to_bytes()) for job in jobs]
+        try:
+            reply = await self.broker.script("submit", fence, limit, *(x for three in triples for x in three))
+        except OverloadedError:
+            return [Submitted.REFUSED] * len(jobs)
+        return [Submitted(outcome.decode()) for outcome in reply]
 
     async def submit_client(self, job: Job, *, limit: int) -> Submitted:
         """Admits while fewer than `limit` jobs wait unread. Raises OverloadedError(reason, retry_after_s)."""
-        raise NotImplementedError
+        self._check(job, Sink.CLIENT)
+        reply = (await self.broker.script("submit_client", job.job_id, job.to_bytes(), limit)).decode()
+        if reply == "backlog":
+            raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
+        if reply == "memory":
+            raise OverloadedError(f"the broker's memory is {MEMORY_SHARE:.0%} full", RETRY_AFTER_MEMORY_S)
+        return Submitted(reply)
+
+    def _check(self, job: Job, *sinks: Sink) -> None:
+        if job.run_id != self.broker.run_id:
+            raise RequestError(f"run_id: {job.run_id!r}, this queue belongs to run {self.broker.run_id!r}")
+        if job.sink not in sinks:
+            raise RequestError(f"sink: {job.sink!r}, allowed here: {', '.join(sinks)}")
 
     async def status(self, job_id: str) -> JobReport:
         """Raises NotFoundError for an id nobody submitted, or whose result has expired."""
-        raise NotImplementedError
+        keys = self.broker.keys
+        with self.broker.errors():
+            # One transaction: a job that ends between two reads would be done without its result.
+            async with self.broker.redis.pipeline(transaction=True) as pipeline:
+                pipeline.hgetall(keys.job(job_id))
+                pipeline.get(keys.result(job_id))
+                fields, result = await pipeline.execute()
+        if b"state" not in fields:
+            raise NotFoundError(f"job {job_id!r}: never submitted, or ended more than an hour ago")
+        group = None if result is None else Group.from_bytes(result)
+        error = fields.get(b"error")
+        return JobReport(JobState(fields[b"state"].decode()), group, None if error is None else error.decode())

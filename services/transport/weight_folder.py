@@ -1,42 +1,165 @@
-"""Weight folders on the shared volume: written beside and renamed into place, verified before they are loaded."""
+"""Weight folders on the shared volume: written beside and renamed into place, verified before they are loaded.
+
+    <root>/weights-000041/            complete, announced
+    <root>/.weights-000042.partial/   being written; swept when its writer died
+
+A weight folder is flat: regular files and `dvp-manifest.json`, which lists each with its size and SHA-256.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.contract.weights import Manifest
+from pydantic import ValidationError
+
+from services.contract.errors import WeightError
+from services.contract.record import describe
+from services.contract.weights import INITIAL_SEQ, Manifest, WeightFile
+
+from .failpoints import failpoint
 
 MANIFEST_NAME = "dvp-manifest.json"
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 
 
 def folder_name(seq: int) -> str:
-    """`weights-000042`: what publish_folder's `final` is called, and what sweep looks for."""
-    raise NotImplementedError
+    """`weights-000042`: what publish_folder's `final` is called, and what sweep looks for. It is written under
+    `.weights-000042.partial`, beside it."""
+    return f"weights-{seq:06d}"
 
 
 def write_manifest(folder: Path, run_id: str, seq: int, step: int) -> Manifest:
-    """Hashes and syncs every file of a finished folder; the manifest comes last. Raises WeightError (also: disk full)."""
-    raise NotImplementedError
+    """Hashes and syncs every file of a finished folder; the manifest comes last. Raises WeightError (disk full)."""
+    try:
+        files = tuple(_describe_file(path, sync=True) for path in _listing(folder))
+        manifest = Manifest(run_id=run_id, seq=seq, step=step, files=files)
+        failpoint("manifest.before")
+        _write_synced(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+        _sync(folder)
+    except OSError as error:
+        raise WeightError(f"cannot finish weight folder {folder}: {error}") from None
+    return manifest
 
 
-def publish_folder(tmp: Path, final: Path) -> None:
-    """Renames tmp to final and syncs the parent. Raises WeightError."""
-    raise NotImplementedError
+def publish_folder(partial: Path, final: Path) -> None:
+    """Renames partial to final and syncs the parent. Raises WeightError."""
+    failpoint("publish.before")
+    try:
+        if final.exists():
+            raise WeightError(f"weight folder {final} exists already: a sequence number is used once")
+        partial.rename(final)
+        _sync(final.parent)
+    except OSError as error:
+        raise WeightError(f"cannot publish weight folder {final}: {error}") from None
+    failpoint("publish.after")
 
 
 def verify_folder(folder: Path) -> Manifest:
-    """Reads every byte. Raises WeightError naming the file: missing, extra, wrong size, wrong checksum, symbolic link, or
-    no manifest."""
-    raise NotImplementedError
+    """Reads every byte. Raises WeightError naming the file: missing, extra, wrong size, wrong checksum, symbolic link,
+    or no manifest."""
+    manifest = _read_manifest(folder)
+    listed = {file.name: file for file in manifest.files}
+    try:
+        present = {path.name: path for path in _listing(folder)}
+        for name in sorted(listed.keys() | present.keys()):
+            if name not in present:
+                raise WeightError(f"{folder / name}: listed in {MANIFEST_NAME}, but missing")
+            if name not in listed:
+                raise WeightError(f"{folder / name}: not listed in {MANIFEST_NAME}")
+            _compare(present[name], listed[name])
+    except OSError as error:
+        raise WeightError(f"cannot read weight folder {folder}: {error}") from None
+    return manifest
 
 
 def folder_digest(folder: Path) -> str:
-    """What Manifest.digest would be for a plain Hugging Face folder: the digest of an initial version."""
-    raise NotImplementedError
+    """What Manifest.digest would be for a plain Hugging Face folder: the digest of an initial version. Subfolders and
+    hidden files are no weights and do not count; links into a model cache are followed."""
+    try:
+        paths = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] != "." and p.name != MANIFEST_NAME)
+        files = tuple(_describe_file(path) for path in paths)
+    except OSError as error:
+        raise WeightError(f"cannot read model folder {folder}: {error}") from None
+    return Manifest(run_id="initial", seq=INITIAL_SEQ, step=0, files=files).digest
 
 
 def sweep(root: Path, *, keep: Iterable[int], last: int) -> list[Path]:
-    """Deletes published folders under root, except the `last` newest and the seqs in `keep`, and leftovers of an
-    interrupted publish. Returns what it deleted."""
-    raise NotImplementedError
+    """Deletes published folders under root, except the `last` newest and the seqs in `keep`, and what an interrupted
+    publish left. Call it between publishes only. Returns what it deleted."""
+    seqs = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(r"weights-(\d{6,})", path.name))}
+    kept = set(keep) | set(sorted(seqs, reverse=True)[: max(last, 1)])
+    unfinished = [path for path in root.iterdir() if re.fullmatch(r"\.weights-\d{6,}\.(partial|old)", path.name)]
+    doomed = [path for seq, path in sorted(seqs.items()) if seq not in kept]
+    # Out of sight first: a reader must see a whole folder or none.
+    hidden = [path.rename(root / f".{path.name}.old") for path in doomed]
+    for path in unfinished + hidden:
+        shutil.rmtree(path, ignore_errors=True)
+    return doomed + unfinished
+
+
+def _listing(folder: Path) -> list[Path]:
+    """Every entry but the manifest, sorted. Raises WeightError for anything that is no plain file."""
+    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_NAME)
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            raise WeightError(f"{path}: a weight folder holds plain files only, no links and no folders")
+    return paths
+
+
+def _describe_file(path: Path, *, sync: bool = False) -> WeightFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    try:
+        return WeightFile(name=path.name, size=size, sha256=digest)
+    except ValidationError as error:
+        raise WeightError(describe(str(path), error)) from None
+
+
+def _compare(path: Path, listed: WeightFile) -> None:
+    size = path.stat().st_size
+    if size != listed.size:
+        raise WeightError(f"{path}: {size} bytes, {MANIFEST_NAME} says {listed.size}")
+    if _describe_file(path).sha256 != listed.sha256:
+        raise WeightError(f"{path}: SHA-256 differs from {MANIFEST_NAME}, the file is damaged")
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST_NAME
+    try:
+        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise WeightError(f"{path}: a link, or larger than {MAX_MANIFEST_BYTES} bytes")
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise WeightError(f"{path}: no manifest, so the folder is no finished weight version ({error})") from None
+    except ValidationError as error:
+        raise WeightError(describe(str(path), error)) from None
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        raise WeightError(f"{path}: lists a file twice")
+    return manifest
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+
+
+def _sync(folder: Path) -> None:
+    """Makes a rename or a new name durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,25 @@
+#!lua flags=allow-oom
+-- Result, dedupe key and acknowledgement at once. ARGV: consumer, entry id, job id, sink, data.
+local consumer, entry, id, sink, data = unpack(ARGV)
+local hash = JOB .. id
+if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then
+  -- A retry of a commit whose reply was lost.
+  if redis.call('HGET', hash, 'committed') == consumer .. '/' .. entry then return 'committed' end
+  return not_owner(entry)
+end
+drop(JOBS, REPLICA_GROUP, entry)
+if ended(id) then
+  count('duplicates')
+  return 'duplicate'
+end
+redis.call('HSET', hash, 'state', 'done', 'sink', sink, 'committed', consumer .. '/' .. entry)
+if sink == 'client' then
+  redis.call('SET', RESULT .. id, data, 'EX', RESULT_TTL_S)
+  redis.call('EXPIRE', hash, RESULT_TTL_S)
+else
+  redis.call('XADD', sink == 'eval' and EVALS or GROUPS, '*',
+    'kind', 'group', 'id', id, 'sink', sink, 'data', data, 'at', now_ms())
+end
+count('committed')
+redis.call('HSET', COUNTERS, 'committed_at', now_ms())
+return 'committed'

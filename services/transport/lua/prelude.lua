@@ -1,0 +1,102 @@
+-- Put in front of every script, after the names of the keys.
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- An error reply if a newer trainer than `token` holds the run. A wiped broker knows no token yet: the first one that
+-- comes is taken, because nobody newer has registered since.
+local function fenced_off(token)
+  local newest = redis.call('GET', FENCE)
+  if not newest then
+    redis.call('SET', FENCE, token)
+  elseif newest ~= token then
+    return redis.error_reply('LEASELOST another trainer took over run ' .. RUN_ID)
+  end
+end
+
+-- The consumer that a pending entry is leased to; nil when it is not pending, or the broker was wiped.
+local function owner(stream, group, id)
+  local pending = redis.pcall('XPENDING', stream, group, id, id, 1)
+  return not pending.err and pending[1] and pending[1][2]
+end
+
+local function not_owner(id)
+  return redis.error_reply('LEASELOST the lease of entry ' .. id .. ' ran out or its job has ended')
+end
+
+-- The fields of an entry as a table; nil when it does not exist.
+local function read(stream, id)
+  local entry = redis.call('XRANGE', stream, id, id)[1]
+  if not entry then return nil end
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields
+end
+
+-- Acknowledged entries are deleted, so that XLEN minus pending is the true backlog.
+local function drop(stream, group, id)
+  redis.call('XACK', stream, group, id)
+  redis.call('XDEL', stream, id)
+end
+
+local function count(counter, by)
+  redis.call('HINCRBY', COUNTERS, counter, by or 1)
+end
+
+local function ended(job_id)
+  local state = redis.call('HGET', JOB .. job_id, 'state')
+  return state == 'done' or state == 'dead'
+end
+
+local function enqueue(job_id, sink, data, at)
+  redis.call('XADD', JOBS, '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
+  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink)
+end
+
+-- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
+local function bury(stream, group, id, fields, message, replica_id)
+  local job_id, now = fields.id or '', now_ms()
+  local hash = JOB .. job_id
+  local sink = fields.sink or redis.call('HGET', hash, 'sink') or 'train'
+  local letter = cmsgpack.pack({SCHEMA_VERSION, {
+    job_id = job_id, run_id = RUN_ID, sink = sink, error = message, replica_id = replica_id, died_at = now / 1000,
+    deliveries = tonumber(redis.call('HGET', hash, 'deliveries') or 0),
+  }})
+  redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'data', letter, 'job', fields.data or '', 'at', now)
+  count('dead')
+  drop(stream, group, id)
+  if job_id == '' then return end
+  redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message)
+  redis.call('SREM', IN_FLIGHT, job_id)
+  if sink == 'client' then
+    redis.call('EXPIRE', hash, RESULT_TTL_S)
+  else
+    redis.call('XADD', sink == 'eval' and EVALS or GROUPS, '*',
+      'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'at', now)
+  end
+end
+
+-- Back to the end of the queue, with the age it has.
+local function requeue(id)
+  local fields = read(JOBS, id) or {}
+  if fields.id and fields.sink and fields.data and fields.at then
+    enqueue(fields.id, fields.sink, fields.data, fields.at)
+    drop(JOBS, REPLICA_GROUP, id)
+  else
+    bury(JOBS, REPLICA_GROUP, id, fields, 'damaged queue entry', '')
+  end
+end
+
+local function memory_full()
+  local info = redis.call('INFO', 'memory')
+  local used, limit = string.match(info, 'used_memory:(%d+)'), string.match(info, 'maxmemory:(%d+)')
+  return tonumber(limit) > 0 and tonumber(used) >= MEMORY_SHARE * tonumber(limit)
+end
+
+-- Entries that no consumer has read. Never the stream's `lag`, which becomes NULL after one out-of-order delete.
+local function unread(stream, group)
+  local pending = redis.pcall('XPENDING', stream, group)
+  return redis.call('XLEN', stream) - (pending.err and 0 or pending[1])
+end

