@@ -30,7 +30,13 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from services.contract.errors import ConfigError, DvpError
 
@@ -84,7 +90,8 @@ class Settings(BaseSettings):
         _refuse_unknown_variables(cls)
         values = _read_toml(cls, toml_file or _config_option(cls, argv))
         try:
-            settings = cls(_cli_parse_args=list(argv), **values)
+            command_line = CliSettingsSource[Any](cls, add_argument_method=_add_argument)
+            settings = cls(_cli_settings_source=command_line(args=list(argv)), **values)
         except SettingsError as error:
             raise ConfigError(_explain_flag(cls, str(error))) from None
         except ValidationError as error:
@@ -109,6 +116,15 @@ def user_errors(program: str) -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+    """Shows StrEnum members in --help by value, as everywhere else; pydantic-settings shows their names."""
+    choices = options.get("metavar")
+    if isinstance(choices, str) and choices.startswith("{"):
+        options["metavar"] = choices.lower()
+        options["help"] = re.sub(r"\(default: .*\)$", lambda default: default[0].lower(), options.get("help", ""))
+    return parser.add_argument(*names, **options)
 
 
 def _config_option(cls: type[Settings], argv: Sequence[str]) -> Path | None:

@@ -1,0 +1,129 @@
+"""The HTTP API. Bodies are in services.contract.http; every error is answered by problems.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from importlib.metadata import version
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+
+from services.contract.http import (
+    Health,
+    JobAccepted,
+    JobRequest,
+    JobStatus,
+    Problem,
+    QueueHealth,
+    RolloutRequest,
+    RolloutResponse,
+    WeightStatus,
+)
+
+from . import problems
+from .guard import Guard
+from .metrics import CountedRequests
+from .service import Service
+
+T = TypeVar("T")
+
+CLIENT_GONE = 499
+"""Never seen by anybody but the metrics."""
+
+router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
+
+
+def create_app(service: Service, tokens: Sequence[str]) -> FastAPI:
+    app = FastAPI(title="dvp-rollout", version=version("dvp-rl"), description="Rollouts under the constrained policy.")
+    app.state.service = service
+    app.include_router(router)
+    problems.install(app)
+    app.add_middleware(Guard, tokens=tokens)
+    app.add_middleware(CountedRequests, metrics=service.metrics)
+    return app
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(_service)]
+
+
+@router.post("/v1/rollouts", response_model=RolloutResponse)
+async def rollout(body: RolloutRequest, request: Request, service: Served) -> Response:
+    """Samples now, on this replica. Stops when the client disconnects."""
+    response = await _while_connected(request, service.rollout(body))
+    return Response(status_code=CLIENT_GONE) if response is None else _json(response)
+
+
+@router.post("/v1/jobs", status_code=202, response_model=JobAccepted)
+async def submit(body: JobRequest, service: Served) -> Response:
+    """Puts the job into the queue, for any replica of the run."""
+    return _json(JobAccepted(job_id=await service.submit(body)), status=202)
+
+
+@router.get("/v1/jobs/{job_id}", response_model=JobStatus)
+async def job(job_id: str, service: Served) -> Response:
+    """The state of a job submitted over HTTP. Results are kept one hour."""
+    return _json(await service.job(job_id))
+
+
+@router.get("/v1/queue", response_model=QueueHealth)
+async def queue(service: Served) -> Response:
+    return _json(await service.queue())
+
+
+@router.get("/v1/weights", response_model=WeightStatus)
+async def weights(service: Served) -> Response:
+    return _json(service.weights())
+
+
+@router.post("/v1/weights", response_model=WeightStatus)
+async def refresh_weights(service: Served) -> Response:
+    """Loads the newest announced version now."""
+    return _json(await service.refresh_weights())
+
+
+@router.get("/healthz", response_model=Health)
+async def healthz() -> Response:
+    """This process answers."""
+    return _json(Health(status="ok"))
+
+
+@router.get("/readyz", response_model=Health)
+async def readyz(service: Served) -> Response:
+    """200 if this replica can do all it was started for, else 503 and what is missing."""
+    health = service.readiness()
+    return _json(health, status=200 if health.status == "ok" else 503)
+
+
+@router.get("/metrics")
+async def metrics(service: Served) -> Response:
+    return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _json(body: BaseModel, status: int = 200) -> Response:
+    # Straight from pydantic: FastAPI would validate and copy every array once more.
+    return Response(body.model_dump_json(), status, media_type="application/json")
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result, or None if the client went away first; the work is cancelled then."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,73 @@
+"""What a request must pass before anything reads it: token or loopback host, and the size of the body."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.contract.http import MAX_BODY_BYTES
+
+from .problems import respond
+from .settings import is_loopback
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+
+
+class Guard:
+    """ASGI middleware. Without tokens the server listens on loopback only, and a Host that is not loopback means that a
+    web page reached it through DNS rebinding."""
+
+    def __init__(self, app: ASGIApp, tokens: Sequence[str], max_body: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._tokens = [token.encode() for token in tokens]
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        refusal = self._refusal(scope["path"], headers) or self._too_large(headers)
+        app = self._app if refusal is None else respond(refusal)
+        await app(scope, self._bounded(receive), send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> HTTPException | None:
+        if not self._tokens:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+            detail = f"Host {host!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
+            return None if is_loopback(name) else HTTPException(403, detail)
+        if path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
+            return None
+        detail = "this replica needs a token: send Authorization: Bearer <token>"
+        return HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
+
+    def _knows(self, authorization: bytes) -> bool:
+        scheme, _, token = authorization.partition(b" ")
+        # Every token is compared, in constant time, so that timing tells nothing.
+        matches = [hmac.compare_digest(token.strip(), known) for known in self._tokens]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
+        length = headers.get(b"content-length", b"0")
+        return self._limit(length.decode("latin-1")) if int(length) > self._max_body else None
+
+    def _limit(self, size: str) -> HTTPException:
+        return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Counts while the body streams in, for requests that do not state their length."""
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_body:
+                raise self._limit(f"more than {self._max_body}")
+            return message
+
+        return counted

@@ -1,0 +1,58 @@
+"""Prometheus metrics of one replica, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.contract.group import Group
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "HTTP requests answered", "route", "status")
+        self.jobs = self._counter("jobs", "Queued jobs by how they ended on this replica", "outcome")
+        self.samples = self._counter("samples", "Samples finished", "finish_reason")
+        self.tokens = self._counter("tokens", "Tokens generated")
+        self.swaps = self._counter("swaps", "Weight swaps", "result")
+        self.generate_seconds = Histogram(
+            "dvp_rollout_generate_seconds", "Time to generate one group", buckets=SECONDS, registry=self.registry
+        )
+        self.in_flight = Gauge(
+            "dvp_rollout_in_flight_samples", "Samples that generate or wait for the engine", registry=self.registry
+        )
+        self.version_seq = Gauge(
+            "dvp_rollout_version_seq", "Sequence number of the weights served", registry=self.registry
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"dvp_rollout_{name}", text, labels, registry=self.registry)
+
+    def observe(self, group: Group) -> None:
+        for sample in group.samples:
+            self.samples.labels(sample.finish_reason).inc()
+        self.tokens.inc(group.num_tokens)
+        self.generate_seconds.observe(group.generate_s)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class CountedRequests:
+    """ASGI middleware: one count per answer, labelled by the route's template so that ids never become labels."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unmatched")
+                self._metrics.requests.labels(route, message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)

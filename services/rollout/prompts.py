@@ -1,0 +1,100 @@
+"""Between what people write and what engines read: requests to jobs, groups to responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+
+from services.contract.errors import RequestError
+from services.contract.group import Group
+from services.contract.http import JobRequest, RolloutRequest, RolloutResponse
+from services.contract.job import Job, Sink
+from services.contract.record import describe
+
+if TYPE_CHECKING:
+    from services.engines.protocol import Engine
+    from services.engines.tokenizer import Tokenizer
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+NO_TEXT = "dvp:no_text"
+"""Metadata key by which a queued job remembers `return_text: false`; it never leaves the service."""
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, engine: Engine) -> None:
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+    async def job(self, request: RolloutRequest, run_id: str) -> Job:
+        """The job that a request means. Raises RequestError if it cannot run on this model."""
+        prompt_ids = await self._in_thread(self._encode, request)
+        self._check(prompt_ids)
+        named = request.job_id if isinstance(request, JobRequest) else None
+        try:
+            return Job(
+                job_id=named or uuid.uuid4().hex,
+                run_id=run_id,
+                prompt_ids=prompt_ids,
+                n=request.n,
+                sampling=request.sampling.to_sampling(),
+                sink=Sink.CLIENT,
+                metadata=request.metadata if request.return_text else {**request.metadata, NO_TEXT: True},
+                submitted_at=time.time(),
+            )
+        except ValidationError as error:
+            errors: list[dict[str, object]] = [
+                {"field": ".".join(map(str, item["loc"])), "value": None, "allowed": item["msg"]}
+                for item in error.errors()
+            ]
+            raise RequestError(describe("request", error), errors) from None
+
+    async def response(self, group: Group) -> RolloutResponse:
+        if group.metadata.get(NO_TEXT):
+            texts: tuple[str | None, ...] = (None,) * len(group.samples)
+        else:
+            texts = await self._in_thread(self._texts, group)
+        metadata = {key: value for key, value in group.metadata.items() if key != NO_TEXT}
+        return RolloutResponse.from_group(group.model_copy(update={"metadata": metadata}), texts)
+
+    async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
+        """Off the event loop, on one thread: the fast tokenizers are not re-entrant."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, argument)
+
+    def _encode(self, request: RolloutRequest) -> list[int]:
+        if request.prompt_ids is not None:
+            return request.prompt_ids
+        if request.messages is not None:
+            return self._tokenizer.encode_chat(request.messages)
+        assert request.prompt is not None, "RolloutRequest holds exactly one prompt"
+        return self._tokenizer.encode(request.prompt)
+
+    def _check(self, prompt_ids: Sequence[int]) -> None:
+        longest = self._engine.context_length - 1
+        if not 1 <= len(prompt_ids) <= longest:
+            allowed = f"1 to {longest} tokens: a context of {self._engine.context_length} less one for the answer"
+            raise _refused(f"{len(prompt_ids)} tokens", allowed)
+        if max(prompt_ids) >= self._engine.vocab_size:
+            raise _refused(f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
+
+    def _texts(self, group: Group) -> tuple[str, ...]:
+        stops = group.sampling.stop
+        return tuple(trim(self._tokenizer.decode(sample.token_ids.tolist()), stops) for sample in group.samples)
+
+
+def trim(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first stop string in it."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+
+
+def _refused(value: str, allowed: str) -> RequestError:
+    error: dict[str, object] = {"field": "prompt", "value": value, "allowed": allowed}
+    return RequestError(f"prompt: got {value}, allowed: {allowed}", [error])

@@ -1,0 +1,145 @@
+"""The process around the service: socket, HTTP server, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from services import logs
+from services.contract.errors import ConfigError
+
+from .app import create_app
+from .service import Service
+from .settings import EngineName, RolloutSettings
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 512
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the service stops first, then HTTP."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: RolloutSettings) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ConfigError."""
+    context = logs.configure(settings.log_format, settings.log_level)
+    context.run, context.replica = settings.run_id, settings.replica_id
+    tokens = settings.tokens()
+    _check(settings)
+    with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
+        service = Service(settings, context)
+        http = _http_server(create_app(service, tokens), settings)
+        logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+        await _run(service, http, listener)
+
+
+async def _run(service: Service, http: HttpServer, listener: socket.socket) -> None:
+    asked = _stop_signals()
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    starting = asyncio.create_task(service.start())
+    stopping = asyncio.create_task(asked.wait())
+    try:
+        await asyncio.wait((serving, starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        starting.cancel()
+        stopping.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await service.stop()
+        http.should_exit = True
+        await serving
+    logger.info("stopped")
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, before anything heavy happens. Raises ConfigError if the port is taken or not allowed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r}: {error.strerror}") from None
+    with listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # Two sockets may share a bound port until one of them listens.
+            listener.listen(BACKLOG)
+        except OSError as error:
+            remedy = "choose another --port, or 0 for a free one"
+            raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}; {remedy}") from None
+        yield listener
+
+
+@contextmanager
+def port_file(file: Path | None, listener: socket.socket) -> Iterator[None]:
+    """Writes the port, whole or not at all, and removes the file at the end."""
+    if file is None:
+        yield
+        return
+    try:
+        partial = file.with_name(f"{file.name}.{os.getpid()}")
+        partial.write_text(f"{listener.getsockname()[1]}\n")
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(f"port_file {file}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _check(settings: RolloutSettings) -> None:
+    """What can be refused before the port is taken and the engine's libraries are imported."""
+    if settings.engine is EngineName.SGLANG:
+        raise ConfigError("engine 'sglang' is not in this build; allowed: transformers, fake")
+    if not settings.model.is_dir():
+        raise ConfigError(f"model {settings.model}: no such folder; expected a local Hugging Face model folder")
+
+
+def _stop_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT. The second one has its usual effect."""
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        logger.info("asked to stop")
+        asked.set()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(name)
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop)
+    return asked
+
+
+def _http_server(app: FastAPI, settings: RolloutSettings) -> HttpServer:
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+    )
+    return HttpServer(config)

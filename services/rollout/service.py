@@ -1,0 +1,174 @@
+"""One replica from start to stop, and what its HTTP routes may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.contract.errors import ConfigError, UnavailableError
+from services.contract.http import (
+    Health,
+    JobRequest,
+    JobStatus,
+    QueueHealth,
+    RolloutRequest,
+    RolloutResponse,
+    WeightStatus,
+)
+from services.contract.weights import INITIAL_SEQ, WeightVersion
+from services.engines.protocol import Engine
+from services.logs import LogContext
+from services.transport.health import queue_health
+from services.transport.submission import Submission
+from services.transport.weight_folder import folder_digest
+
+from .admission import Slots
+from .metrics import Metrics
+from .prompts import Prompts
+from .replica import Replica
+from .settings import EngineName, RolloutSettings
+from .uplink import Uplink
+from .weights import WeightSwap
+
+FAKE_CONTEXT = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """`start` once, then the other methods from the same event loop, then `stop`."""
+
+    def __init__(self, settings: RolloutSettings, context: LogContext) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self._context = context
+        self._replica: Replica | None = None
+        self._swap: WeightSwap | None = None
+        self._uplink: Uplink | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Loads the model, then connects to the broker. Raises ConfigError."""
+        engine, prompts = await asyncio.to_thread(_build, self.settings)
+        await engine.start()
+        slots = Slots(engine.capacity, self.settings.max_waiting)
+        self._swap = WeightSwap(engine, self.metrics, self._context)
+        self._replica = Replica(self.settings.replica_id, self.settings.run_id, engine, prompts, slots, self.metrics)
+        logger.info("model %s is loaded: %s", self.settings.model, engine.facts.model_dump())
+        if self.settings.redis_url is None:
+            logger.info("no redis_url: serving HTTP only, without the job queue")
+            return
+        self._uplink = Uplink(self._replica, self._swap, self.settings, self.settings.redis_url)
+        await self._uplink.run()
+
+    async def stop(self) -> None:
+        """Gives unfinished jobs back and frees the model. Bounded."""
+        self._stopping = True
+        if self._uplink is not None:
+            await self._uplink.stop()
+        if self._replica is not None:
+            await self._replica.engine.close()
+
+    async def rollout(self, request: RolloutRequest) -> RolloutResponse:
+        """Generates here and now, past the queue. Cancelling stops the samples."""
+        replica = self.replica
+        job = await replica.prompts.job(request, replica.run_id)
+        replica.slots.admit(job.n)
+        with replica.slots.hold(job.n):
+            group = await replica.generate(job, self.settings.job_timeout_s)
+        return await replica.prompts.response(group)
+
+    async def submit(self, request: JobRequest) -> str:
+        """The id of the queued job."""
+        uplink = self.uplink
+        job = await self.replica.prompts.job(request, self.settings.run_id)
+        await Submission(uplink.broker).submit_client(job, limit=self.settings.max_queued)
+        return job.job_id
+
+    async def job(self, job_id: str) -> JobStatus:
+        report = await Submission(self.uplink.broker).status(job_id)
+        group = None if report.group is None else await self.replica.prompts.response(report.group)
+        return JobStatus(status=report.state, group=group, error=report.error)
+
+    async def queue(self) -> QueueHealth:
+        return await queue_health(self.uplink.broker)
+
+    def weights(self) -> WeightStatus:
+        if self._swap is None:
+            raise UnavailableError(self._not_ready())
+        return self._swap.status
+
+    async def refresh_weights(self) -> WeightStatus:
+        return await self.uplink.refresh_weights()
+
+    def readiness(self) -> Health:
+        reason = self._not_ready()
+        return Health(status="unavailable", detail=reason) if reason else Health(status="ok")
+
+    @property
+    def replica(self) -> Replica:
+        """Raises UnavailableError while the model is loading."""
+        if self._replica is None:
+            raise UnavailableError(f"the model {self.settings.model} is still being loaded")
+        return self._replica
+
+    @property
+    def uplink(self) -> Uplink:
+        """Raises UnavailableError if there is no broker."""
+        if self._uplink is None:
+            _ = self.replica
+            raise UnavailableError(
+                "this replica serves HTTP only: it was started without a redis_url, so there is no job queue"
+            )
+        return self._uplink
+
+    def _not_ready(self) -> str:
+        if self._stopping:
+            return "stopping"
+        if self._replica is None or self._swap is None:
+            return f"the model {self.settings.model} is still being loaded"
+        if self._uplink is not None and self._uplink.error:
+            return f"the job queue cannot be used: {self._uplink.error}"
+        if self._swap.quarantined:
+            return f"takes no jobs until it serves newer weights: {self._swap.status.error or 'loading them'}"
+        return ""
+
+
+def _build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
+    """Heavy: imports the engine's libraries and reads every byte of the model folder."""
+    from services.engines.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(settings.model)
+    version = WeightVersion(settings.run_id, INITIAL_SEQ, folder_digest(settings.model))
+    engine = _engine(settings, str(version), tokenizer.vocab_size)
+    return engine, Prompts(tokenizer, engine)
+
+
+def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
+    if settings.engine is EngineName.FAKE:
+        from services.engines.fake import FakeEngine
+
+        return FakeEngine(
+            **settings.fake.model_dump(),
+            capacity=settings.max_batch,
+            context_length=settings.max_context or FAKE_CONTEXT,
+            vocab_size=vocab_size,
+            version=version,
+        )
+    if settings.engine is EngineName.TRANSFORMERS:
+        try:
+            from services.engines.transformers import TransformersEngine
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"engine 'transformers' needs {error.name}: pip install 'dvp-rl[torch]'") from None
+
+        return TransformersEngine(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_batch=settings.max_batch,
+            max_context=settings.max_context,
+            deterministic=settings.deterministic,
+            threads=settings.threads,
+            version=version,
+        )
+    raise ConfigError(f"engine {settings.engine.value!r} is not in this build; allowed: transformers, fake")

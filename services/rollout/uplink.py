@@ -1,0 +1,125 @@
+"""A replica's connection to the broker: everything that needs it, for as long as the process lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from services.contract.errors import DvpError, UnavailableError
+from services.contract.http import ReplicaState, WeightStatus
+from services.transport.broker import Broker
+from services.transport.jobs import JobQueue
+from services.transport.replicas import BEAT_S, ReplicaBeat, ReplicaRegistry
+from services.transport.weights import WeightRegistry
+
+from .loops import MAX_DELAY_S, MIN_DELAY_S, cancel, keep_doing
+from .replica import Replica
+from .settings import RolloutSettings
+from .weights import WeightSwap
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 2.0
+
+
+class Uplink:
+    def __init__(self, replica: Replica, swap: WeightSwap, settings: RolloutSettings, url: str) -> None:
+        self._replica = replica
+        self._swap = swap
+        self._settings = settings
+        self._url = url
+        self._broker: Broker | None = None
+        self._worker: Worker | None = None
+        self._loops: list[asyncio.Task[None]] = []
+        self._state = ReplicaState.STARTING
+        self.error: str | None = "not connected to the broker yet"
+        """Why the broker cannot be used now; None while it can."""
+
+    @property
+    def broker(self) -> Broker:
+        """Raises UnavailableError before the first connection."""
+        if self._broker is None:
+            raise UnavailableError(f"the job queue cannot be used: {self.error}")
+        return self._broker
+
+    async def run(self) -> None:
+        """Connects, however long that takes, then starts everything. The engine is ready by now."""
+        broker = await self._connect()
+        registry = WeightRegistry(broker)
+        lease_ms = int(self._settings.lease_s * 1000)
+        queue = JobQueue(broker, self._replica.id, lease_ms=lease_ms, max_deliveries=self._settings.max_deliveries)
+        self._worker = Worker(
+            self._replica,
+            self._swap,
+            queue,
+            registry,
+            lease_s=self._settings.lease_s,
+            job_timeout_s=self._settings.job_timeout_s,
+        )
+        self._broker, self._state = broker, ReplicaState.SERVING
+        self._loops = [
+            asyncio.create_task(keep_doing("heartbeat", self._beat)),
+            asyncio.create_task(keep_doing("following weights", lambda: self._swap.follow(registry))),
+        ]
+        self._worker.start()
+
+    async def refresh_weights(self) -> WeightStatus:
+        return await self._swap.refresh(WeightRegistry(self.broker))
+
+    async def stop(self) -> None:
+        self._state = ReplicaState.DRAINING
+        if self._broker is None:
+            return
+        with suppress(DvpError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._announce()
+        if self._worker is not None:
+            await self._worker.stop(self._settings.drain_s)
+        await cancel(self._loops)
+        with suppress(DvpError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await ReplicaRegistry(self._broker).leave(self._replica.id)
+        with suppress(DvpError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._broker.close()
+
+    async def _connect(self) -> Broker:
+        delay, told = MIN_DELAY_S, ""
+        while True:
+            try:
+                return await Broker.connect(self._url, self._settings.run_id)
+            except DvpError as error:
+                self.error = str(error)
+            if self.error != told:
+                logger.error("%s; serving HTTP only until it answers", self.error)
+                told = self.error
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY_S)
+
+    async def _beat(self) -> None:
+        try:
+            if self.error is not None:
+                # The broker may have come back empty.
+                await self.broker.ensure_groups()
+            await self._announce()
+            self.error = None
+        except DvpError as error:
+            self.error = str(error)
+            raise
+        await asyncio.sleep(BEAT_S)
+
+    async def _announce(self) -> None:
+        status = self._swap.status
+        state = ReplicaState.LOADING if status.loading and self._state is ReplicaState.SERVING else self._state
+        beat = ReplicaBeat(
+            id=self._replica.id,
+            state=state,
+            version=status.version,
+            in_flight=self._replica.slots.in_use,
+            capacity=self._replica.slots.capacity,
+            loading=status.loading or "",
+            error=status.error or "",
+        )
+        await ReplicaRegistry(self.broker).beat(beat)

@@ -1,0 +1,126 @@
+"""The weight swap: from the registry, over a verified folder, into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from services.contract.errors import UnavailableError, WeightError
+from services.contract.http import WeightStatus
+from services.contract.weights import Announcement, WeightVersion
+from services.engines.protocol import Engine
+from services.logs import LogContext
+from services.transport.weight_folder import verify_folder
+from services.transport.weights import WeightRegistry
+
+from .metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MS = 5_000
+MIN_PATIENCE_MS = 500
+MAX_PATIENCE_MS = 30_000
+
+
+class WeightSwap:
+    """Serves the newest version that can be loaded. One that cannot leaves the old weights in place."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, context: LogContext) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._context = context
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._patience_ms = MIN_PATIENCE_MS
+        self._newest: Announcement | None = None
+        self._loading: str | None = None
+        self._error: str | None = None
+        self._served()
+
+    @property
+    def seq(self) -> int:
+        return WeightVersion.parse(self._engine.version).seq
+
+    @property
+    def status(self) -> WeightStatus:
+        return WeightStatus(version=self._engine.version, loading=self._loading, error=self._error)
+
+    @property
+    def quarantined(self) -> bool:
+        """True while what is served is older than what may still take jobs."""
+        return self._newest is not None and self.seq < self._newest.min_seq
+
+    async def wait_allowed(self) -> None:
+        while self.quarantined:
+            await self._change()
+
+    async def reach(self, registry: WeightRegistry, seq: int) -> None:
+        """Returns when the weights served are at least `seq`. The caller bounds the wait."""
+        while self.seq < seq:
+            try:
+                await self.refresh(registry)
+            except (WeightError, UnavailableError) as error:
+                logger.warning("waiting for weights of seq %d: %s", seq, error)
+            if self.seq < seq:
+                await self._change()
+
+    async def refresh(self, registry: WeightRegistry) -> WeightStatus:
+        """Loads the newest version now. Raises WeightError, UnavailableError."""
+        newest = await registry.latest()
+        if newest is not None:
+            await self._swap(newest)
+        return self.status
+
+    async def follow(self, registry: WeightRegistry) -> None:
+        """One round: waits for a newer version and loads it. A version that failed is tried again after a growing
+        pause, or replaced at once when another one is announced."""
+        if self._error is None or self._newest is None:
+            newest = await registry.wait_newer(self.seq, BLOCK_MS)
+        else:
+            newest = await registry.wait_newer(self._newest.seq, self._patience_ms) or self._newest
+        if newest is None:
+            return
+        try:
+            await self._swap(newest)
+            self._patience_ms = MIN_PATIENCE_MS
+        except WeightError:
+            self._patience_ms = min(2 * self._patience_ms, MAX_PATIENCE_MS)
+
+    async def _swap(self, announcement: Announcement) -> None:
+        async with self._lock:
+            if self._newest is None or announcement.seq >= self._newest.seq:
+                self._newest = announcement
+            if announcement.seq <= self.seq:
+                self._error = None
+                return
+            self._loading = announcement.version
+            try:
+                await self._load(announcement)
+                self._error = None
+            except WeightError as error:
+                self._error = f"{announcement.version}: {error}"
+                self._metrics.swaps.labels("failed").inc()
+                logger.error("weights %s not loaded, serving on: %s", announcement.version, error)
+                raise
+            finally:
+                self._loading = None
+                self._served()
+
+    async def _load(self, announcement: Announcement) -> None:
+        folder = Path(announcement.folder)
+        manifest = await asyncio.to_thread(verify_folder, folder)
+        if str(manifest.version) != announcement.version:
+            raise WeightError(f"{folder} holds {manifest.version}, announced was {announcement.version}")
+        await self._engine.load(folder, announcement.version)
+        self._metrics.swaps.labels("loaded").inc()
+        logger.info("serving %s of optimizer step %d", announcement.version, announcement.step)
+
+    def _served(self) -> None:
+        self._context.version = self._engine.version
+        self._metrics.version_seq.set(self.seq)
+        self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

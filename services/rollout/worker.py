@@ -1,0 +1,145 @@
+"""The queue side of a replica: claim, generate, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError
+from services.contract.group import Group
+from services.contract.job import Job
+from services.transport.jobs import JobQueue, Lease
+from services.transport.weights import WeightRegistry
+
+from .loops import cancel, keep_doing, outlast
+from .replica import Replica
+from .weights import WeightSwap
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MS = 2_000
+"""Also the longest time until expired leases of dead replicas are looked for again."""
+PATIENCE_S = 600.0
+"""How long a finished group waits for a broker that is away."""
+GIVE_BACK_S = 3.0
+
+
+class Worker:
+    """Takes as many jobs as the engine has room for, and only while the weights served may take any."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        swap: WeightSwap,
+        queue: JobQueue,
+        registry: WeightRegistry,
+        *,
+        lease_s: float,
+        job_timeout_s: float,
+    ) -> None:
+        self._replica = replica
+        self._swap = swap
+        self._queue = queue
+        self._registry = registry
+        self._lease_s = lease_s
+        self._job_timeout_s = job_timeout_s
+        self._running: dict[asyncio.Task[None], Lease] = {}
+        self._samples_per_job = 1
+        self._loops: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._loops = [
+            asyncio.create_task(keep_doing("claiming jobs", self._claim)),
+            asyncio.create_task(keep_doing("renewing leases", self._renew)),
+        ]
+
+    async def stop(self, drain_s: float) -> None:
+        """Claims nothing more, lets jobs finish for `drain_s` and gives the others back."""
+        claiming, renewing = self._loops
+        await cancel([claiming])
+        if self._running:
+            logger.info("stopping: %d jobs may finish within %g s", len(self._running), drain_s)
+            await asyncio.wait(self._running, timeout=drain_s)
+        unfinished = dict(self._running)
+        await cancel([*unfinished, renewing])
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await asyncio.gather(*map(self._give_back, unfinished.values()))
+                await self._queue.close()
+        except (DvpError, TimeoutError) as error:
+            logger.warning("jobs not given back (%s): their leases run out within %g s", error, self._lease_s)
+
+    async def _give_back(self, lease: Lease) -> None:
+        # A job that was cancelled in the middle of its commit may be settled already.
+        with suppress(LeaseLostError):
+            await self._queue.release(lease)
+
+    async def _claim(self) -> None:
+        await self._swap.wait_allowed()
+        free = await self._replica.slots.wait_free()
+        count = max(1, free // self._samples_per_job)
+        leases = await self._queue.claim_expired(count) or await self._queue.claim(count, BLOCK_MS)
+        for lease in leases:
+            self._samples_per_job = lease.job.n
+            task = asyncio.create_task(self._guarded(lease))
+            self._running[task] = lease
+            task.add_done_callback(self._running.pop)
+        # Lets the new tasks take their slots before the next look at them.
+        await asyncio.sleep(0)
+
+    async def _renew(self) -> None:
+        lost = await self._queue.renew(list(self._running.values()))
+        gone = {lease.entry_id for lease in lost}
+        for task, lease in list(self._running.items()):
+            if lease.entry_id in gone:
+                logger.warning("job %s: the lease is lost, its samples are dropped", lease.job.job_id)
+                task.cancel()
+        await asyncio.sleep(self._lease_s / 4)
+
+    async def _guarded(self, lease: Lease) -> None:
+        try:
+            outcome = await self._run(lease)
+        except (LeaseLostError, UnavailableError) as error:
+            outcome = "lost"
+            logger.warning("job %s: %s", lease.job.job_id, error)
+        except Exception:  # a task boundary: the lease runs out and the job is delivered again
+            outcome = "error"
+            logger.exception("job %s: unexpected error", lease.job.job_id)
+        self._replica.metrics.jobs.labels(outcome).inc()
+
+    async def _run(self, lease: Lease) -> str:
+        """How the job ended here. Only a commit or a fail settles it."""
+        try:
+            group = await self._generate(lease.job)
+        except RequestError as error:
+            return await self._fail(lease, str(error), fatal=True)
+        except EngineError as error:
+            return await self._fail(lease, str(error), fatal=_overdue(lease.job))
+        settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
+        return settled.value
+
+    async def _generate(self, job: Job) -> Group:
+        """The slots are held while the job waits for its weights, so that nothing else is claimed into them."""
+        patience = self._job_timeout_s if job.deadline is None else min(self._job_timeout_s, job.deadline - time.time())
+        with self._replica.slots.hold(job.n):
+            start = time.monotonic()
+            try:
+                async with asyncio.timeout(patience):
+                    await self._swap.reach(self._registry, job.min_seq)
+                    await self._swap.wait_allowed()
+            except TimeoutError:
+                reason = self._swap.status.error or "none was announced"
+                raise EngineError(f"no weights new enough within {patience:.0f} s: {reason}") from None
+            return await self._replica.generate(job, patience - (time.monotonic() - start))
+
+    async def _fail(self, lease: Lease, error: str, *, fatal: bool) -> str:
+        logger.error("job %s: %s", lease.job.job_id, error)
+        what = f"job {lease.job.job_id}"
+        dead = await outlast(what, lambda: self._queue.fail(lease, error, fatal=fatal), PATIENCE_S)
+        return "dead" if dead else "failed"
+
+
+def _overdue(job: Job) -> bool:
+    return job.deadline is not None and time.time() >= job.deadline
