@@ -69,6 +69,11 @@ class Batch:
     def num_sequences(self) -> int:
         return sum(len(scored.rewards) for scored in self.groups)
 
+    @property
+    def num_tokens(self) -> int:
+        """Model tokens."""
+        return sum(scored.group.num_tokens for scored in self.groups)
+
     def sequences_with_signal(self) -> list[TrainSequence]:
         """In order, with groups whose advantages are all zero left out: they cost no forward and no backward."""
         found, index = [], self.offset

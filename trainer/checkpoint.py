@@ -1,8 +1,7 @@
 """Everything a trainer needs to go on as if nothing had happened.
 
 A checkpoint is a folder `step-NNNNNNNN` of two files, written beside and renamed into place: `progress.json` (for
-people too) and `state.pt` (tensors; read with weights_only=True). The folder is created owner-only and trusted: whoever can
-write there can train whatever they like.
+people too) and `state.pt` (tensors; read with weights_only=True). The folder is created owner-only and trusted.
 """
 
 from __future__ import annotations
@@ -36,9 +35,14 @@ class Progress:
     retries: tuple[tuple[int, int], ...] = ()
     """(position, attempt) waiting to be submitted again."""
     submitted_length: int = 0
-    """Length of the ledger of submitted ids, in bytes; likewise of the consumed ones and of the metrics."""
+    """Length of the ledger of submitted ids, in bytes; likewise of the consumed ones."""
     consumed_length: int = 0
-    metrics_length: int = 0
+    data_fingerprint: str = ""
+    """Of the data set and its order: the cursor means nothing under another one."""
+    samples: int = 0
+    """Sequences trained."""
+    seq: int = 0
+    """Weight sequence number announced last."""
     best: tuple[int, float] | None = None
     """(step, held-out score) of the best evaluation."""
     counters: dict[str, int] = field(default_factory=dict)
@@ -82,9 +86,9 @@ class Checkpoints:
         return final
 
     def load(self, step: int | None = None) -> tuple[Progress, dict[str, Any]] | None:
-        """The newest checkpoint (or that of `step`); None if there is none. Restores no RNG: see `restore_rng`."""
+        """The newest checkpoint, or that of `step`. None if there is none at all. See `restore_rng` for the RNG."""
         steps = self.steps()
-        if step is None and not steps:
+        if not steps:
             return None
         if step is not None and step not in steps:
             raise ConfigError(f"{self.root}: no checkpoint of step {step}; there are {steps}")

@@ -187,3 +187,10 @@ class TrainSettings(Settings):
     @property
     def weights_folder(self) -> Path:
         return self.weights.folder or self.out_dir / "weights"
+
+
+class EvalSettings(TrainSettings):
+    """Scores one checkpoint of a run; takes the run's own configuration file."""
+
+    checkpoint_at: Literal["best", "last"] | NonNegative = "best"
+    """Which one: the best held-out score, the newest, or a step."""

@@ -21,9 +21,9 @@ import heapq
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from services.transport.groups import Delivery, GroupQueue
 from services.transport.submission import Submission, Submitted
 
 from .batch import Batch, ScoredGroup
+from .checkpoint import Progress
 from .config import TrainSettings
 from .ledger import Ledger, read_ledger
 from .publish import Publisher
@@ -80,7 +81,8 @@ class Feeder:
         self.cursor = 0
         self.retries: list[tuple[int, int]] = []
         self.outstanding: dict[str, Job] = {}
-        self.counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
+        self._waiting_since = 0.0
         self._finished: set[str] = set()
         self._arrived: dict[str, Delivery] = {}
         self._early: dict[str, Delivery] = {}
@@ -95,13 +97,28 @@ class Feeder:
         """The batch in training, and max_staleness more."""
         return self.settings.batch.groups * (1 + self.settings.batch.max_staleness)
 
-    async def restore(self, cursor: int, retries: Iterable[tuple[int, int]], outstanding: Iterable[str]) -> None:
-        """Takes up a checkpoint's books; the ledgers are already cut to it."""
-        self.cursor, self.retries = cursor, sorted(retries)
+    async def restore(self, progress: Progress) -> None:
+        """Takes up a checkpoint's books. Weights must have been published: jobs name the oldest seq they allow."""
+        self.submitted.cut(progress.submitted_length)
+        self.consumed.cut(progress.consumed_length)
+        self.cursor, self.retries = progress.cursor, sorted(progress.retries)
         self._finished = {entry["job_id"] for entry in read_ledger(self.consumed.path)}
-        self.outstanding = {id: self._job(*job_position(id)) for id in outstanding}
+        self.outstanding = {id: self._job(*job_position(id)) for id in progress.outstanding}
         self._unsent.extend(self.outstanding.values())
         await self.groups.restore(self.outstanding)
+
+    def books(self) -> dict[str, Any]:
+        """What `restore` needs, as fields of Progress."""
+        for ledger in (self.submitted, self.consumed):
+            ledger.sync()
+        return {
+            "cursor": self.cursor,
+            "retries": tuple(sorted(self.retries)),
+            "outstanding": tuple(self.outstanding),
+            "submitted_length": self.submitted.length,
+            "consumed_length": self.consumed.length,
+            "data_fingerprint": self.prompts.fingerprint,
+        }
 
     async def run(self) -> None:
         """Keeps the queue fed and takes in what comes back, until cancelled."""
@@ -119,6 +136,7 @@ class Feeder:
         wanted = self.settings.batch
         taken: list[ScoredGroup] = []
         filtered = 0
+        self._waiting_since = time.monotonic()
         while len(taken) < wanted.groups and filtered < wanted.groups * (wanted.refill_limit - 1):
             scored = await self._next_scored()
             if scored.staleness > wanted.max_staleness and wanted.on_stale == "drop":
@@ -128,11 +146,22 @@ class Feeder:
                 await self._drop(scored.group.job_id, Outcome.FILTERED)
             else:
                 taken.append(scored)
+        self._waiting_since = 0.0
         return Batch(tuple(sorted(taken, key=lambda scored: job_position(scored.group.job_id))))
 
     async def settle(self, batch: Batch) -> None:
         """The batch is trained and its weights are published: makes room for as many new prompts."""
         await self._finish([scored.group.job_id for scored in batch.groups], Outcome.TRAINED)
+
+    def metrics(self) -> dict[str, float]:
+        """How attempts ended since the last call."""
+        counts = {name: float(self._counters.pop(name, 0)) for name in [*list(Outcome), "duplicates"]}
+        del counts[Outcome.TRAINED]
+        return {f"groups/{name}": count for name, count in counts.items()}
+
+    def waiting_s(self) -> float:
+        """Seconds that `next_batch` has been waiting; 0 while nobody waits."""
+        return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
 
     async def acknowledge(self) -> None:
         """After a checkpoint: the broker may forget everything finished before it."""
@@ -202,7 +231,7 @@ class Feeder:
         if id not in self.outstanding and self._comes_later(id):
             self._early[id] = delivery
         elif id not in self.outstanding or id in self._arrived:
-            self.counters["duplicates"] += 1
+            self._counters["duplicates"] += 1
             self._unacknowledged.append(delivery)
         else:
             self._arrived[id] = delivery
@@ -266,7 +295,7 @@ class Feeder:
             self._unacknowledged.append(self._arrived.pop(id))
         self._finished.update(ids)
         self.consumed.append({"job_id": id, "outcome": outcome} for id in ids)
-        self.counters[outcome] += len(ids)
+        self._counters[outcome] += len(ids)
         if outcome is Outcome.TRAINED:
             await self.groups.settle(trained=ids)
         elif outcome is not Outcome.DEAD:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 from services.contract.errors import ConfigError
 
 from .batch import MicroBatch
+from .config import ModelSection
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_model(folder: Path, *, device: torch.device, gradient_checkpointing: bool = False) -> PreTrainedModel:
+def load_model(section: ModelSection) -> PreTrainedModel:
     """fp32 master weights from a local folder. Raises ConfigError if it holds no causal LM in safetensors."""
+    folder = section.path
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face folder")
     transformers_logging.disable_progress_bar()
@@ -32,7 +33,7 @@ def load_model(folder: Path, *, device: torch.device, gradient_checkpointing: bo
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path = {str(folder)!r}: not a causal LM for transformers: {error}") from error
-    if gradient_checkpointing:
+    if section.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     # Dropout would give the sampler and the trainer different policies.
     model.train()
@@ -40,7 +41,7 @@ def load_model(folder: Path, *, device: torch.device, gradient_checkpointing: bo
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
-    return model.to(device)
+    return model.to(section.device)
 
 
 def completion_logits(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens V"]:

@@ -19,6 +19,8 @@ from services.transport.replicas import ReplicaRegistry
 from services.transport.weight_folder import folder_name, publish_folder, sweep, write_manifest
 from services.transport.weights import WeightRegistry
 
+from .config import TrainSettings
+
 logger = logging.getLogger(__name__)
 
 WEIGHT_FILE = "model.safetensors"
@@ -35,33 +37,29 @@ class Publisher:
         model: PreTrainedModel,
         registry: WeightRegistry,
         replicas: ReplicaRegistry,
-        *,
-        run_id: str,
-        model_folder: Path,
-        root: Path,
+        settings: TrainSettings,
         fence: int,
-        dtype: torch.dtype = torch.float32,
-        keep_last: int = 2,
-        max_staleness: int = 0,
     ) -> None:
         self._model, self._registry, self._replicas, self._fence = model, registry, replicas, fence
-        self._run_id, self._model_folder, self._dtype = run_id, model_folder, dtype
-        self._root = root.resolve() / run_id
+        self._run_id, self._model_folder = settings.run_id, settings.model.path
+        self._dtype: torch.dtype = getattr(torch, settings.weights.dtype)
+        self._root = settings.weights_folder.resolve() / settings.run_id
         self._root.mkdir(parents=True, exist_ok=True)
-        self._keep_last, self._max_staleness = keep_last, max_staleness
+        self._keep_last, self._max_staleness = settings.weights.keep_last, settings.batch.max_staleness
         self._updates_of: dict[int, int] = {INITIAL_SEQ: 0}
         self._own: list[Announcement] = []
 
-    async def publish(self, updates: int) -> None:
+    async def publish(self, updates: int, *, after: int = 0) -> None:
         """The model's weights, with `updates` optimizer steps behind them, are what to serve from now on.
 
+        `after`: the seq that a checkpoint knew of, in case the broker has forgotten.
         Raises WeightError naming the folder (disk full, not writable): nothing was announced, the old weights serve on.
         Raises LeaseLostError if another trainer took over.
         """
         if not self._own:
             # Earlier incarnations' versions: their samples may still arrive.
             self._updates_of |= {seq: old.step for seq, old in (await self._registry.history()).items()}
-        seq = await self._registry.next_seq(fence=self._fence, at_least=max(self._updates_of))
+        seq = await self._registry.next_seq(fence=self._fence, at_least=max(after, *self._updates_of))
         folder = self._root / folder_name(seq)
         manifest = await asyncio.to_thread(self._write, folder, seq, updates)
         fresh = [old.seq for old in self._own if old.step >= updates - self._max_staleness]

@@ -12,9 +12,10 @@ from services.contract.group import Group
 from services.engines.tokenizer import Tokenizer
 
 from .batch import ScoredGroup
+from .config import RewardSection
 from .data import Prompt, Prompts, Row
 from .reward_pool import RewardPool, RewardRequest, settle
-from .rewards import OnError, Overlong, overlong_penalty
+from .rewards import Overlong, overlong_penalty
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ class PromptTokens:
     """The data set by position, as rows and as token ids."""
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
-        self.row = prompts.row_at
+        self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
         self._tokenizer = tokenizer
         self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
 
@@ -41,35 +42,26 @@ class PromptTokens:
 class Scorer:
     """Rewards of whole groups, from worker processes."""
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        tokenizer: Tokenizer,
-        *,
-        on_error: OnError,
-        overlong: Overlong = Overlong.KEEP,
-        overlong_buffer: int = 0,
-    ) -> None:
-        self._pool, self._tokenizer, self._on_error = pool, tokenizer, on_error
-        self._overlong, self._overlong_buffer = overlong, overlong_buffer
+    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection) -> None:
+        self._pool, self.tokenizer, self._rules = pool, tokenizer, rules
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
         """Raises ConfigError if a reward fails and on_error is `stop`."""
-        completions = [self._tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
+        completions = [self.tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
         requests = [RewardRequest(row.index, text, row.answer, row.text, row.extra) for text in completions]
         results = await self._pool.score(requests)
         return ScoredGroup(
             group=group,
-            rewards=self._shaped(group, settle(results, self._on_error)),
+            rewards=self._shaped(group, settle(results, self._rules.on_error)),
             staleness=0,
             num_failed=sum(result.value is None for result in results),
             reward_s=sum(result.seconds for result in results),
         )
 
     def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
-        if self._overlong is not Overlong.SOFT:
+        if self._rules.overlong is not Overlong.SOFT:
             return tuple(rewards)
         limit = group.sampling.max_tokens
         lengths = [len(sample.token_ids) for sample in group.samples]
         pairs = zip(rewards, lengths, strict=True)
-        return tuple(reward + overlong_penalty(length, limit, self._overlong_buffer) for reward, length in pairs)
+        return tuple(reward + overlong_penalty(length, limit, self._rules.overlong_buffer) for reward, length in pairs)

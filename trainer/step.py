@@ -107,16 +107,16 @@ class Learner:
     # --- the method -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Trains on the batch. Returns its metrics; `updates` says how many optimizer steps came of it."""
+        """Trains on the batch. Returns its metrics; `optimizer/updates` says how many steps came of it."""
         sequences = batch.sequences_with_signal()
         before = self.look(sequences) if self._needs_first_pass and sequences else None
         A = self.batch_advantages(batch, before)
-        seen, totals = [], {"updates": 0.0, "grad_norm": 0.0}
+        seen, totals = [], {"optimizer/updates": 0.0, "grad/norm": 0.0}
         for part in batch.split(self.settings.batch.updates):
             evidence, grad_norm = self.update(part.sequences_with_signal(), A, part.num_sequences)
             seen += evidence
-            totals["updates"] += grad_norm is not None
-            totals["grad_norm"] = max(totals["grad_norm"], grad_norm or 0.0)
+            totals["optimizer/updates"] += grad_norm is not None
+            totals["grad/norm"] = max(totals["grad/norm"], grad_norm or 0.0)
         return totals | self._metrics(batch, A, before, seen)
 
     def update(
@@ -226,7 +226,7 @@ class Learner:
         self, batch: Batch, A: Float[Tensor, " N"], before: Evidence | None, seen: list[Evidence]
     ) -> dict[str, float]:
         """Mismatch is measured before the first update; what further updates add is drift, and logged apart."""
-        metrics = batch_metrics(batch) | {"learning_rate": float(self.schedule.get_last_lr()[0])}
+        metrics = batch_metrics(batch) | {"optimizer/lr": float(self.schedule.get_last_lr()[0])}
         if not seen:
             return metrics
         during = Evidence.join(seen)
@@ -276,13 +276,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     lengths = [len(sample.token_ids) for scored in batch.groups for sample in scored.group.samples]
     return {
         "reward/mean": float(rewards.mean()),
-        "reward/std_in_group": float(rewards.std(1, unbiased=False).mean()),
-        "reward/failed": sum(scored.num_failed for scored in batch.groups) / len(lengths),
-        "groups/without_signal": sum(not scored.has_signal for scored in batch.groups) / len(batch.groups),
+        "reward/std": float(rewards.std(1, unbiased=False).mean()),
+        "reward/failed": float(sum(scored.num_failed for scored in batch.groups)),
+        "groups/no_signal": float(sum(not scored.has_signal for scored in batch.groups)),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
-        "completion/length": sum(lengths) / len(lengths),
-        "completion/truncated": float((~batch.complete()).double().mean()),
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": float(max(lengths)),
+        "length/truncated_share": float((~batch.complete()).double().mean()),
         "time/generate_s": sum(scored.group.generate_s for scored in batch.groups) / len(batch.groups),
         "time/reward_s": sum(scored.reward_s for scored in batch.groups),
     }

@@ -1,0 +1,74 @@
+"""`dvp-train CONFIG.toml [options]` trains; `dvp-train eval CONFIG.toml [options]` scores a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from services.logs import configure
+from services.settings import user_errors
+
+from .config import EvalSettings, TrainSettings
+
+
+def main() -> None:
+    with user_errors("dvp-train"):
+        argv = sys.argv[1:]
+        evaluating = argv[:1] == ["eval"]
+        if evaluating:
+            del argv[0]
+        file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+        settings = (EvalSettings if evaluating else TrainSettings).load(argv, file)
+        configure(settings.log_format, settings.log_level).run = settings.run_id
+        asyncio.run(_stoppable(_evaluate(settings) if isinstance(settings, EvalSettings) else _train(settings)))
+
+
+async def _train(settings: TrainSettings) -> None:
+    # torch and transformers load here, so that --help and a mistyped option answer at once.
+    from .loop import train
+    from .setup import open_run
+
+    async with open_run(settings) as run:
+        await train(run)
+
+
+async def _evaluate(settings: EvalSettings) -> None:
+    from .setup import open_evaluation
+
+    async with open_evaluation(settings) as run:
+        metrics = await run.evaluate()
+    lines = [f"step {run.step}", *(f"{name} {value:.4f}" for name, value in metrics.items() if "time/" not in name)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM and Ctrl-C end the run in order; what was trained since the last checkpoint is done again on resume."""
+    task = asyncio.ensure_future(command)
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise SystemExit(128 + received[0] if received else 1) from None
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Task groups wrap what went wrong; a user wants to read the cause."""
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+if __name__ == "__main__":
+    main()

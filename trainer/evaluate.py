@@ -1,0 +1,96 @@
+"""Held-out scores through the `eval` sink: the same replicas, the same weights, no effect on training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from itertools import islice
+
+from services.contract.errors import UnavailableError
+from services.contract.group import DeadLetter, FinishReason
+from services.contract.job import Job, Sink
+from services.transport.groups import Delivery, GroupQueue
+from services.transport.submission import Submission
+
+from .config import TrainSettings
+from .data import Prompts, Row
+from .passk import HeldOutScore, score_held_out
+from .publish import Publisher
+from .scoring import Scorer, encode_prompt
+
+logger = logging.getLogger(__name__)
+
+READ_COUNT, READ_BLOCK_MS = 64, 500
+
+
+class Evaluator:
+    """Submits every held-out prompt under the weights announced last, and waits for all of them."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        prompts: Prompts,
+        scorer: Scorer,
+        submission: Submission,
+        groups: GroupQueue,
+        publisher: Publisher,
+        fence: int,
+    ) -> None:
+        self.settings, self.prompts, self.scorer = settings, prompts, scorer
+        self._submission, self._groups, self._publisher, self._fence = submission, groups, publisher, fence
+
+    async def evaluate(self) -> HeldOutScore:
+        """avg@n, pass@k and the truncated share. A prompt whose job died counts as wrong and is logged.
+
+        Raises UnavailableError if the groups do not all arrive within evaluate.timeout_s.
+        """
+        rows = {self._job_id(row): row for row in islice(self.prompts, self.settings.evaluate.limit)}
+        await self._submission.submit([self._job(id, row) for id, row in rows.items()], fence=self._fence, limit=0)
+        rewards: list[tuple[float, ...]] = []
+        truncated: list[bool] = []
+        deadline = time.monotonic() + self.settings.evaluate.timeout_s
+        while rows:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"evaluation: {len(rows)} groups are missing after evaluate.timeout_s = "
+                    f"{self.settings.evaluate.timeout_s:g} s. GET /v1/queue on any replica says why"
+                )
+            deliveries = await self._groups.read(READ_COUNT, READ_BLOCK_MS, Sink.EVAL)
+            # Jobs of an evaluation that a crash interrupted may still come in; nobody waits for them.
+            expected = [(d, rows.pop(d.job_id)) for d in deliveries if d.job_id in rows]
+            rewards += await asyncio.gather(*(self._rewards(delivery, row) for delivery, row in expected))
+            truncated += [flag for delivery, _ in expected for flag in _truncated(delivery)]
+            await self._groups.acknowledge(deliveries)
+        return score_held_out(rewards, truncated)
+
+    def _job_id(self, row: Row) -> str:
+        """Of the weight version too: a resumed trainer announces a new one, so a cut-off evaluation starts over."""
+        return f"{self.settings.run_id}:eval:{self._publisher.announced.seq}:{row.index}"
+
+    def _job(self, id: str, row: Row) -> Job:
+        settings = self.settings
+        sampling = settings.sampling.to_sampling().model_copy(update={"temperature": settings.evaluate.temperature})
+        return Job(
+            job_id=id,
+            run_id=settings.run_id,
+            prompt_ids=encode_prompt(self.scorer.tokenizer, row.prompt),
+            n=settings.evaluate.n,
+            # The same seed at every evaluation: what changes the score is then the weights.
+            sampling=sampling.model_copy(update={"seed": row.index}),
+            sink=Sink.EVAL,
+            min_seq=self._publisher.announced.seq,
+            submitted_at=time.time(),
+        )
+
+    async def _rewards(self, delivery: Delivery, row: Row) -> tuple[float, ...]:
+        if isinstance(delivery.item, DeadLetter):
+            logger.error("held-out prompt %d: job %s is dead: %s", row.index, delivery.job_id, delivery.item.error)
+            return (0.0,) * self.settings.evaluate.n
+        return (await self.scorer.score(delivery.item, row)).rewards
+
+
+def _truncated(delivery: Delivery) -> list[bool]:
+    if isinstance(delivery.item, DeadLetter):
+        return []
+    return [sample.finish_reason is FinishReason.LENGTH for sample in delivery.item.samples]

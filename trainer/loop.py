@@ -1,0 +1,140 @@
+"""The training loop. One iteration is one batch:
+
+groups      <- prompts sampled by the replicas from pi_infer_mp, worth what the reward function says
+advantages  <- A_i = R_i - mean of the others (RLOO)
+l           <- log pi_train_mp - log pi_infer_mp, recomputed here
+w           <- token veto, then masked importance sampling
+gradient    <- 1/D sum w A grad log pi_train_mp, one AdamW step
+weights     -> every replica
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from services.transport.replicas import BEAT_S, ReplicaRegistry, TrainerBeat
+
+from .batch import Batch
+from .checkpoint import Checkpoints, Progress
+from .config import TrainSettings
+from .evaluate import Evaluator
+from .feeder import Feeder
+from .publish import Publisher
+from .reporting import Reporter
+from .step import Learner
+
+logger = logging.getLogger(__name__)
+
+
+async def train(run: Run) -> None:
+    """Trains until `steps` batches are done. A crash at any point costs at most the work since the last checkpoint."""
+    while run.step < run.settings.steps:
+        with run.watch.measure("wait"):
+            batch = await run.feeder.next_batch()
+        with run.watch.measure("train"):
+            metrics = await asyncio.to_thread(run.learner.step, batch)
+        run.count(batch, metrics)
+        if metrics["optimizer/updates"]:
+            with run.watch.measure("publish"):
+                await run.publisher.publish(run.updates)
+        await run.feeder.settle(batch)
+        if run.is_due(run.settings.evaluate.interval):
+            metrics |= await run.evaluate()
+        if run.is_due(run.settings.checkpoint.interval) or run.is_best:
+            await run.save()
+        run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch))
+
+
+class Stopwatch:
+    """Where the time of an iteration went."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._parts[f"time/{part}_s"] = time.perf_counter() - start
+
+    def lap(self, batch: Batch) -> dict[str, float]:
+        """The parts since the last lap, and the rates."""
+        now = time.perf_counter()
+        elapsed, self._started = now - self._started, now
+        parts, self._parts = self._parts, {}
+        return parts | {
+            "time/step_s": elapsed,
+            "throughput/samples_per_second": batch.num_sequences / elapsed,
+            "throughput/tokens_per_second": batch.num_tokens / elapsed,
+        }
+
+
+@dataclass
+class Run:
+    """A training run in progress; built by setup.open_run."""
+
+    settings: TrainSettings
+    learner: Learner
+    feeder: Feeder
+    publisher: Publisher
+    evaluator: Evaluator | None
+    checkpoints: Checkpoints
+    replicas: ReplicaRegistry
+    resumed_from: Progress
+    reporter: Reporter = field(default_factory=lambda: Reporter([]))
+    step: int = 0
+    """Batches trained."""
+    updates: int = 0
+    """Optimizer steps taken; staleness is counted in these."""
+    samples: int = 0
+    best: tuple[int, float] | None = None
+    """(step, held-out score)."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def count(self, batch: Batch, metrics: dict[str, float]) -> None:
+        self.step += 1
+        self.updates += int(metrics["optimizer/updates"])
+        self.samples += batch.num_sequences
+
+    def is_due(self, interval: int) -> bool:
+        """Every `interval` batches and after the last one; never if 0."""
+        return interval > 0 and (self.step % interval == 0 or self.step == self.settings.steps)
+
+    @property
+    def is_best(self) -> bool:
+        return self.best is not None and self.best[0] == self.step
+
+    async def evaluate(self) -> dict[str, float]:
+        """Held-out scores of the weights announced last."""
+        assert self.evaluator is not None, "evaluate.interval without data.heldout is refused by the settings"
+        with self.watch.measure("eval"):
+            score = await self.evaluator.evaluate()
+        if self.best is None or score.avg > self.best[1]:
+            self.best = (self.step, score.avg)
+        return {"heldout/score": score.avg, **score.metrics()}
+
+    async def save(self) -> None:
+        """A checkpoint, and only then the acknowledgement of what it covers."""
+        progress = Progress(
+            step=self.step,
+            updates=self.updates,
+            samples=self.samples,
+            seq=self.publisher.announced.seq,
+            best=self.best,
+            **self.feeder.books(),
+        )
+        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.state())
+        await self.feeder.acknowledge()
+
+    async def beat(self) -> None:
+        """Tells the broker how far the run is, for ever."""
+        while True:
+            beat = TrainerBeat(self.step, self.publisher.announced.version, self.feeder.waiting_s())
+            await self.replicas.beat_trainer(beat, fence=self.feeder.fence)
+            await asyncio.sleep(BEAT_S)

@@ -1,0 +1,184 @@
+"""Opens a run: everything from the lease to the reward processes, and closes it again in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from services.contract.errors import ConfigError
+from services.engines.tokenizer import Tokenizer, load_tokenizer
+from services.transport.broker import Broker
+from services.transport.groups import GroupQueue
+from services.transport.lease import TrainerLease
+from services.transport.replicas import ReplicaRegistry
+from services.transport.submission import Submission
+from services.transport.weights import WeightRegistry
+
+from .checkpoint import Checkpoints, Progress, restore_rng
+from .config import EvalSettings, TrainSettings
+from .data import Columns, Order, Prompts, load_prompts
+from .evaluate import Evaluator
+from .feeder import Feeder
+from .loop import Run
+from .model import load_model
+from .publish import Publisher
+from .reporting import JsonlSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
+from .reward_pool import RewardPool
+from .rewards import Overlong, needs_answer
+from .scoring import PromptTokens, Scorer, encode_prompt
+from .step import Learner
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
+    """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running."""
+    async with _assemble(settings, None) as run:
+        await run.feeder.restore(run.resumed_from)
+        resumed_step = run.step if run.step else None
+        run.reporter = open_reporter(settings, resumed_step)
+        try:
+            async with _beside(run.beat(), run.feeder.run()):
+                if settings.evaluate.interval and resumed_step is None:
+                    run.reporter.log(0, await run.evaluate())
+                yield run
+        finally:
+            run.reporter.close()
+
+
+@asynccontextmanager
+async def open_evaluation(settings: EvalSettings) -> AsyncIterator[Run]:
+    """The same with the weights of one checkpoint announced, and nothing fed to the queue."""
+    if settings.data.heldout is None:
+        raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
+    async with _assemble(settings, settings.checkpoint_at) as run, _beside(run.beat()):
+        yield run
+
+
+@asynccontextmanager
+async def _beside(*background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs these until the body is done; if one fails, the body is cancelled and its error leaves."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in background]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+@asynccontextmanager
+async def _assemble(settings: TrainSettings, which: Literal["best", "last"] | int | None) -> AsyncIterator[Run]:
+    """Cheap checks come first, so that a user's mistake shows before a lease is taken or a model loaded."""
+    tokenizer = load_tokenizer(settings.model.path)
+    prompts, heldout = open_prompts(settings, tokenizer)
+    checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
+    set_up_torch(settings)
+    reward = settings.reward
+    async with AsyncExitStack() as stack:
+        url = settings.broker.url.get_secret_value()
+        broker = await stack.enter_async_context(await Broker.connect(url, settings.run_id))
+        pool = await stack.enter_async_context(
+            RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s)
+        )
+        fence = await stack.enter_async_context(TrainerLease(broker, f"dvp-train in {settings.out_dir}").held())
+
+        model = load_model(settings.model)
+        learner = Learner(model, settings, tokenizer.pad_id)
+        progress = restore(settings, checkpoints, learner, prompts, which)
+        replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
+        publisher = Publisher(model, WeightRegistry(broker), replicas, settings, fence)
+        await publisher.publish(progress.updates, after=progress.seq)
+        shaped = Scorer(pool, tokenizer, reward)
+        plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}))
+        tokens = PromptTokens(prompts, tokenizer)
+        yield Run(
+            settings=settings,
+            learner=learner,
+            feeder=Feeder(settings, tokens, shaped, submission, groups, publisher, fence),
+            publisher=publisher,
+            evaluator=Evaluator(settings, heldout, plain, submission, groups, publisher, fence) if heldout else None,
+            checkpoints=checkpoints,
+            replicas=replicas,
+            resumed_from=progress,
+            step=progress.step,
+            updates=progress.updates,
+            samples=progress.samples,
+            best=progress.best,
+        )
+
+
+def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
+    """Training and held-out rows; every row is read once, so that a bad one stops the run before it starts."""
+    data = settings.data
+    columns = Columns(data.prompt_column, data.answer_column)
+    train = load_prompts(
+        data.train,
+        columns=columns,
+        needs_answer=needs_answer(settings.reward.name),
+        order=Order.SHUFFLED if data.shuffle else Order.SEQUENTIAL,
+        seed=settings.seed,
+        limit=data.limit,
+        max_prompt_tokens=data.max_prompt_tokens,
+        count_tokens=lambda prompt: len(encode_prompt(tokenizer, prompt)),
+    )
+    if data.heldout is None:
+        return train, None
+    return train, load_prompts(data.heldout, columns=columns, needs_answer=needs_answer(settings.reward.name))
+
+
+def set_up_torch(settings: TrainSettings) -> None:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(settings.threads or 1)
+
+
+def restore(
+    settings: TrainSettings,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    prompts: Prompts,
+    which: Literal["best", "last"] | int | None,
+) -> Progress:
+    """Loads a checkpoint into the learner; a fresh Progress if there is none and none was asked for."""
+    found = checkpoints.load(which if isinstance(which, int) else None)
+    if found is not None and which == "best" and found[0].best is not None:
+        found = checkpoints.load(found[0].best[0])
+    if found is None:
+        if which is not None:
+            raise ConfigError(f"out_dir {settings.out_dir}: no checkpoint there to evaluate")
+        return Progress(data_fingerprint=prompts.fingerprint)
+    progress, state = found
+    if not settings.resume:
+        raise ConfigError(
+            f"out_dir {settings.out_dir} holds a checkpoint of step {progress.step} and resume is off; "
+            "name another out_dir and run_id, or move the folder away"
+        )
+    if progress.data_fingerprint != prompts.fingerprint:
+        raise ConfigError(
+            f"data.train {settings.data.train} (with its order, limit and seed) is not what the checkpoint of step "
+            f"{progress.step} was trained on: fingerprint {prompts.fingerprint}, expected {progress.data_fingerprint}. "
+            "Restore the data set, or start a new run"
+        )
+    learner.load_state(state)
+    restore_rng(state["rng"])
+    logger.info("resumed from %s at step %d", checkpoints.folder(progress.step), progress.step)
+    return progress
+
+
+def open_reporter(settings: TrainSettings, resumed_step: int | None) -> Reporter:
+    out: Path = settings.out_dir
+    sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step), console_sink(settings.steps)]
+    if settings.report.tensorboard:
+        sinks.append(TensorboardSink(out / "tensorboard", resumed_step=resumed_step))
+    if settings.report.wandb_project is not None:
+        sinks.append(WandbSink(settings.report.wandb_project, settings.run_id, out / "wandb"))
+    return Reporter(sinks)
