@@ -15,10 +15,19 @@ from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
 
 MAX_PROMPT_CHARS = 4_000_000
 MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_FIELDS = 64
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        # One error per unknown field would turn a body full of them into gigabytes of errors.
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"{len(data)} fields; known: {', '.join(cls.model_fields)}")
+        return data
 
 
 class SamplingBody(Body):
@@ -27,8 +36,10 @@ class SamplingBody(Body):
     min_p: Annotated[float, Field(gt=0, le=1)] = MIN_P
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16, fail_fast=True)
+    ] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64, fail_fast=True)] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
     """Only 1: nothing but min-p may prune, or the log-probs would not be the sampler's."""
@@ -49,9 +60,11 @@ class Message(Body):
 class RolloutRequest(Body):
     """Exactly one of prompt_ids, prompt and messages."""
 
-    prompt_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)] | None = None
+    prompt_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)] | None = (
+        None
+    )
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1024)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     sampling: SamplingBody = SamplingBody()
     metadata: dict[str, Any] = Field(default_factory=dict)
