@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -30,6 +29,7 @@ from .service import Service
 
 T = TypeVar("T")
 
+API_VERSION = "1"
 CLIENT_GONE = 499
 """Never seen by anybody but the metrics."""
 
@@ -37,7 +37,7 @@ router = APIRouter(responses={"default": {"model": Problem, "description": "Prob
 
 
 def create_app(service: Service, tokens: Sequence[str]) -> FastAPI:
-    app = FastAPI(title="dvp-rollout", version=version("dvp-rl"), description="Rollouts under the constrained policy.")
+    app = FastAPI(title="dvp-rollout", version=API_VERSION, description="Rollouts under the constrained policy.")
     app.state.service = service
     app.include_router(router)
     problems.install(app)

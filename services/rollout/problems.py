@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from services.contract.errors import (
@@ -25,7 +24,7 @@ from services.contract.errors import (
     UnavailableError,
     WeightError,
 )
-from services.contract.http import FieldError, JobRequest, Problem
+from services.contract.http import FieldError, JobRequest, Problem, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +48,11 @@ def install(app: FastAPI) -> None:
     """Makes `respond` the handler of everything that can go wrong, 404, 405 and bugs included."""
 
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            body = JobRequest if request.url.path == "/v1/jobs" else RolloutRequest
+            return _answer(_invalid(error.errors(), body), {})
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = HTTPException(error.status_code, _unrouted(request, error), error.headers)
         return respond(error)
 
     for kind in (DvpError, HTTPException, RequestValidationError, Exception):
@@ -56,14 +60,15 @@ def install(app: FastAPI) -> None:
 
 
 def respond(error: Exception) -> Response:
-    problem, headers = describe(error)
+    return _answer(*describe(error))
+
+
+def _answer(problem: Problem, headers: Mapping[str, str]) -> Response:
     return Response(problem.model_dump_json(), problem.status, headers, MEDIA_TYPE)
 
 
 def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
     """The document and the headers that go with it."""
-    if isinstance(error, (RequestValidationError, ValidationError)):
-        return _invalid(error.errors()), {}
     if isinstance(error, HTTPException):
         return Problem(title=_phrase(error), status=error.status_code, detail=str(error.detail)), dict(
             error.headers or {}
@@ -77,24 +82,30 @@ def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
     return Problem(title="Internal error", status=500, detail="see the replica's log"), {}
 
 
+def _unrouted(request: Request, error: HTTPException) -> str:
+    allowed = (error.headers or {}).get("Allow")
+    remedy = f"allowed: {allowed}" if allowed else "GET /openapi.json lists what there is"
+    return f"{request.method} {request.url.path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
+
+
 def _phrase(error: HTTPException) -> str:
-    return {404: "No such page", 405: "Method not allowed", 413: "Body too large"}.get(
+    return {404: "No such path", 405: "Method not allowed", 413: "Body too large"}.get(
         error.status_code, "Request refused"
     )
 
 
-def _invalid(items: Sequence[Mapping[str, Any]]) -> Problem:
+def _invalid(items: Sequence[Mapping[str, Any]], body: type[RolloutRequest]) -> Problem:
     if items and items[0]["type"] == "json_invalid":
         return Problem(title="Not JSON", status=400, detail=f"the body is not JSON: {items[0]['ctx']['error']}")
-    errors = tuple(_field_error(item) for item in items[:MAX_ERRORS])
+    errors = tuple(_field_error(item, body) for item in items[:MAX_ERRORS])
     lines = [f"{error.field}: got {_short(error.value)}, allowed: {error.allowed}" for error in errors]
     more = [f"and {len(items) - MAX_ERRORS} more"] if len(items) > MAX_ERRORS else []
     return Problem(title=OUTCOMES[0][2], status=422, detail="; ".join(lines + more), errors=errors)
 
 
-def _field_error(item: Mapping[str, Any]) -> FieldError:
+def _field_error(item: Mapping[str, Any], body: type[RolloutRequest]) -> FieldError:
     path = [part for part in item["loc"] if part != "body"]
-    allowed = _allowed(path, item["type"]) or item["msg"].removeprefix("Value error, ")
+    allowed = _allowed(_schema(body), path, item["type"]) or item["msg"].removeprefix("Value error, ")
     value = None if item["type"] == "missing" else _plain(item.get("input"))
     return FieldError(field=".".join(map(str, path)) or "body", value=value, allowed=allowed)
 
@@ -112,26 +123,24 @@ def _short(value: Any) -> str:
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    """JobRequest has every field of the other bodies."""
-    return JobRequest.model_json_schema()
+def _schema(body: type[RolloutRequest]) -> dict[str, Any]:
+    return body.model_json_schema()
 
 
-def _allowed(path: Sequence[str | int], kind: str) -> str:
+def _allowed(schema: dict[str, Any], path: Sequence[str | int], kind: str) -> str:
     """What the schema allows at `path`, in words; "" if it has nothing to say."""
     if kind == "extra_forbidden":
-        parent = _node(path[:-1])
-        return f"no such field; known: {', '.join(parent.get('properties', {}))}"
-    return _words(_node(path))
+        return f"only the fields {', '.join(_node(schema, path[:-1]).get('properties', {}))}"
+    return _words(_node(schema, path)) if path else ""
 
 
-def _node(path: Sequence[str | int]) -> dict[str, Any]:
-    node = _schema()
+def _node(schema: dict[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
+    node = schema
     for part in path:
         node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
         node = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
         if "$ref" in node:
-            node = _schema()["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
     return node
 
 

@@ -37,7 +37,8 @@ class Prompts:
     async def job(self, request: RolloutRequest, run_id: str) -> Job:
         """The job that a request means. Raises RequestError if it cannot run on this model."""
         prompt_ids = await self._in_thread(self._encode, request)
-        self._check(prompt_ids)
+        field = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
+        self._check(field, prompt_ids)
         named = request.job_id if isinstance(request, JobRequest) else None
         try:
             return Job(
@@ -77,13 +78,13 @@ class Prompts:
         assert request.prompt is not None, "RolloutRequest holds exactly one prompt"
         return self._tokenizer.encode(request.prompt)
 
-    def _check(self, prompt_ids: Sequence[int]) -> None:
+    def _check(self, field: str, prompt_ids: Sequence[int]) -> None:
         longest = self._engine.context_length - 1
         if not 1 <= len(prompt_ids) <= longest:
             allowed = f"1 to {longest} tokens: a context of {self._engine.context_length} less one for the answer"
-            raise _refused(f"{len(prompt_ids)} tokens", allowed)
+            raise _refused(field, f"{len(prompt_ids)} tokens", allowed)
         if max(prompt_ids) >= self._engine.vocab_size:
-            raise _refused(f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
+            raise _refused(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
 
     def _texts(self, group: Group) -> tuple[str, ...]:
         stops = group.sampling.stop
@@ -95,6 +96,6 @@ def trim(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
-def _refused(value: str, allowed: str) -> RequestError:
-    error: dict[str, object] = {"field": "prompt", "value": value, "allowed": allowed}
-    return RequestError(f"prompt: got {value}, allowed: {allowed}", [error])
+def _refused(field: str, value: str, allowed: str) -> RequestError:
+    error: dict[str, object] = {"field": field, "value": value, "allowed": allowed}
+    return RequestError(f"{field}: got {value}, allowed: {allowed}", [error])

@@ -54,7 +54,8 @@ class Service:
         slots = Slots(engine.capacity, self.settings.max_waiting)
         self._swap = WeightSwap(engine, self.metrics, self._context)
         self._replica = Replica(self.settings.replica_id, self.settings.run_id, engine, prompts, slots, self.metrics)
-        logger.info("model %s is loaded: %s", self.settings.model, engine.facts.model_dump())
+        facts = engine.facts
+        logger.info("model %s is loaded: %s %s, %s", self.settings.model, facts.name, facts.version, facts.dtype)
         if self.settings.redis_url is None:
             logger.info("no redis_url: serving HTTP only, without the job queue")
             return

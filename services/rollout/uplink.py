@@ -108,7 +108,9 @@ class Uplink:
         except DvpError as error:
             self.error = str(error)
             raise
-        await asyncio.sleep(BEAT_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_S):
+                await self._swap.change()
 
     async def _announce(self) -> None:
         status = self._swap.status

@@ -53,7 +53,7 @@ class WeightSwap:
 
     async def wait_allowed(self) -> None:
         while self.quarantined:
-            await self._change()
+            await self.change()
 
     async def reach(self, registry: WeightRegistry, seq: int) -> None:
         """Returns when the weights served are at least `seq`. The caller bounds the wait."""
@@ -63,7 +63,7 @@ class WeightSwap:
             except (WeightError, UnavailableError) as error:
                 logger.warning("waiting for weights of seq %d: %s", seq, error)
             if self.seq < seq:
-                await self._change()
+                await self.change()
 
     async def refresh(self, registry: WeightRegistry) -> WeightStatus:
         """Loads the newest version now. Raises WeightError, UnavailableError."""
@@ -95,6 +95,7 @@ class WeightSwap:
                 self._error = None
                 return
             self._loading = announcement.version
+            self._changed.set()
             try:
                 await self._load(announcement)
                 self._error = None
@@ -121,6 +122,7 @@ class WeightSwap:
         self._metrics.version_seq.set(self.seq)
         self._changed.set()
 
-    async def _change(self) -> None:
+    async def change(self) -> None:
+        """Returns at the next change of what is served or being loaded."""
         self._changed.clear()
         await self._changed.wait()
