@@ -18,6 +18,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import (
     AuthenticationError,
+    AuthorizationError,
     ConnectionError,
     OutOfMemoryError,
     RedisError,
@@ -25,7 +26,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from services.contract.errors import ConfigError, LeaseLostError, OverloadedError, UnavailableError
+from services.contract.errors import ConfigError, LeaseLostError, OverloadedError, RequestError, UnavailableError
 from services.contract.keys import REPLICAS, TRAINER, Keys
 from services.contract.record import SCHEMA_VERSION
 from services.contract.weights import RUN_ID
@@ -77,9 +78,9 @@ class Broker:
         broker = cls(redis, Keys(run_id), where)
         try:
             await broker.ensure_groups()
-        except AuthenticationError as error:
+        except ConfigError:
             await broker.close()
-            raise ConfigError(f"Redis at {where} refuses the password of redis_url: {error}") from None
+            raise
         except UnavailableError as error:
             await broker.close()
             raise ConfigError(
@@ -104,8 +105,8 @@ class Broker:
         """Turns what redis-py raises into this project's errors."""
         try:
             yield
-        except AuthenticationError:
-            raise
+        except (AuthenticationError, AuthorizationError) as error:
+            raise ConfigError(f"Redis at {self._where} refuses the user or password of redis_url: {error}") from None
         except (ConnectionError, TimeoutError) as error:
             raise UnavailableError(f"Redis at {self._where} does not answer: {error}") from None
         except OutOfMemoryError:
@@ -114,19 +115,15 @@ class Broker:
             code, _, detail = str(error).partition(" ")
             if code == "LEASELOST":
                 raise LeaseLostError(detail) from None
+            if code == "CONFLICT":
+                raise RequestError(detail) from None
             raise UnavailableError(f"Redis at {self._where} refuses: {error}") from None
         except RedisError as error:
             raise UnavailableError(f"Redis at {self._where}: {error}") from None
 
     async def ensure_groups(self) -> None:
         """Creates the consumer groups that do not exist: at connect, and again after a broker was wiped."""
-        for stream, group in ((self.keys.jobs, REPLICAS), (self.keys.groups, TRAINER), (self.keys.evals, TRAINER)):
-            with self.errors():
-                try:
-                    await self.redis.xgroup_create(stream, group, id="0", mkstream=True)
-                except ResponseError as error:
-                    if not str(error).startswith("BUSYGROUP"):
-                        raise
+        await self.script("create_groups")
 
     async def read_group(
         self, stream: str, group: str, consumer: str, count: int, block_ms: int
@@ -143,6 +140,7 @@ class Broker:
                     raise
                 logger.warning("the broker lost its streams; creating them again")
                 await self.ensure_groups()
+        failpoint(f"read.{group}.after")
         return [(entry_id.decode(), fields) for _, entries in reply or () for entry_id, fields in entries]
 
     async def close(self) -> None:

@@ -1,7 +1,9 @@
 """Named points where a test can stop this process. Off, and free, unless DVP_FAILPOINTS is set.
 
 Each Lua script `<name>` is surrounded by `<name>.before` and `<name>.after`: every transition of a job's, a group's, a
-weight version's and the trainer's state is one script, so a process can be stopped on both sides of each.
+weight version's and the trainer's state is one script, so a process can be stopped on both sides of each. Besides:
+`read.replicas.after` and `read.trainer.after` (entries read, nothing done yet), `manifest.before`, `publish.before` and
+`publish.after` (weight folders).
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 #!lua
 -- ARGV: job id, data, limit of unread jobs. Answers the state of a job that exists, 'new', 'backlog' or 'memory'.
+local conflict = taken(ARGV[1], 'client')
+if conflict then return conflict end
 local state = redis.call('HGET', JOB .. ARGV[1], 'state')
 if state then return state end
 if memory_full() then return 'memory' end

@@ -1,0 +1,151 @@
+"""Hypothesis strategies for every record that crosses a process boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from services.contract.group import DeadLetter, EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
+from services.contract.job import Job, Sink
+from services.contract.record import Record
+from services.contract.sampling import MAX_SEED, Sampling
+from services.contract.weights import Announcement, Manifest, WeightFile
+
+IDS = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,20}\Z")
+TOKENS = st.integers(0, 2**31 - 1)
+TIMES = st.floats(0, 4e9)
+TEXT = st.text(max_size=40)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+METADATA = st.dictionaries(TEXT, JSON, max_size=3)
+VERSIONS = st.builds(lambda run, seq: f"{run}:{seq}:0123abcd", IDS, st.integers(0, 2**53))
+SAMPLINGS = st.builds(
+    Sampling,
+    log_min_p=st.floats(-1e4, 0),
+    temperature=st.floats(0.01, 100),
+    max_tokens=st.integers(1, 1_000_000),
+    stop=st.lists(st.text(min_size=1, max_size=8), max_size=3).map(tuple),
+    stop_token_ids=st.lists(TOKENS, max_size=3).map(tuple),
+    seed=st.none() | st.integers(0, MAX_SEED),
+)
+
+
+@st.composite
+def _samples(draw: st.DrawFn) -> Sample:
+    length = draw(st.integers(1, 12))
+    cut = draw(st.integers(1, length))
+    edges = [0, cut] if cut == length else [0, cut, length]
+
+    def array(element: st.SearchStrategy[float]) -> list[float]:
+        return draw(st.lists(element, min_size=length, max_size=length))
+
+    return Sample(
+        token_ids=array(TOKENS),
+        logprobs=array(st.floats(-1e4, 0, width=32)),
+        kept_mass=array(st.floats(2**-20, 1, width=32)),
+        kept_count=array(st.integers(1, 2**31 - 1)),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        versions=tuple(
+            VersionSpan(version=draw(VERSIONS), start=start, end=end)
+            for start, end in zip(edges, edges[1:], strict=False)
+        ),
+        seed=draw(st.integers(0, MAX_SEED)),
+    )
+
+
+ENGINES = st.builds(EngineFacts, name=TEXT, version=TEXT, dtype=TEXT, logprob_kind=st.sampled_from(LogprobKind))
+SAMPLES = _samples()
+JOBS = st.builds(
+    Job,
+    job_id=IDS,
+    run_id=IDS,
+    prompt_ids=st.lists(TOKENS, min_size=1, max_size=20),
+    n=st.integers(1, 1024),
+    sampling=SAMPLINGS,
+    sink=st.sampled_from(Sink),
+    metadata=METADATA,
+    min_seq=st.integers(0, 2**53),
+    deadline=st.none() | TIMES,
+    submitted_at=TIMES,
+)
+GROUPS = st.builds(
+    Group,
+    job_id=IDS,
+    run_id=IDS,
+    prompt_ids=st.lists(TOKENS, min_size=1, max_size=20),
+    sampling=SAMPLINGS,
+    samples=st.lists(SAMPLES, min_size=1, max_size=3).map(tuple),
+    sink=st.sampled_from(Sink),
+    replica_id=TEXT,
+    engine=ENGINES,
+    metadata=METADATA,
+    generate_s=TIMES,
+    finished_at=TIMES,
+)
+DEAD_LETTERS = st.builds(
+    DeadLetter,
+    job_id=IDS,
+    run_id=IDS,
+    sink=st.sampled_from(Sink),
+    error=TEXT,
+    deliveries=st.integers(0, 100),
+    replica_id=TEXT,
+    died_at=TIMES,
+)
+FILES = st.builds(
+    WeightFile,
+    name=IDS,
+    size=st.integers(0, 2**53),
+    sha256=st.from_regex(r"\A[0-9a-f]{64}\Z"),
+)
+MANIFESTS = st.builds(
+    Manifest,
+    run_id=IDS,
+    seq=st.integers(0, 2**53),
+    step=st.integers(0, 2**53),
+    files=st.lists(FILES, max_size=3).map(tuple),
+)
+ANNOUNCEMENTS = st.builds(
+    Announcement,
+    version=VERSIONS,
+    step=st.integers(0, 2**53),
+    folder=TEXT,
+    min_seq=st.integers(0, 2**53),
+    announced_at=TIMES,
+)
+STRATEGIES: dict[type[Record], st.SearchStrategy[Record]] = {
+    Sampling: SAMPLINGS,
+    Job: JOBS,
+    Sample: SAMPLES,
+    EngineFacts: ENGINES,
+    Group: GROUPS,
+    DeadLetter: DEAD_LETTERS,
+    WeightFile: FILES,
+    Manifest: MANIFESTS,
+    Announcement: ANNOUNCEMENTS,
+}
+RECORDS = st.one_of(*STRATEGIES.values())
+Damage = Callable[[bytes], bytes]
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> Damage:
+    """Cuts, flips, doubles or replaces bytes."""
+    position, byte = draw(st.integers(0, 2**16)), draw(st.integers(1, 255))
+    junk = draw(st.binary(max_size=30))
+
+    def flip(data: bytes) -> bytes:
+        at = position % len(data)
+        return data[:at] + bytes([data[at] ^ byte]) + data[at + 1 :]
+
+    kinds: list[Damage] = [
+        lambda data: data[: position % len(data)],
+        flip,
+        lambda data: data + b"\x00" + junk,
+        lambda data: junk + data[position % len(data) :],
+    ]
+    return draw(st.sampled_from(kinds))

@@ -1,0 +1,137 @@
+"""Records survive both codecs unchanged; damaged bytes are refused with a message, never with a crash."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from services.contract.errors import RequestError
+from services.contract.group import Group, Sample
+from services.contract.job import Job, Sink, job_id, job_position
+from services.contract.record import SCHEMA_VERSION, Record
+from services.contract.sampling import Sampling
+from services.contract.weights import WeightVersion
+from tests.contract.records import GROUPS, JOBS, RECORDS, STRATEGIES, Damage, damages
+
+JOB = Job(job_id="a", run_id="run", prompt_ids=[1, 2], sink=Sink.TRAIN)
+
+
+def test_every_record_has_a_strategy() -> None:
+    nested = {"VersionSpan"}
+    assert {cls.__name__ for cls in Record.__subclasses__()} == {cls.__name__ for cls in STRATEGIES} | nested
+
+
+@given(RECORDS)
+def test_msgpack_round_trip(record: Record) -> None:
+    assert type(record).from_bytes(record.to_bytes()) == record
+
+
+@given(RECORDS)
+def test_json_round_trip(record: Record) -> None:
+    assert type(record).model_validate_json(record.model_dump_json()) == record
+
+
+@given(GROUPS)
+def test_arrays_are_read_only(group: Group) -> None:
+    copy = Group.from_bytes(group.to_bytes())
+    for array in (copy.prompt_ids, copy.samples[0].logprobs, copy.samples[0].kept_count):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+@settings(max_examples=400)
+@given(st.one_of(JOBS, GROUPS), damages())
+def test_damaged_bytes_are_refused_or_still_a_record(record: Record, damage: Damage) -> None:
+    with contextlib.suppress(RequestError):
+        assert isinstance(type(record).from_bytes(damage(record.to_bytes())), type(record))
+
+
+@settings(max_examples=400)
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xc1")
+@example(msgpack.packb([SCHEMA_VERSION, None]))
+@example(msgpack.packb([SCHEMA_VERSION, {}, 3]))
+@example(b"\x91" * 2000)
+def test_junk_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestError, match="Job"):
+        Job.from_bytes(data)
+
+
+def test_another_schema_version_is_refused() -> None:
+    with pytest.raises(RequestError, match="schema version 99, this build reads 1"):
+        Job.from_bytes(msgpack.packb([99, {}]))
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    fields = {"job_id": "a", "run_id": "run", "prompt_ids": [1], "sink": "train", "top_k": 5}
+    with pytest.raises(RequestError, match="top_k"):
+        Job.from_bytes(msgpack.packb([SCHEMA_VERSION, fields]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("job_id", "a b", "job_id"),
+        ("job_id", "a\n", "job_id"),
+        ("run_id", "a{b}", "run_id"),
+        ("prompt_ids", [], "at least one token"),
+        ("prompt_ids", [-1], "at least one token"),
+        ("prompt_ids", [2**31], "must lie in"),
+        ("prompt_ids", [[1]], "flat list"),
+        ("prompt_ids", b"\x00\x01\x02", "whole number"),
+        ("n", 0, "greater than or equal to 1"),
+        ("sink", "nobody", "sink"),
+        ("metadata", {"x": "y" * 20_000}, "at most"),
+        ("metadata", {"x": float("nan")}, "JSON"),
+        ("sampling", {"temperature": 0.0}, "temperature"),
+        ("sampling", {"log_min_p": 0.5}, "log_min_p"),
+        ("sampling", {"log_min_p": float("nan")}, "log_min_p"),
+    ],
+)
+def test_bad_job_fields_are_named(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Job.model_validate(JOB.model_dump() | {field: value})
+
+
+def test_float32_values_survive_json_exactly() -> None:
+    values = np.array([-0.1, -1 / 3, -1e-30], np.float32)
+    sample = {
+        "token_ids": [1, 2, 3],
+        "logprobs": values,
+        "kept_mass": [1.0, 0.5, 0.1],
+        "kept_count": [1, 2, 3],
+        "finish_reason": "stop",
+        "versions": [{"version": "run:0:ab", "start": 0, "end": 3}],
+        "seed": 0,
+    }
+    copy = Sample.model_validate_json(Sample.model_validate(sample).model_dump_json())
+    assert copy.logprobs.tobytes() == values.tobytes()
+
+
+def test_equality_of_settings_is_in_float32() -> None:
+    assert Sampling(log_min_p=-13.0).same_policy(Sampling(log_min_p=-13.0 + 1e-9))
+    assert not Sampling(log_min_p=-13.0).same_policy(Sampling(log_min_p=-12.999))
+    assert not Sampling(temperature=1.0).same_policy(Sampling(temperature=0.95))
+
+
+@given(st.integers(0, 10**9 - 1), st.integers(0, 10**6))
+def test_job_ids_are_a_function_of_position_and_attempt(position: int, attempt: int) -> None:
+    assert job_position(job_id("run-1", position, attempt)) == (position, attempt)
+
+
+def test_a_foreign_job_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="run_id:position:attempt"):
+        job_position("mine")
+
+
+@given(st.integers(0, 2**60))
+def test_weight_version_round_trip(seq: int) -> None:
+    version = WeightVersion("run-1", seq, "00ff")
+    assert WeightVersion.parse(str(version)) == version
