@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -12,12 +13,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from typing import Any
 
 from services.contract.errors import ConfigError, LeaseLostError, UnavailableError
 
 from .broker import Broker
 
 logger = logging.getLogger(__name__)
+
+ACQUIRE_POLL_S = 1.0
 
 
 class TrainerLease:
@@ -38,17 +42,30 @@ class TrainerLease:
         return int(self.ttl_s * 1000)
 
     async def acquire(self) -> int:
-        """Returns the token. Raises ConfigError naming the present holder, its host, pid and since when."""
-        reply = await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, *self._who)
-        if isinstance(reply, list):
-            holder, host, pid, since = (part.decode() for part in reply)
-            when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            raise ConfigError(
-                f"run_id {self.broker.run_id!r} is being trained by {holder} (host {host}, pid {pid}, since {when}). "
-                f"Stop it, wait {self.ttl_s:.0f} s if it crashed, or choose another run_id"
-            )
+        """Returns the token. A lease that nobody renews was a crashed trainer's: it is waited for, at most its ttl.
+
+        Raises ConfigError naming the holder, its host, pid and since when, once the holder has shown to be alive.
+        """
+        left_ms = math.inf
+        while isinstance(reply := await self._try_acquire(), list):
+            *holder, expires_ms = reply
+            if int(expires_ms) > left_ms:
+                raise ConfigError(self._refusal(*(part.decode() for part in holder)))
+            left_ms = int(expires_ms)
+            logger.info("waiting for the lease of a trainer that may have crashed: at most %.1f s", left_ms / 1000)
+            await asyncio.sleep(min(ACQUIRE_POLL_S, self.ttl_s / 10))
         self.token = int(reply)
         return self.token
+
+    async def _try_acquire(self) -> Any:
+        return await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, *self._who)
+
+    def _refusal(self, holder: str, host: str, pid: str, since: str) -> str:
+        when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return (
+            f"run_id {self.broker.run_id!r} is being trained by {holder} (host {host}, pid {pid}, since {when}). "
+            "Stop it, or choose another run_id"
+        )
 
     async def renew(self) -> None:
         """Raises LeaseLostError if another trainer took over."""

@@ -1,7 +1,11 @@
 #!lua flags=allow-oom
--- ARGV: nonce, ttl in ms, holder, host, pid. Answers the token, or {holder, host, pid, since} of who holds the run.
+-- ARGV: nonce, ttl in ms, holder, host, pid. Answers the token, or {holder, host, pid, since, ms left} of who holds the run.
 local nonce = redis.call('HGET', LEASE, 'nonce')
-if nonce and nonce ~= ARGV[1] then return redis.call('HMGET', LEASE, 'holder', 'host', 'pid', 'since') end
+if nonce and nonce ~= ARGV[1] then
+  local holder = redis.call('HMGET', LEASE, 'holder', 'host', 'pid', 'since')
+  table.insert(holder, redis.call('PTTL', LEASE))
+  return holder
+end
 -- A retry whose reply was lost gets the token that it already has.
 if nonce then return redis.call('HGET', LEASE, 'token') end
 local now = now_ms()
