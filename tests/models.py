@@ -70,14 +70,15 @@ def make_model(
     tied: bool = False,
     spread: float = 1.0,
     eos: bool = True,
+    endless: bool = False,
     chat: bool = True,
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
     """Writes config, generation config, tokenizer and safetensors to `folder`.
 
-    `spread` scales the standard deviation of the logits (about 1.0 nats at 1). `eos=False`: no end token at all, as
-    a benchmark of fixed lengths and a test of the refusal need it. `overrides` go to the config.
+    `spread`: about the standard deviation of the logits, in nats. `eos=False`: no end token, which is to be refused;
+    `endless`: there is one, but it is never likely enough to be drawn. `overrides` go to the config.
     """
     config_type, model_type = FAMILIES[family]
     torch.manual_seed(seed)
@@ -103,6 +104,8 @@ def make_model(
                 weight.uniform_(0.5, 1.5) if "norm" in name else weight.normal_(0, 0.1)
         # The final norm makes hidden states of about unit size, so logits have this standard deviation.
         model.get_output_embeddings().weight.normal_(0, spread / hidden**0.5)
+        if endless:
+            _silence_end_token(model)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID if eos else None, pad_token_id=PAD_ID)
     model.save_pretrained(folder)
     tokenizer = make_tokenizer(vocab_size, chat=chat)
@@ -110,3 +113,15 @@ def make_model(
         tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _silence_end_token(model: Any) -> None:
+    """Dimension 0 becomes a positive constant of the residual stream, and the end token's logit a multiple of it."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+    head = model.get_output_embeddings().weight
+    head[:, 0] = 0
+    model.get_input_embeddings().weight[:, 0] = 4
+    head[EOS_ID] = 0
+    head[EOS_ID, 0] = -40

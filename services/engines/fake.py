@@ -61,7 +61,7 @@ class FakeEngine:
         return self._version
 
     @property
-    def num_rows(self) -> int:
+    def num_running(self) -> int:
         """Samples that hold a slot now."""
         return len(self._flights)
 

@@ -1,4 +1,4 @@
-"""What every engine does. `services.engines.conformance` in tests holds each one to it."""
+"""What every engine does. tests/integration/engines/test_conformance.py holds each one that computes to it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Engine(Protocol):
     def version(self) -> str:
         """The weight version that the next token will be drawn from."""
 
+    @property
+    def num_running(self) -> int:
+        """Samples that generate now, at most `capacity`."""
+
     async def start(self) -> None:
         """Loads the model and is ready. Raises ConfigError if the folder is no usable model."""
 
@@ -34,7 +38,8 @@ class Engine(Protocol):
 
         Cancelling the task stops the samples at the next token and frees their cache.
         Raises RequestError if the job cannot run here (prompt + one token longer than the context, token id outside the
-        vocabulary), EngineError if generation failed (NaN logits, engine died).
+        vocabulary), EngineError if generation failed (logits that are not finite, engine died), UnavailableError before
+        `start` and after `close`.
         """
 
     async def load(self, folder: Path, version: str) -> None:

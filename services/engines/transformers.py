@@ -76,9 +76,9 @@ class TransformersEngine:
         return self._worker.version if self._worker else self._initial_version
 
     @property
-    def num_rows(self) -> int:
+    def num_running(self) -> int:
         """Samples that hold a row of the batch now."""
-        return self._worker.num_rows if self._worker else 0
+        return self._worker.num_running if self._worker else 0
 
     async def start(self) -> None:
         tokenizer, self._model = await asyncio.to_thread(self._load)

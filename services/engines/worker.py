@@ -76,7 +76,7 @@ class Worker:
         self._commands.put(command)
 
     @property
-    def num_rows(self) -> int:
+    def num_running(self) -> int:
         """Samples that hold a row now."""
         return len(self._batch)
 

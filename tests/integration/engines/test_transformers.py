@@ -1,0 +1,150 @@
+"""What only the in-process engine promises: refused folders, one prefill per job, bit-equal deterministic mode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.contract.errors import ConfigError, RequestError
+from services.contract.http import Message
+from services.engines.tokenizer import load_tokenizer
+from services.engines.transformers import TransformersEngine
+from tests.models import EOS_ID, PAD_ID, make_model
+
+from .conftest import MakeEngine
+from .jobs import make_job, until
+from .oracle import Oracle
+
+
+async def test_deterministic_mode_is_bit_equal_under_any_concurrency(
+    folders: dict[str, Path], make_engine: MakeEngine
+) -> None:
+    jobs = [make_job(f"job{i}", list(range(5, 6 + 7 * i)), n=1 + 2 * i, log_min_p=-3.0) for i in range(5)]
+    one_by_one = await make_engine(folders["qwen3"], deterministic=True, max_batch=4)
+    expected = [await one_by_one.generate(job) for job in jobs]
+    at_once = await make_engine(folders["qwen3"], deterministic=True, max_batch=4)
+    for _ in range(2):
+        reverse = await asyncio.gather(*(at_once.generate(job) for job in reversed(jobs)))
+        assert reverse[::-1] == expected
+
+
+async def test_deterministic_mode_swaps_between_jobs(folders: dict[str, Path], make_engine: MakeEngine) -> None:
+    engine = await make_engine(folders["even"], deterministic=True, max_batch=2)
+    first = asyncio.create_task(engine.generate(make_job("first", n=5, max_tokens=50)))
+    second = asyncio.create_task(engine.generate(make_job("second", n=2, max_tokens=50)))
+    await until(lambda: engine.num_running == 2)
+    await engine.load(folders["odd"], "run:1:odd")
+    assert {span.version for sample in await first for span in sample.versions} == {"local:0:0"}
+    assert {span.version for sample in await second for span in sample.versions} == {"run:1:odd"}
+
+
+async def test_samples_of_a_job_share_one_prefill(folders: dict[str, Path]) -> None:
+    """Also when they do not fit at once; jobs with prompts of one length share a forward."""
+    engine = TransformersEngine(folders["even"], threads=1, max_batch=4)
+    await engine.start()
+    prefills: list[tuple[int, ...]] = []
+
+    def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] > 1:
+            prefills.append(tuple(kwargs["input_ids"].shape))
+
+    engine._model.register_forward_pre_hook(note, with_kwargs=True)
+    await engine.generate(make_job("a", [5] * 20, n=11))
+    assert prefills == [(1, 20)]
+    await engine.close()
+
+
+async def test_bfloat16_follows_the_float64_oracle_loosely(folders: dict[str, Path], make_engine: MakeEngine) -> None:
+    engine = await make_engine(folders["qwen3"], dtype="bfloat16")
+    assert engine.facts.dtype == "bfloat16"
+    job = make_job(n=4, log_min_p=-50.0, max_tokens=40)
+    oracle = Oracle(folders["qwen3"])
+    for sample in await engine.generate(job):
+        expected = oracle.expect(job, sample.token_ids)
+        assert abs(sample.logprobs - expected.logprobs).mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dtype": "int8"}, "int8.*float32, bfloat16"),
+        ({"device": "nowhere"}, "nowhere"),
+        ({"max_batch": 0}, "max_batch 0"),
+        ({"threads": 0}, "threads 0"),
+        ({"max_context": 1}, "max_context 1.*2 to 1024"),
+        ({"max_context": 4096}, "max_context 4096.*2 to 1024"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], named: str, folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TransformersEngine(folders["qwen3"], **settings)
+
+
+def test_unknown_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        TransformersEngine(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        TransformersEngine(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
+    with pytest.raises(ConfigError, match="no-such-type"):
+        TransformersEngine(tmp_path)
+
+
+def test_windows_shorter_than_the_context_are_refused(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    folder = make_model(tmp_path / "windows", "qwen2", **windows)
+    with pytest.raises(ConfigError, match=r"sliding_attention.*max_context to 32.*sglang"):
+        TransformersEngine(folder)
+    assert TransformersEngine(folder, max_context=32).context_length == 32
+
+
+async def test_a_window_that_never_closes_is_full_attention(tmp_path: Path, make_engine: MakeEngine) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    folder = make_model(tmp_path / "windows", "qwen2", **windows)
+    engine = await make_engine(folder, max_context=32)
+    job = make_job(n=3, max_tokens=28)
+    Oracle(folder).check_all(job, await engine.generate(job))
+
+
+async def test_start_refuses_folders_without_weights(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "empty")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safetensors"):
+        await TransformersEngine(folder).start()
+
+
+async def test_tokenizer_without_end_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without end token"):
+        await TransformersEngine(make_model(tmp_path / "endless", eos=False)).start()
+
+
+def test_end_tokens_are_the_union_of_all_files(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == {EOS_ID, 7, 8}
+    assert tokenizer.pad_id == PAD_ID
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).eos_ids == {EOS_ID}
+
+
+def test_chat(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_model(tmp_path / "chat"))
+    messages = [Message(role="user", content="1+1="), Message(role="assistant", content="2")]
+    ids = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>1+1=<assistant>2<assistant>"
+    assert tokenizer.decode(ids) == "1+1=2"
+    with pytest.raises(RequestError, match="no chat template"):
+        load_tokenizer(make_model(tmp_path / "plain", chat=False)).encode_chat(messages)
+
+
+def test_text_round_trip(folders: dict[str, Path]) -> None:
+    for family in ("llama", "qwen2", "qwen3"):
+        tokenizer = load_tokenizer(folders[family])
+        text = "12+30=42 Yes,\nno!"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
