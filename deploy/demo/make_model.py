@@ -1,9 +1,9 @@
 """Makes the demo's model folder and its data: `python -m deploy.demo.make_model`.
 
 The model is an ordinary Hugging Face folder: a two-layer Qwen3 with one token per character. It is warm-started by
-supervised training on sums of which many are wrong, so that it knows how to add but answers right only about one time in
-three. That is what reinforcement learning then has to mend: every prompt has right and wrong samples. The rare random
-slips leave a flat tail at most positions, which a scaled min-p prunes.
+supervised training on sums of which many are wrong, so that it knows how to add but answers right only about one time
+in three. That is what reinforcement learning then has to mend: every prompt has right and wrong samples. The rare
+random slips leave a flat tail at most positions, which a scaled min-p prunes.
 
 Same seed and same number of threads, same files.
 """
@@ -157,7 +157,7 @@ def warm_start(network: Qwen3ForCausalLM, data: Iterator[Batch], steps: int, lea
         if step % 250 == 0:
             typer.echo(f"  step {step:5d}  loss {loss.item():.3f}")
     network.eval()
-    return loss.item()
+    return float(loss)
 
 
 @torch.inference_mode()
@@ -171,7 +171,8 @@ def score(
         input_ids=encoded.input_ids, attention_mask=encoded.attention_mask, max_new_tokens=5, **sampling
     )
     texts = tokenizer.batch_decode(output[:, encoded.input_ids.shape[1] :], skip_special_tokens=True)
-    return sum(text == str(task.answer) for text, task in zip(texts, sums, strict=True)) / len(sums)
+    right: int = sum(text == str(task.answer) for text, task in zip(texts, sums, strict=True))
+    return right / len(sums)
 
 
 def main(

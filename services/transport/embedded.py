@@ -79,14 +79,19 @@ class EmbeddedBroker:
         # The configuration goes through stdin: a password on the command line could be read by every user.
         with (self.folder / "broker.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._binary, "-"], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder
+                [self._binary, "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                start_new_session=True,  # Ctrl-C at a terminal is for its owner, who stops it last
             )
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
             stdin.write(self._config().encode())
         try:
             self._await_answer()
-        except ConfigError:
+        except BaseException:
             self.kill()
             raise
         logger.info("embedded broker listens on %s:%d", HOST, self.port)

@@ -1,0 +1,182 @@
+"""`python -m deploy.demo`: watch a small language model learn to add, through every real part.
+
+embedded Valkey  <-->  replica-1, replica-2 (dvp-rollout, bf16)
+        ^-------------->  trainer (dvp-train, fp32)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.client import Client, Retry
+from services.contract.errors import DvpError, UnavailableError
+from services.rollout.settings import EngineName
+from services.settings import user_errors
+from services.transport.embedded import EmbeddedBroker
+from trainer.config import TrainSettings
+from trainer.report import write_report
+from trainer.reporting import read_metrics
+
+from .fleet import Child, Fleet, interruptible
+from .run_folder import RunFolder, claim
+from .summary import Replica, Summary, find_faults, reconcile, summarize, to_table
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = Path(__file__).with_name("config.toml")
+READY_TIMEOUT_S = 120.0
+SWAP_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 5.0
+MAX_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Server:
+    """A replica process and where it listens."""
+
+    child: Child
+    port_file: Path
+
+    def is_ready(self) -> bool:
+        if not self.port_file.exists():
+            return False
+        with self.client() as client, suppress(DvpError):
+            return client.ready().status == "ok"
+        return False
+
+    def replica(self) -> Replica:
+        with self.client() as client, suppress(DvpError):
+            return Replica(self.child.name, client.weights().version)
+        return Replica(self.child.name, "")
+
+    def client(self) -> Client:
+        url = f"http://127.0.0.1:{self.port_file.read_text().strip()}"
+        return Client(url, timeout=CALL_TIMEOUT_S, retry=Retry(tries=1))
+
+
+def main(
+    seed: Annotated[int, typer.Option(min=0, help="Order of the prompts, and every sample.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: see config.toml.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run; an earlier one is moved aside.")] = Path("runs/demo"),
+    engine: Annotated[EngineName, typer.Option(help="What the replicas generate with.")] = EngineName.TRANSFORMERS,
+    replicas: Annotated[int, typer.Option(min=1, max=16)] = 2,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Longest time for the training.")] = 1800.0,
+) -> None:
+    """Trains a small language model on sums, with two rollout replicas, a broker and a trainer on this machine."""
+    with user_errors("demo"), interruptible():
+        demo = Demo(load_settings(seed, steps, out), engine, replicas, timeout_s, Console())
+        raise SystemExit(demo.run())
+
+
+def load_settings(seed: int, steps: int | None, out: Path) -> TrainSettings:
+    """The trainer's own settings, so that both sides of the demo agree on them."""
+    options = {"seed": seed, "out-dir": out.absolute()} | ({} if steps is None else {"steps": steps})
+    return TrainSettings.load([f"--{name}={value}" for name, value in options.items()], CONFIG)
+
+
+@dataclass(frozen=True)
+class Demo:
+    settings: TrainSettings
+    engine: EngineName
+    num_replicas: int
+    timeout_s: float
+    console: Console
+
+    def run(self) -> int:
+        """The exit code: 0 if the model learned, nothing was lost and every replica served what was pushed."""
+        started = time.monotonic()
+        with claim(self.settings.out_dir) as folder:
+            replicas = self.train(folder)
+            summary = self.conclude(folder, replicas, time.monotonic() - started)
+        self.console.print(to_table(summary))
+        self.console.print(f"report: {folder.report}\nnumbers: {folder.summary}", highlight=False, soft_wrap=True)
+        faults = find_faults(summary)
+        for fault in faults:
+            self.console.print(f"[red]FAILED[/] {fault}", highlight=False, soft_wrap=True)
+        return 1 if faults else 0
+
+    def train(self, folder: RunFolder) -> list[Replica]:
+        """Starts everything, waits for the trainer to end, stops everything. What the replicas served last."""
+        self.announce(folder)
+        with EmbeddedBroker(folder.path / "broker") as broker, Fleet(folder.logs) as fleet:
+            names = [f"replica-{number}" for number in range(1, self.num_replicas + 1)]
+            servers = [self.start_replica(fleet, folder, broker.url, name) for name in names]
+            trainer = self.start_trainer(fleet, broker.url)
+            fleet.wait_until(lambda: all(s.is_ready() for s in servers), "every replica is ready", READY_TIMEOUT_S)
+            fleet.wait_for(trainer, self.timeout_s)
+            newest = folder.progress()["seq"]
+            with suppress(UnavailableError):  # the summary says which replica serves what
+                fleet.wait_until(
+                    lambda: all(s.replica().seq == newest for s in servers),
+                    "every replica serves the newest weights",
+                    SWAP_TIMEOUT_S,
+                    ending=trainer,
+                )
+            return [server.replica() for server in servers]
+
+    def announce(self, folder: RunFolder) -> None:
+        settings = self.settings
+        lines = (
+            f"[bold]dvp-rl demo[/]: {self.num_replicas} rollout replicas in bf16, one trainer in fp32; "
+            f"{settings.steps} steps of {settings.batch.groups} prompts x {settings.sampling.n} samples, seed {settings.seed}.",
+            f"rho = e^{settings.sampling.log_min_p:g} instead of the paper's e^-13: the vocabulary is small, and e^-13 "
+            "would prune next to nothing.",
+            f"Logs: {folder.logs}. Loading models ...",
+        )
+        self.console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+    def start_replica(self, fleet: Fleet, folder: RunFolder, broker_url: str, name: str) -> Server:
+        port_file = folder.path / f"{name}.port"
+        command = argv(
+            "services.rollout",
+            model=self.settings.model.path,
+            engine=self.engine,
+            run_id=self.settings.run_id,
+            replica_id=name,
+            port=0,
+            port_file=port_file,
+            dtype="bfloat16",
+            threads=1,
+            max_batch=MAX_BATCH,
+        )
+        return Server(fleet.start(name, command, cwd=REPOSITORY, env={"DVP_ROLLOUT__REDIS_URL": broker_url}), port_file)
+
+    def start_trainer(self, fleet: Fleet, broker_url: str) -> Child:
+        """Its standard output is the launcher's: that is the progress people see."""
+        settings = self.settings
+        command = argv("trainer", CONFIG, seed=settings.seed, steps=settings.steps, out_dir=settings.out_dir)
+        return fleet.start("trainer", command, cwd=REPOSITORY, env={"DVP_TRAIN__BROKER__URL": broker_url}, show=True)
+
+    def conclude(self, folder: RunFolder, replicas: list[Replica], wall_s: float) -> Summary:
+        metrics, progress = read_metrics(folder.metrics), folder.progress()
+        books = reconcile(folder.submitted(progress), folder.consumed(progress), progress["outstanding"])
+        summary = summarize(
+            metrics,
+            progress,
+            books,
+            replicas,
+            seed=self.settings.seed,
+            log_min_p=self.settings.sampling.log_min_p,
+            wall_s=wall_s,
+        )
+        folder.summary.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
+        write_report(folder.metrics, summary.to_json(), folder.report, title="Demo: learning to add")
+        return summary
+
+
+def argv(module: str, *positional: object, **options: object) -> list[str]:
+    """A command of this repository in this interpreter."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", module, *map(str, positional), *flags]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,96 @@
+"""The folder of one demo run: claimed by one launcher at a time, and read back when the trainer is done."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.contract.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def progress(self) -> dict[str, Any]:
+        """What the newest checkpoint says of itself. Raises ConfigError if there is none."""
+        files = sorted(self.path.glob("checkpoints/step-*/progress.json"))
+        if not files:
+            raise ConfigError(f"{self.path}: the trainer left no checkpoint; see {self.logs}/trainer.log")
+        progress: dict[str, Any] = json.loads(files[-1].read_text())
+        return progress
+
+    def submitted(self, progress: dict[str, Any]) -> list[str]:
+        """Job ids that the checkpoint knows as submitted."""
+        return _job_ids(self.path / "submitted.jsonl", progress["submitted_length"])
+
+    def consumed(self, progress: dict[str, Any]) -> list[str]:
+        """Job ids that the checkpoint covers: trained, or given up for a reason that the file names."""
+        return _job_ids(self.path / "consumed.jsonl", progress["consumed_length"])
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[RunFolder]:
+    """An empty folder at `path`; an earlier run there is moved to `<path>.previous`, over the one before.
+
+    Raises ConfigError if another launcher uses the folder, or if what lies there is no run of the demo.
+    """
+    path = path.absolute()
+    previous = path.with_name(f"{path.name}.previous")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the folder, which is going to be moved. The system lifts the lock, however the launcher ends.
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            _lock(lock.fileno(), path)
+            for folder in (path, previous):
+                if folder.exists() and not _is_run(folder):
+                    raise ConfigError(
+                        f"--out {path}: {folder} is no run of the demo; move it away or name another folder"
+                    )
+            if path.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                path.rename(previous)
+            run = RunFolder(path)
+            run.logs.mkdir(parents=True)
+            yield run
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error}") from None
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--out {path}: another demo is running there; stop it or name another folder") from None
+
+
+def _is_run(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / "logs").is_dir() or not any(folder.iterdir()))
+
+
+def _job_ids(ledger: Path, length: int) -> list[str]:
+    """Of the first `length` bytes: lines after the checkpoint belong to nobody."""
+    with ledger.open("rb") as file:
+        return [json.loads(line)["job_id"] for line in file.read(length).splitlines()]
