@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from services.dvp.correction import Correction, correct
 from services.dvp.denominators import denominator
-from services.dvp.metrics import Batch as MismatchBatch
-from services.dvp.metrics import mismatch_metrics
+from services.dvp.metrics import MetricBatch, mismatch_metrics
 from services.dvp.objective import surrogate_loss
 from services.dvp.policy import constrained_logprobs
 
@@ -233,7 +232,7 @@ class Learner:
         first = before or during
         rewards = batch.rewards.flatten().to(self.device)
         metrics |= mismatch_metrics(
-            MismatchBatch(
+            MetricBatch(
                 train_logprobs=first.train_logprobs,
                 infer_logprobs=first.infer_logprobs,
                 inside=first.inside,
