@@ -1,8 +1,8 @@
 """How far the two sides are apart, measured before anything is rejected: what a rejection leaves always looks healthy.
 
-l = train - infer log-prob, samples from infer. What is computed from l takes only model tokens INSIDE the trainer's safe
-set: the true KL is infinite at an outside token, so those are a rate of their own. Everything in float64. A metric with
-nothing to average over is absent from the result, so that every value is a finite number.
+l = train - infer log-prob, samples from infer. What is computed from l takes only model tokens INSIDE the trainer's
+safe set: the true KL is infinite at an outside token, so those are a rate of their own. Everything in float64. A metric
+with nothing to average over is absent from the result, so that every value is a finite number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Batch:
+class MetricBatch:
     """One training batch of N sequences, all on one device. Entries off the mask mean nothing."""
 
     train_logprobs: Float[Tensor, "N T"]
@@ -48,7 +48,7 @@ class Batch:
 
 
 class MisHealth(NamedTuple):
-    """What MIS is going to keep if log w is normal with mean -K and variance 2 K; K = KL(infer || train) of a sequence."""
+    """What MIS is going to keep if log w is normal, mean -K and variance 2 K; K = KL(infer || train) of a sequence."""
 
     kl_sequence: float
     keep_upper: float
@@ -60,7 +60,7 @@ class MisHealth(NamedTuple):
     kept_weight_two_sided: float
 
 
-def mismatch_metrics(batch: Batch) -> dict[str, float]:
+def mismatch_metrics(batch: MetricBatch) -> dict[str, float]:
     """Every metric of the batch by name; names are grouped by a prefix."""
     named = _divergence(batch) | _weights(batch) | _rejection(batch) | _pruning(batch)
     values = {name: float(value) for name, value in named.items()}
@@ -95,7 +95,7 @@ def effective_sample_size(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     return 1 / (weights / weights.mean()).square().mean()
 
 
-def _divergence(batch: Batch) -> dict[str, Tensor]:
+def _divergence(batch: MetricBatch) -> dict[str, Tensor]:
     """Token-level estimates, and chi2_seq over the inside tokens of each sequence."""
     valid = _valid(batch)
     log_ratios = batch.correction.log_ratios.double()
@@ -122,7 +122,7 @@ def _divergence(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def _weights(batch: Batch) -> dict[str, Tensor | float]:
+def _weights(batch: MetricBatch) -> dict[str, Tensor | float]:
     """Of w before rejection, at the correction's level."""
     valid, units = _valid(batch), _units(batch.mask, batch.level)
     log_ratios = batch.correction.log_ratios.double()
@@ -140,7 +140,7 @@ def _weights(batch: Batch) -> dict[str, Tensor | float]:
     }
 
 
-def _rejection(batch: Batch) -> dict[str, Tensor]:
+def _rejection(batch: MetricBatch) -> dict[str, Tensor]:
     """Shares of sequences (of tokens for MIS at token level), out of those with a model token."""
     real, units = batch.mask.any(-1), _units(batch.mask, batch.level)
     veto = batch.correction.veto
@@ -152,7 +152,7 @@ def _rejection(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def _pruning(batch: Batch) -> dict[str, Tensor]:
+def _pruning(batch: MetricBatch) -> dict[str, Tensor]:
     """Kept mass and count at all model tokens, entropies, and the two bounds on |J_mp - J|."""
     mask, metrics = batch.mask, dict[str, Tensor]()
     sides = {
@@ -170,7 +170,7 @@ def _pruning(batch: Batch) -> dict[str, Tensor]:
     return metrics | _bias_bounds(batch)
 
 
-def _bias_bounds(batch: Batch) -> dict[str, Tensor]:
+def _bias_bounds(batch: MetricBatch) -> dict[str, Tensor]:
     """bound: R_max T (1 - Z_min) (Prop. 5.5), doubled where rewards may be negative. bound_measured:
     (max R - min R) E[sum_t (1 - Z_t)]. Z is the trainer's; T, Z and R are those of the batch."""
     known = batch.mask & ~batch.train_kept_mass.isnan()
@@ -185,7 +185,7 @@ def _bias_bounds(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def _valid(batch: Batch) -> Bool[Tensor, "N T"]:
+def _valid(batch: MetricBatch) -> Bool[Tensor, "N T"]:
     return batch.mask & batch.inside & ~batch.correction.log_ratios.isnan()
 
 

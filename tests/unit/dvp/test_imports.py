@@ -1,0 +1,19 @@
+"""The method runs with torch alone: inside SGLang there is nothing else of ours, and no jaxtyping."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+for absent in ("jaxtyping", "pydantic", "msgpack", "transformers", "services.contract"):
+    sys.modules[absent] = None
+import torch
+from services.dvp import correction, denominators, metrics, objective, policy, sampler
+logits = torch.zeros(2, 5)
+draw = sampler.sample(logits, torch.rand(2, dtype=torch.float64), log_min_p=-13.0, temperature=1.0)
+policy.constrained_logprobs(logits, draw.token_ids, log_min_p=-13.0, temperature=1.0)
+"""
+
+
+def test_needs_nothing_but_torch() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=100)
