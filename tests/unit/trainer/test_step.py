@@ -1,0 +1,256 @@
+"""The optimizer step against the formula, written out sequence by sequence in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.contract.group import FinishReason
+from tests.models import make_model
+from tests.unit.trainer.groups import make_group, make_sample
+from trainer.batch import Batch, ScoredGroup
+from trainer.config import TrainSettings
+from trainer.model import load_model
+from trainer.step import Learner
+
+LOG_MIN_P, TEMPERATURE, VOCAB = -1.0, 0.8, 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, vocab_size=VOCAB, seed=3)
+    return folder
+
+
+@pytest.fixture
+def make_learner(folder: Path, tmp_path: Path) -> Callable[..., Learner]:
+    def make(**sections: dict[str, Any]) -> Learner:
+        values: dict[str, Any] = {
+            "run_id": "unit",
+            "out_dir": tmp_path,
+            "steps": 1,
+            "model": {"path": folder},
+            "data": {"train": "unused.jsonl"},
+            "reward": {"name": "exact_match"},
+            "sampling": {"n": 3, "log_min_p": LOG_MIN_P, "temperature": TEMPERATURE},
+            "optimizer": {"lr": 1e-3, "max_grad_norm": 1e9},
+        }
+        settings = TrainSettings(
+            **{name: values.get(name, {}) | section for name, section in sections.items()}
+            | {name: value for name, value in values.items() if name not in sections}
+        )
+        return Learner(load_model(settings.model), settings, pad_id=0)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return model
+
+
+def oracle_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """[T] log pi_mp of one unpadded sequence, with gradient; -inf outside the safe set."""
+    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    inside = logits - logits.amax(-1, keepdim=True) >= TEMPERATURE * LOG_MIN_P
+    kept = (logits / TEMPERATURE).masked_fill(~inside, -math.inf)
+    return torch.log_softmax(kept, -1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def draw(model: PreTrainedModel, prompt: list[int], length: int, seed: int) -> list[int]:
+    """A sequence that lies inside the model's safe sets."""
+    generator, tokens = torch.Generator().manual_seed(seed), list[int]()
+    for _ in range(length):
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].detach()
+        kept = (logits / TEMPERATURE).masked_fill(logits - logits.max() < TEMPERATURE * LOG_MIN_P, -math.inf)
+        tokens.append(int(torch.multinomial(torch.softmax(kept, -1), 1, generator=generator)))
+    return tokens
+
+
+def make_batch(oracle: PreTrainedModel, *, noise: float = 0.1) -> Batch:
+    """Two groups of three, prompts and completions of different lengths; the engine's log-probs are a little off."""
+    rng, groups = np.random.default_rng(0), []
+    for g, prompt in enumerate([[5, 9, 11], [7, 8, 12, 20, 31]]):
+        samples = []
+        for i in range(3):
+            tokens = draw(oracle, prompt, 2 + i + g, seed=10 * g + i)
+            exact = oracle_logprobs(oracle, prompt, tokens).detach().numpy()
+            infer = np.minimum(exact + noise * rng.standard_normal(len(tokens)), 0)
+            samples.append(make_sample(tokens, infer))
+        groups.append(make_group(prompt, samples, [1.0, 0.0, 0.5 * g], position=g))
+    return Batch(tuple(groups))
+
+
+def expected_gradient(model: PreTrainedModel, batch: Batch, *, cap: float, denominator: int) -> dict[str, torch.Tensor]:
+    """-1/D sum_y w A grad log pi, w = exp(sum l) if <= cap else 0, A = R - mean of the others."""
+    model.zero_grad()
+    for scored in batch.groups:
+        rewards = np.array(scored.rewards)
+        for i, sample in enumerate(scored.group.samples):
+            A = rewards[i] - np.delete(rewards, i).mean()
+            logprobs = oracle_logprobs(model, scored.group.prompt_ids.tolist(), sample.token_ids.tolist())
+            infer = torch.from_numpy(sample.logprobs.astype(np.float64))
+            w = float((logprobs.detach() - infer).sum().exp())
+            if math.isfinite(w) and 0 < w <= cap:
+                (-w * A * logprobs.sum() / denominator).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_of(learner: Learner, batch: Batch) -> dict[str, torch.Tensor]:
+    metrics = learner.step(batch)
+    assert metrics["optimizer/updates"] == 1
+    return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    scale = max(float(g.abs().max()) for g in expected.values())
+    assert scale > 1e-4
+    for name, gradient in expected.items():
+        error = float((actual[name].double() - gradient).abs().max())
+        assert error < 1e-5 * max(scale, 1), (name, error, scale)
+
+
+def test_the_train_logprobs_equal_the_oracle_for_padded_rows(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    learner, batch = make_learner(), make_batch(oracle)
+    seen = learner.look(batch.sequences_with_signal())
+    pairs = [(s.group.prompt_ids, sample) for s in batch.groups for sample in s.group.samples]
+    for row, (prompt, sample) in enumerate(pairs):
+        expected = oracle_logprobs(oracle, prompt.tolist(), sample.token_ids.tolist()).detach()
+        actual = seen.train_logprobs[row][seen.mask[row]].double()
+        assert len(actual) == len(expected)
+        assert float((actual - expected).abs().max()) < 5e-5
+    assert bool(seen.inside.all())
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
+def test_the_gradient_is_the_estimator(
+    make_learner: Callable[..., Learner], folder: Path, oracle: PreTrainedModel, micro_batch_tokens: int
+) -> None:
+    learner, batch = make_learner(model={"path": folder, "micro_batch_tokens": micro_batch_tokens}), make_batch(oracle)
+    assert_close(gradient_of(learner, batch), expected_gradient(oracle, batch, cap=2.0, denominator=6))
+
+
+def test_rejected_sequences_count_in_the_denominator_all_and_not_in_kept(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    batch = make_batch(oracle, noise=0.0)
+    low = batch.groups[0].group.samples[0]
+    surprising = make_sample(low.token_ids.tolist(), low.logprobs - 1.0)  # w = e^T, above the cap
+    first = make_group([5, 9, 11], [surprising, *batch.groups[0].group.samples[1:]], batch.groups[0].rewards)
+    batch = Batch((first, batch.groups[1]))
+    for policy, denominator in (("all", 6), ("kept", 5)):
+        gradient = gradient_of(make_learner(correction={"denominator": policy}), batch)
+        assert_close(gradient, expected_gradient(oracle, batch, cap=2.0, denominator=denominator))
+
+
+def test_an_outside_token_takes_its_sequence_out_and_nothing_else(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    batch = make_batch(oracle, noise=0.0)
+    prompt = batch.groups[0].group.prompt_ids.tolist()
+    logits = oracle(input_ids=torch.tensor([prompt])).logits[0, -1]
+    outsider = make_sample([int(logits.argmin())], [-0.5])
+    group = make_group(prompt, [outsider, *batch.groups[0].group.samples[1:]], batch.groups[0].rewards)
+    batch = Batch((group, batch.groups[1]))
+    learner = make_learner()
+    assert_close(gradient_of(learner, batch), expected_gradient(oracle, batch, cap=2.0, denominator=6))
+    assert make_learner().step(batch)["veto/outside"] == pytest.approx(1 / 6)
+
+
+def test_groups_without_signal_do_no_forward_and_are_counted(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    signal, flat = make_batch(oracle).groups
+    flat = ScoredGroup(flat.group, (1.0, 1.0, 1.0), 0)
+    learner = make_learner()
+    rows_seen = list[int]()
+    learner.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows_seen.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    metrics = learner.step(Batch((signal, flat)))
+    assert rows_seen == [3]
+    assert metrics["groups/no_signal"] == 1
+    assert_close(
+        {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None},
+        expected_gradient(oracle, Batch((signal,)), cap=2.0, denominator=6),
+    )
+
+
+def test_a_batch_with_nothing_to_learn_from_leaves_the_weights_alone(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    learner = make_learner()
+    before = {name: p.clone() for name, p in learner.model.named_parameters()}
+    flat = tuple(ScoredGroup(scored.group, (0.0, 0.0, 0.0), 0) for scored in make_batch(oracle).groups)
+    unsure = tuple(
+        make_group(
+            scored.group.prompt_ids.tolist(),
+            [make_sample(s.token_ids.tolist(), s.logprobs - 5.0) for s in scored.group.samples],
+            scored.rewards,
+        )
+        for scored in make_batch(oracle).groups
+    )
+    for groups in (flat, unsure):
+        assert learner.step(Batch(groups))["optimizer/updates"] == 0
+    assert all(torch.equal(before[name], p) for name, p in learner.model.named_parameters())
+
+
+def test_two_updates_per_batch_log_drift_apart_from_mismatch(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    batch = make_batch(oracle, noise=0.0)
+    metrics = make_learner(batch={"updates": 2}, optimizer={"lr": 0.003, "max_grad_norm": 1e9}).step(batch)
+    assert metrics["optimizer/updates"] == 2
+    assert abs(metrics["mismatch/kl"]) < 1e-5
+    assert abs(metrics["drift/kl"]) > 1e-4
+    assert "drift/kl" not in make_learner().step(batch)
+
+
+@pytest.mark.parametrize("overlong", ["mask", "drop"])
+def test_truncated_samples_get_no_gradient_where_overlong_says_so(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel, overlong: str
+) -> None:
+    batch = make_batch(oracle)
+    first, *others = batch.groups[0].group.samples
+    cut = make_sample(first.token_ids.tolist(), first.logprobs, finish=FinishReason.LENGTH)
+    batch = Batch((make_group([5, 9, 11], [cut, *others], [1.0, 0.0, 0.25]), batch.groups[1]))
+    learner = make_learner(reward={"name": "exact_match", "overlong": overlong})
+    advantages = learner.batch_advantages(batch, None).view(2, 3)
+    assert advantages[0, 0] == 0
+    baseline = 0.25 if overlong == "drop" else (1.0 + 0.25) / 2
+    assert float(advantages[0, 1]) == pytest.approx(0.0 - baseline)
+
+
+def test_a_restored_learner_goes_on_bit_for_bit(make_learner: Callable[..., Learner], oracle: PreTrainedModel) -> None:
+    straight, batch = make_learner(), make_batch(oracle)
+    straight.step(batch)
+    state = copy.deepcopy(straight.state())
+    resumed = make_learner()
+    resumed.load_state(state)
+    for learner in (straight, resumed):
+        learner.step(batch)
+    pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    learner = make_learner()
+    before = {name: p.clone() for name, p in learner.model.named_parameters()}
+    handle = next(iter(learner.model.parameters())).register_hook(lambda gradient: gradient * math.nan)
+    assert learner.step(make_batch(oracle))["optimizer/updates"] == 0
+    handle.remove()
+    assert all(torch.equal(before[name], p) for name, p in learner.model.named_parameters())
