@@ -118,7 +118,6 @@ class Demo:
                     lambda: all(s.replica().seq == newest for s in servers),
                     "every replica serves the newest weights",
                     SWAP_TIMEOUT_S,
-                    ending=trainer,
                 )
             return [server.replica() for server in servers]
 
@@ -126,7 +125,7 @@ class Demo:
         settings = self.settings
         lines = (
             f"[bold]dvp-rl demo[/]: {self.num_replicas} rollout replicas in bf16, one trainer in fp32; "
-            f"{settings.steps} steps of {settings.batch.groups} prompts x {settings.sampling.n} samples, seed {settings.seed}.",
+            f"{settings.steps} steps of {settings.batch.groups} x {settings.sampling.n} samples, seed {settings.seed}.",
             f"rho = e^{settings.sampling.log_min_p:g} instead of the paper's e^-13: the vocabulary is small, and e^-13 "
             "would prune next to nothing.",
             f"Logs: {folder.logs}. Loading models ...",

@@ -43,6 +43,7 @@ class Fleet:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._children: list[Child] = []
+        self._awaited: list[Child] = []
 
     def start(
         self, name: str, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], show: bool = False
@@ -64,19 +65,18 @@ class Fleet:
         return child
 
     def wait_for(self, child: Child, timeout_s: float) -> None:
-        """Until `child` ends well. Raises UnavailableError if it does not, or another one ends."""
-        self.wait_until(lambda: child.process.poll() is not None, f"{child.name} has ended", timeout_s, ending=child)
+        """Until `child` ends well, as it may from here on. Raises UnavailableError if it does not, or another one ends."""
+        self._awaited.append(child)
+        self.wait_until(lambda: child.process.poll() is not None, f"{child.name} has ended", timeout_s)
         if child.process.returncode != 0:
             raise UnavailableError(child.obituary())
 
-    def wait_until(
-        self, condition: Callable[[], bool], what: str, timeout_s: float, *, ending: Child | None = None
-    ) -> None:
-        """Polls. Raises UnavailableError after `timeout_s`, or if a child other than `ending` ends meanwhile."""
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Polls. Raises UnavailableError after `timeout_s`, or if a child ends meanwhile that nobody has waited for."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for child in self._children:
-                if child is not ending and child.process.poll() is not None:
+                if child not in self._awaited and child.process.poll() is not None:
                     raise UnavailableError(child.obituary())
             if time.monotonic() > deadline:
                 raise UnavailableError(f"waited {timeout_s:g} s until {what}, in vain; the logs are in {self._logs}")
