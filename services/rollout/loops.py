@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MIN_DELAY_S = 0.1
-MAX_DELAY_S = 5.0
+MAX_DELAY_S = 2.0
 
 
 async def keep_doing(what: str, step: Callable[[], Awaitable[object]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,8 +13,8 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from services import logs
 from services.contract.errors import ConfigError
+from services.logs import LogContext
 
 from .app import create_app
 from .service import Service
@@ -34,9 +33,8 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-async def serve(settings: RolloutSettings) -> None:
-    """Runs until SIGTERM or SIGINT. Raises ConfigError."""
-    context = logs.configure(settings.log_format, settings.log_level)
+async def serve(settings: RolloutSettings, context: LogContext, asked_to_stop: asyncio.Event) -> None:
+    """Runs until `asked_to_stop` is set, then stops gracefully. Raises ConfigError."""
     context.run, context.replica = settings.run_id, settings.replica_id
     tokens = settings.tokens()
     _check(settings)
@@ -44,14 +42,13 @@ async def serve(settings: RolloutSettings) -> None:
         service = Service(settings, context)
         http = _http_server(create_app(service, tokens), settings)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
-        await _run(service, http, listener)
+        await _run(service, http, listener, asked_to_stop)
 
 
-async def _run(service: Service, http: HttpServer, listener: socket.socket) -> None:
-    asked = _stop_signals()
+async def _run(service: Service, http: HttpServer, listener: socket.socket, asked_to_stop: asyncio.Event) -> None:
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     starting = asyncio.create_task(service.start())
-    stopping = asyncio.create_task(asked.wait())
+    stopping = asyncio.create_task(asked_to_stop.wait())
     try:
         await asyncio.wait((serving, starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -114,22 +111,6 @@ def _check(settings: RolloutSettings) -> None:
         raise ConfigError("engine 'sglang' is not in this build; allowed: transformers, fake")
     if not settings.model.is_dir():
         raise ConfigError(f"model {settings.model}: no such folder; expected a local Hugging Face model folder")
-
-
-def _stop_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT. The second one has its usual effect."""
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        logger.info("asked to stop")
-        asked.set()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(name)
-
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop)
-    return asked
 
 
 def _http_server(app: FastAPI, settings: RolloutSettings) -> HttpServer:

@@ -1,0 +1,155 @@
+"""Overload, disconnects, a broker that comes and goes, tokens, and a graceful stop: real processes throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.client import AsyncClient, Client, Retry
+from services.contract.errors import ConfigError, OverloadedError, UnavailableError
+from services.contract.http import Problem
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker, free_port
+from services.transport.submission import Submission
+from tests.integration.rollout.process import WAIT_S, ReplicaProcess, ReplicaThread, until
+
+
+def in_flight(replica: ReplicaThread) -> float:
+    lines = httpx.get(f"{replica.url}/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith("dvp_rollout_in_flight_samples ")))
+
+
+def test_a_client_that_goes_away_stops_its_samples(slow_replica: ReplicaThread) -> None:
+    async def ask_and_leave() -> None:
+        async with AsyncClient(slow_replica.url) as client:
+            asking = asyncio.create_task(client.rollout(prompt="1", n=2))
+            await asyncio.to_thread(until, lambda: in_flight(slow_replica) == 2)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(ask_and_leave())
+    until(lambda: in_flight(slow_replica) == 0)
+    assert 'route="/v1/rollouts",status="499"' in httpx.get(f"{slow_replica.url}/metrics").text
+
+
+def test_a_full_replica_answers_429_with_a_reason(slow_replica: ReplicaThread) -> None:
+    body = {"prompt": "1", "n": 2}
+
+    def occupy() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{slow_replica.url}/v1/rollouts", json=body, timeout=httpx.Timeout(30, read=2.0))
+
+    occupant = threading.Thread(target=occupy)
+    occupant.start()
+    until(lambda: in_flight(slow_replica) == 2)
+    refused = httpx.post(f"{slow_replica.url}/v1/rollouts", json=body)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "2 samples are in flight" in Problem.model_validate_json(refused.content).detail
+    with Client(slow_replica.url, retry=Retry(tries=1)) as client, pytest.raises(OverloadedError) as caught:
+        client.rollout(prompt="1", n=2)
+    assert caught.value.retry_after_s >= 1
+    occupant.join()
+    until(lambda: in_flight(slow_replica) == 0)
+
+
+def test_without_a_broker_the_queue_routes_say_so(slow_replica: ReplicaThread) -> None:
+    assert httpx.get(f"{slow_replica.url}/readyz").status_code == 200
+    answers = [
+        httpx.post(f"{slow_replica.url}/v1/jobs", json={"prompt": "1"}),
+        httpx.get(f"{slow_replica.url}/v1/jobs/a"),
+        httpx.get(f"{slow_replica.url}/v1/queue"),
+        httpx.post(f"{slow_replica.url}/v1/weights"),
+    ]
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "without a redis_url" in Problem.model_validate_json(answer.content).detail
+
+
+def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first\nsecond\n")
+    args = ["--model", str(model), "--engine", "fake", "--token-file", str(tokens), "--host", "0.0.0.0"]
+    with ReplicaThread(tmp_path / "replica", *args, token="second") as replica:
+        for path in ("/healthz", "/readyz"):
+            assert httpx.get(replica.url + path).status_code == 200
+        for path in ("/v1/weights", "/metrics", "/openapi.json", "/v1/queue", "/nothing", "/healthz/", "//healthz"):
+            refused = httpx.get(replica.url + path)
+            assert refused.status_code == 401, path
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert Problem.model_validate_json(refused.content).status == 401
+        for header in ("Bearer", "Bearer wrong", "Basic second", "second", "Bearer first second"):
+            wrong = httpx.get(f"{replica.url}/v1/weights", headers={"Authorization": header})
+            assert wrong.status_code == 401, header
+        for token in ("first", "second"):
+            with Client(replica.url, token=token) as client:
+                assert client.weights().error is None
+        # With a token the Host header does not matter: the service is meant to be reached by name.
+        named = {"Host": "replica.example", "Authorization": "Bearer first"}
+        assert httpx.get(f"{replica.url}/v1/weights", headers=named).status_code == 200
+        with Client(replica.url, token="wrong") as client, pytest.raises(ConfigError, match="needs a token"):
+            client.rollout(prompt="1")
+
+
+def test_http_goes_on_while_the_broker_is_away(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broker = EmbeddedBroker(tmp_path / "broker", port=free_port(), aof=True)
+    args = ["--model", str(model), "--engine", "fake", "--redis-url", broker.url, "--run-id", "outage"]
+    with ReplicaThread(tmp_path / "replica", *args, wait_ready=False) as replica:
+        with replica.client() as client:
+            until(lambda: str(broker.port) in httpx.get(f"{replica.url}/readyz").json()["detail"])
+            detail = httpx.get(f"{replica.url}/readyz").json()["detail"]
+            assert broker.password not in detail
+            assert len(client.rollout(prompt="1", n=2).samples) == 2
+            with pytest.raises(UnavailableError, match="job queue cannot be used"):
+                client.submit(prompt="1")
+
+            with broker:
+                until(lambda: httpx.get(f"{replica.url}/readyz").status_code == 200)
+                assert client.wait(client.submit(prompt="1"), timeout=WAIT_S)
+                broker.kill()
+                until(lambda: httpx.get(f"{replica.url}/readyz", timeout=30).status_code == 503)
+                assert len(client.rollout(prompt="1").samples) == 1
+                broker.start()
+                until(lambda: httpx.get(f"{replica.url}/readyz", timeout=30).status_code == 200)
+                assert client.wait(client.submit(prompt="1"), timeout=WAIT_S)
+        assert broker.password not in caplog.text
+
+
+def test_a_graceful_stop_gives_unfinished_jobs_back(model: Path, broker_url: str, tmp_path: Path) -> None:
+    run = f"stop-{secrets.token_hex(4)}"
+    args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s", "600", "--drain-s", "0.2"]
+    args += ["--redis-url", broker_url, "--run-id", run]
+    with ReplicaProcess(tmp_path / "slow", *args) as replica, replica.client() as client:
+        jobs = [client.submit(prompt="1", sampling={"max_tokens": 3}) for _ in range(3)]
+        until(lambda: all(client.job(job).status == "running" for job in jobs))
+        assert replica.stop(signal.SIGINT) == 0
+        assert "Traceback" not in replica.log
+
+    async def left_behind() -> tuple[list[str], int]:
+        async with await Broker.connect(broker_url, run) as broker:
+            states = [(await Submission(broker).status(job)).state.value for job in jobs]
+            return states, await broker.redis.zcard(broker.keys.replicas)
+
+    assert asyncio.run(left_behind()) == (["queued"] * 3, 0)
+
+    args[args.index("600")] = "0.01"
+    with ReplicaThread(tmp_path / "fast", *args) as replica, replica.client() as client:
+        for job in jobs:
+            assert len(client.wait(job, timeout=WAIT_S).samples) == 1
+        assert client.queue().jobs.redelivered == 0
+
+
+def test_the_port_is_free_again_after_a_stop(model: Path, tmp_path: Path) -> None:
+    with ReplicaThread(tmp_path, "--model", str(model), "--engine", "fake") as replica:
+        replica.stop()
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", replica.port))
+    assert not (tmp_path / "port").exists()
