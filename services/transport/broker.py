@@ -5,10 +5,12 @@ Only the Redis 7.0 command subset is used, so that Redis 7 and 8 and Valkey 8 an
 
 from __future__ import annotations
 
+import asyncio
+import builtins
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any, Self
 
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 30.0
+"""For one call with all its retries."""
 NUM_RETRIES = 5
 MAX_BLOCK_MS = 5_000
 """Blocking reads are cut to this, well below the reply timeout."""
@@ -71,7 +75,7 @@ class Broker:
     async def connect(cls, url: str, run_id: str) -> Self:
         """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the
         password."""
-        if not re.match(RUN_ID, run_id):
+        if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
         redis = _client(url)
         where = _address(redis)
@@ -95,19 +99,21 @@ class Broker:
         if script is None:
             script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
         failpoint(f"{name}.before")
-        with self.errors():
+        async with self.call():
             reply = await script(keys=self._script_keys, args=args)
         failpoint(f"{name}.after")
         return reply
 
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turns what redis-py raises into this project's errors."""
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Around one use of `redis`: bounds it, retries included, and turns what redis-py raises into this project's
+        errors."""
         try:
-            yield
-        except (AuthenticationError, AuthorizationError) as error:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                yield
+        except _RefusedError as error:
             raise ConfigError(f"Redis at {self._where} refuses the user or password of redis_url: {error}") from None
-        except (ConnectionError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
             raise UnavailableError(f"Redis at {self._where} does not answer: {error}") from None
         except OutOfMemoryError:
             raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
@@ -130,7 +136,7 @@ class Broker:
     ) -> list[tuple[str, dict[bytes, bytes]]]:
         """New entries as (entry id, fields); [] after `block_ms`, or when the broker was wiped meanwhile."""
         block = max(1, min(block_ms, MAX_BLOCK_MS))
-        with self.errors():
+        async with self.call():
             reply: Any = None
             try:
                 reply = await self.redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=block)
@@ -153,6 +159,23 @@ class Broker:
         await self.close()
 
 
+class _RefusedError(RedisError):
+    """The user or password is wrong."""
+
+
+class _Retry(Retry):
+    """redis-py takes a refused password for a connection error; trying it again helps nobody."""
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
+        async def once() -> Any:
+            try:
+                return await do()
+            except (AuthenticationError, AuthorizationError) as error:
+                raise _RefusedError(str(error)) from None
+
+        return await super().call_with_retry(once, *args, **options)
+
+
 def _client(url: str) -> Redis:
     try:
         return Redis.from_url(
@@ -161,7 +184,7 @@ def _client(url: str) -> Redis:
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
             health_check_interval=15,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), NUM_RETRIES),
+            retry=_Retry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), NUM_RETRIES),
             retry_on_error=[ConnectionError, TimeoutError],
         )
     except ValueError as error:

@@ -102,7 +102,6 @@ class EmbeddedBroker:
             "port": self.port,
             "protected-mode": "yes",
             "requirepass": self.password,
-            "dir": f'"{self.folder}"',
             "save": '""',
             "appendonly": "yes" if self._aof else "no",
             "appendfsync": "everysec",

@@ -70,7 +70,7 @@ class GroupQueue:
     async def _check_fence(self) -> None:
         """XREADGROUP cannot block inside a script, so this check is not atomic with it: what a stopped trainer reads
         late, the new one recovers when it is idle."""
-        with self.broker.errors():
+        async with self.broker.call():
             newest = await self.broker.redis.get(self.broker.keys.fence)
         if newest is not None and int(newest) != self._fence:
             raise LeaseLostError(f"another trainer took over run {self.broker.run_id}")
@@ -84,7 +84,7 @@ class GroupQueue:
         return await self._deliver(inbox, [entry for entry in entries if entry[0] not in inbox.delivered])
 
     async def _pending(self, inbox: _Inbox) -> int:
-        with self.broker.errors():
+        async with self.broker.call():
             summary = await self.broker.redis.xpending(inbox.stream, TRAINER)
         pending: int = summary["pending"]
         return pending

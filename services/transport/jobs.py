@@ -38,7 +38,8 @@ class Committed(StrEnum):
 
 class JobQueue:
     """One per replica process. The consumer name is the replica id plus a nonce per process, so that a restarted
-    replica never takes its own earlier leases for live ones."""
+    replica never takes its own earlier leases for live ones. `lease_ms` is one value for all replicas of a run: a lease
+    has run out when the replica that looks says so."""
 
     def __init__(self, broker: Broker, replica_id: str, *, lease_ms: int = 60_000, max_deliveries: int = 3) -> None:
         self.broker = broker

@@ -9,7 +9,6 @@ import math
 import os
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -69,8 +68,7 @@ class TrainerLease:
 
     async def renew(self) -> None:
         """Raises LeaseLostError if another trainer took over."""
-        now = int(time.time() * 1000)
-        await self.broker.script("lease_renew", self.token, self._ttl_ms, self._nonce, *self._who, now)
+        await self.broker.script("lease_renew", self.token, self._ttl_ms, self._nonce, *self._who)
 
     async def release(self) -> None:
         """Gives the lease up if it is still ours; never raises LeaseLostError."""

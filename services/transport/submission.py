@@ -80,12 +80,11 @@ class Submission:
     async def status(self, job_id: str) -> JobReport:
         """Raises NotFoundError for an id nobody submitted, or whose result has expired."""
         keys = self.broker.keys
-        with self.broker.errors():
-            # One transaction: a job that ends between two reads would be done without its result.
-            async with self.broker.redis.pipeline(transaction=True) as pipeline:
-                pipeline.hgetall(keys.job(job_id))
-                pipeline.get(keys.result(job_id))
-                fields, result = await pipeline.execute()
+        # One transaction: a job that ends between two reads would be done without its result.
+        async with self.broker.call(), self.broker.redis.pipeline(transaction=True) as pipeline:
+            pipeline.hgetall(keys.job(job_id))
+            pipeline.get(keys.result(job_id))
+            fields, result = await pipeline.execute()
         if b"state" not in fields:
             raise NotFoundError(f"job {job_id!r}: never submitted, or ended more than an hour ago")
         group = None if result is None else Group.from_bytes(result)

@@ -40,7 +40,7 @@ class WeightRegistry:
 
     async def _newest(self, count: int) -> list[tuple[str, Announcement]]:
         """(entry id, announcement), newest first."""
-        with self.broker.errors():
+        async with self.broker.call():
             entries: Any = await self.broker.redis.xrevrange(self.broker.keys.versions, count=count)
         return [(entry_id.decode(), Announcement.from_bytes(fields[b"data"])) for entry_id, fields in entries]
 
@@ -54,7 +54,7 @@ class WeightRegistry:
             left_ms = int((deadline - time.monotonic()) * 1000)
             if left_ms <= 0:
                 return None
-            with self.broker.errors():
+            async with self.broker.call():
                 last = found[0][0] if found else "0-0"
                 await self.broker.redis.xread(
                     {self.broker.keys.versions: last}, count=1, block=min(left_ms, MAX_BLOCK_MS)
@@ -69,6 +69,6 @@ class WeightRegistry:
         await self.broker.script("pin", fence, *seqs)
 
     async def pinned(self) -> frozenset[int]:
-        with self.broker.errors():
+        async with self.broker.call():
             members = await self.broker.redis.smembers(self.broker.keys.pinned)
         return frozenset(int(member) for member in members)

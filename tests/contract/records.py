@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -49,10 +50,7 @@ def _samples(draw: st.DrawFn) -> Sample:
         kept_mass=array(st.floats(2**-20, 1, width=32)),
         kept_count=array(st.integers(1, 2**31 - 1)),
         finish_reason=draw(st.sampled_from(FinishReason)),
-        versions=tuple(
-            VersionSpan(version=draw(VERSIONS), start=start, end=end)
-            for start, end in zip(edges, edges[1:], strict=False)
-        ),
+        versions=tuple(VersionSpan(version=draw(VERSIONS), start=start, end=end) for start, end in pairwise(edges)),
         seed=draw(st.integers(0, MAX_SEED)),
     )
 

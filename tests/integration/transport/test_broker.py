@@ -1,0 +1,69 @@
+"""Connecting, and the messages when that fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from services.contract.errors import ConfigError, UnavailableError
+from services.transport import broker as broker_module
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker, free_port
+
+SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")
+ADMISSION = {"submit", "submit_client"}
+
+
+async def test_nobody_listens() -> None:
+    port = free_port()
+    with pytest.raises(ConfigError) as refusal:
+        await Broker.connect(f"redis://:secret@127.0.0.1:{port}/0", "run")
+    assert f"127.0.0.1:{port}" in str(refusal.value)
+    assert "redis_url" in str(refusal.value)
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("password", ["", ":wrong@"])
+async def test_a_wrong_password(broker_url: str, password: str) -> None:
+    address = broker_url.partition("@")[2]
+    with pytest.raises(ConfigError, match="refuses the user or password of redis_url") as refusal:
+        await Broker.connect(f"redis://{password}{address}", "run")
+    assert "wrong" not in str(refusal.value).replace("WRONGPASS", "")
+
+
+@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "redis://localhost:notaport"])
+async def test_a_bad_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"redis_url: .*expected redis://"):
+        await Broker.connect(url, "run")
+
+
+@pytest.mark.parametrize("run_id", ["", "a b", "a{b}", "a:b", "x" * 65, "a\n"])
+async def test_a_bad_run_id(broker_url: str, run_id: str) -> None:
+    with pytest.raises(ConfigError, match="run_id"):
+        await Broker.connect(broker_url, run_id)
+
+
+async def test_a_broker_that_dies_is_named(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        own_broker.kill()
+        with pytest.raises(UnavailableError, match=rf"127\.0\.0\.1:{own_broker.port} does not answer"):
+            await broker.ensure_groups()
+        own_broker.start()
+        await broker.ensure_groups()
+
+
+async def test_two_runs_share_nothing(broker_url: str, run_id: str) -> None:
+    async with await Broker.connect(broker_url, run_id), await Broker.connect(broker_url, f"{run_id}-b") as other:
+        keys = [key.decode() async for key in other.redis.scan_iter(f"*{run_id}*")]
+        assert {re.search(r"\{(.*)\}", key)[1] for key in keys} == {run_id, f"{run_id}-b"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_that_drains_runs_with_the_memory_full(path: Path) -> None:
+    shebang = path.read_text().partition("\n")[0]
+    if path.stem == "health":
+        assert shebang == "#!lua flags=no-writes"
+    else:
+        assert shebang == ("#!lua" if path.stem in ADMISSION else "#!lua flags=allow-oom")

@@ -1,0 +1,268 @@
+"""The queue's numbers and its verdict: each rule on a real broker, brought about as it happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.contract.http import QueueHealth, ReplicaHealth, ReplicaState, StreamHealth, TrainerHealth, Verdict
+from services.contract.job import Sink
+from services.contract.weights import Announcement
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+from services.transport.health import LOST_S, RULES, STALLED_S, STARVED_S, Snapshot, judge, queue_health, take_snapshot
+from services.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
+from services.transport.retention import sweep_broker
+from services.transport.weights import WeightRegistry
+from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig, make_group, make_job
+
+
+async def _beat(rig: Rig, name: str = "a", *, seq: int = 0, loading: str = "") -> None:
+    version = f"{rig.run_id}:{seq}:ab"
+    beat = ReplicaBeat(name, ReplicaState.SERVING, version, in_flight=2, capacity=8, loading=loading)
+    await ReplicaRegistry(rig.broker).beat(beat)
+
+
+async def _beat_trainer(rig: Rig, *, waiting_s: float = 0.0) -> None:
+    beat = TrainerBeat(step=3, version=f"{rig.run_id}:0:ab", waiting_s=waiting_s)
+    await ReplicaRegistry(rig.broker).beat_trainer(beat, fence=rig.fence)
+
+
+async def _age_replica(rig: Rig, name: str, seconds: float) -> None:
+    """What time does to a replica that is silent."""
+    await rig.broker.redis.zincrby(rig.broker.keys.replicas, -seconds * 1000, name)
+
+
+async def _age_jobs(rig: Rig, stream: str, seconds: float) -> None:
+    """Puts every entry of a stream back under an older time."""
+    for entry_id, fields in await rig.broker.redis.xrange(stream):
+        await rig.broker.redis.xadd(stream, fields | {b"at": int(fields[b"at"]) - int(seconds * 1000)})
+        await rig.broker.redis.xdel(stream, entry_id)
+
+
+async def _health(rig: Rig) -> QueueHealth:
+    health = await queue_health(rig.broker)
+    assert health.verdict == (health.reasons[0].verdict if health.reasons else Verdict.OK)
+    assert all(reason.detail and reason.remedy for reason in health.reasons)
+    return health
+
+
+async def test_the_numbers_of_one_run(rig: Rig) -> None:
+    await rig.submit(6)
+    replica = rig.replica("a")
+    (gone, back, done) = await replica.claim(3, BLOCK_MS)
+    await replica.fail(gone, "boom", fatal=True)
+    await replica.fail(back, "boom")
+    await replica.commit(done, make_group(done.job))
+    await rig.finish(replica, 2)
+    await rig.groups.read(2, BLOCK_MS)
+    await rig.groups.settle(trained=[done.job.job_id])
+    await replica.claim(1, BLOCK_MS)
+    await _beat(rig)
+    await _beat_trainer(rig)
+    health = await _health(rig)
+    assert (health.jobs.backlog, health.jobs.pending, health.jobs.redelivered) == (1, 1, 1)
+    assert (health.groups.backlog, health.groups.pending, health.groups.redelivered) == (2, 2, 0)
+    assert (health.in_flight, health.uncheckpointed, health.dead, health.duplicates) == (4, 1, 1, 0)
+    (seen,) = health.replicas
+    assert (seen.id, seen.state, seen.version, seen.in_flight) == ("a", ReplicaState.SERVING, f"{rig.run_id}:0:ab", 2)
+    assert health.trainer is not None
+    assert (health.trainer.step, health.trainer.version) == (3, f"{rig.run_id}:0:ab")
+    for age in (health.jobs.oldest_age_s, health.groups.oldest_age_s, seen.last_seen_s, health.trainer.last_seen_s):
+        assert age is not None
+        assert 0 <= age < 60
+
+
+async def test_backlog_is_exact_after_out_of_order_deletes(rig: Rig) -> None:
+    await rig.submit(5)
+    replica = rig.replica("a")
+    leases = await replica.claim(4, BLOCK_MS)
+    for lease in (leases[2], leases[0]):
+        await replica.commit(lease, make_group(lease.job))
+    health = await _health(rig)
+    assert (health.jobs.backlog, health.jobs.pending) == (1, 2)
+
+
+async def test_an_empty_run_is_idle(rig: Rig) -> None:
+    await _beat(rig)
+    health = await _health(rig)
+    assert health.verdict is Verdict.IDLE
+    assert health.jobs == StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
+    assert health.trainer is None
+
+
+async def test_a_busy_run_is_ok(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit(3)
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_no_replicas(rig: Rig) -> None:
+    await rig.submit(2)
+    await _beat_trainer(rig)
+    health = await _health(rig)
+    assert health.verdict is Verdict.NO_REPLICAS
+    assert "2 jobs wait" in health.reasons[0].detail
+    await _beat(rig)
+    assert (await _health(rig)).verdict is Verdict.OK
+    await _age_replica(rig, "a", LOST_S + 1)
+    health = await _health(rig)
+    assert health.verdict is Verdict.NO_REPLICAS
+    assert health.replicas[0].state is ReplicaState.LOST
+    assert "a (lost" in health.reasons[0].detail
+
+
+async def test_no_trainer(rig: Rig) -> None:
+    await _beat(rig)
+    await rig.submit(2)
+    health = await _health(rig)
+    assert health.verdict is Verdict.NO_TRAINER
+    assert "never seen, with 0 groups waiting and 2 jobs in flight" in health.reasons[0].detail
+    await _beat_trainer(rig)
+    await rig.broker.redis.hincrby(rig.broker.keys.trainer, "at", -int(LOST_S + 1) * 1000)
+    assert "last seen 11 s ago" in (await _health(rig)).reasons[0].detail
+
+
+async def test_clients_need_no_trainer(rig: Rig) -> None:
+    await _beat(rig)
+    await rig.submission.submit_client(make_job(rig.run_id, sink=Sink.CLIENT), limit=1)
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_stalled(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit(2)
+    await rig.finish(rig.replica("a"), 1)
+    await _age_jobs(rig, rig.broker.keys.jobs, STALLED_S + 10)
+    assert (await _health(rig)).verdict is Verdict.OK
+    await rig.broker.redis.hincrby(rig.broker.keys.counters, "committed_at", -int(STALLED_S + 5) * 1000)
+    health = await _health(rig)
+    assert health.verdict is Verdict.STALLED
+    assert "a (serving" in health.reasons[0].detail
+
+
+async def test_replicas_behind(rig: Rig) -> None:
+    await _beat(rig, "old", seq=1)
+    await _beat(rig, "new", seq=3)
+    await _beat_trainer(rig)
+    await rig.submit(1)
+    version = f"{rig.run_id}:3:ab"
+    announcement = Announcement(version=version, step=3, folder="/weights", min_seq=2, announced_at=1.0)
+    await WeightRegistry(rig.broker).announce(announcement, fence=rig.fence)
+    health = await _health(rig)
+    assert health.verdict is Verdict.REPLICAS_BEHIND
+    assert "1 of 2" in health.reasons[0].detail
+    assert "old" in health.reasons[0].detail
+    assert version in health.reasons[0].remedy
+
+
+async def test_dead_letters(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit(2)
+    replica = rig.replica("a")
+    (lease,) = await replica.claim(1, BLOCK_MS)
+    await replica.fail(lease, "boom", fatal=True)
+    assert (await _health(rig)).verdict is Verdict.DEAD_LETTERS
+
+
+async def test_trainer_starved(rig: Rig) -> None:
+    await _beat(rig)
+    await rig.submit(2)
+    await _beat_trainer(rig, waiting_s=STARVED_S - 1)
+    assert (await _health(rig)).verdict is Verdict.OK
+    await _beat_trainer(rig, waiting_s=STARVED_S + 1)
+    assert (await _health(rig)).verdict is Verdict.TRAINER_STARVED
+
+
+async def test_replicas_starved(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit(2)
+    await rig.finish(rig.replica("a"), 2)
+    assert (await _health(rig)).verdict is Verdict.OK
+    await _age_jobs(rig, rig.broker.keys.groups, STARVED_S + 1)
+    assert (await _health(rig)).verdict is Verdict.REPLICAS_STARVED
+
+
+async def test_broker_memory(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        used = (await broker.redis.info("memory"))["used_memory"]
+        await broker.redis.config_set("maxmemory", int(used / 0.8))
+        health = await queue_health(broker)
+        assert health.verdict is Verdict.BROKER_MEMORY
+        assert "maxmemory" in health.reasons[0].detail
+
+
+def test_the_worst_reason_is_the_verdict() -> None:
+    nothing = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
+    jobs = StreamHealth(backlog=4, pending=1, oldest_age_s=STALLED_S + 1, redelivered=0)
+    replica = ReplicaHealth(id="a", state=ReplicaState.SERVING, version="run:1:ab", in_flight=0, last_seen_s=0.1)
+    snapshot = Snapshot(
+        jobs=jobs,
+        groups=nothing,
+        in_flight=5,
+        uncheckpointed=0,
+        dead=2,
+        duplicates=0,
+        replicas=(replica,),
+        trainer=TrainerHealth(step=1, version="run:1:ab", last_seen_s=0.1),
+        trainer_waiting_s=STARVED_S + 1,
+        newest_version="run:3:ab",
+        min_seq=2,
+        used_memory=8,
+        maxmemory=10,
+        since_commit_s=None,
+    )
+    fired = [Verdict.BROKER_MEMORY, Verdict.STALLED, Verdict.REPLICAS_BEHIND, Verdict.DEAD_LETTERS]
+    verdict, reasons = judge(snapshot)
+    assert verdict is Verdict.BROKER_MEMORY
+    assert [reason.verdict for reason in reasons] == [*fired, Verdict.TRAINER_STARVED]
+    assert judge(replace(snapshot, maxmemory=0)).verdict is Verdict.STALLED
+    assert len(RULES) == len(Verdict) - 1
+
+
+async def test_the_seqs_in_use_are_served_or_loading(rig: Rig) -> None:
+    await _beat(rig, "a", seq=3, loading=f"{rig.run_id}:5:ab")
+    await _beat(rig, "b", seq=4)
+    await _age_replica(rig, "b", 60)
+    registry = ReplicaRegistry(rig.broker)
+    assert await registry.seqs_in_use() == {3, 4, 5}
+    await _beat(rig, "a", seq=5)
+    await registry.leave("b")
+    assert await registry.seqs_in_use() == {5}
+
+
+def test_a_beat_names_a_weight_version() -> None:
+    with pytest.raises(ValueError, match="expected run_id:seq:digest"):
+        ReplicaBeat("a", ReplicaState.SERVING, "latest", in_flight=0)
+
+
+async def test_many_replicas_are_listed_up_to_a_bound(rig: Rig) -> None:
+    registry = ReplicaRegistry(rig.broker)
+    for number in range(600):
+        await registry.beat(ReplicaBeat(f"r{number}", ReplicaState.SERVING, "run:0:ab", in_flight=0))
+    assert len((await take_snapshot(rig.broker)).replicas) == 512
+
+
+async def test_the_sweep_forgets_the_long_lost_only(rig: Rig) -> None:
+    await _beat(rig, "gone")
+    await _beat(rig, "here")
+    await _age_replica(rig, "gone", 7200)
+    assert await sweep_broker(rig.broker, forget_after_s=3600) == 1
+    assert [replica.id for replica in (await _health(rig)).replicas] == ["here"]
+    assert await rig.broker.redis.exists(rig.broker.keys.replica("gone")) == 0
+
+
+async def test_the_sweep_keeps_consumers_that_own_jobs(rig: Rig) -> None:
+    await rig.submit(1)
+    owner, idle = rig.replica("owner", lease_ms=SHORT_LEASE_MS), rig.replica("idle", lease_ms=SHORT_LEASE_MS)
+    await owner.claim(1, BLOCK_MS)
+    await idle.claim(1, 1)
+    await sweep_broker(rig.broker, forget_after_s=0)
+    names = {item["name"].decode() for item in await rig.broker.redis.xinfo_consumers(rig.broker.keys.jobs, "replicas")}
+    assert names == {owner.consumer}
+    assert len(await rig.expired(idle)) == 1

@@ -1,0 +1,172 @@
+"""Admission is exact, and submitting again is always safe."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
+from services.contract.job import JobState, Sink
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+from services.transport.groups import GroupQueue
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission, Submitted
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_group, make_job
+
+
+async def test_resubmitting_answers_the_state(rig: Rig) -> None:
+    jobs = await rig.submit(4)
+    replica = rig.replica("a")
+    for fate in ("done", "dead", "running"):
+        (lease,) = await replica.claim(1, BLOCK_MS)
+        if fate == "done":
+            await replica.commit(lease, make_group(lease.job))
+        elif fate == "dead":
+            await replica.fail(lease, "boom", fatal=True)
+    again = await rig.submission.submit(jobs, fence=rig.fence, limit=0)
+    assert again == [Submitted.DONE, Submitted.DEAD, Submitted.RUNNING, Submitted.QUEUED]
+    assert await rig.counter("submitted") == 4
+
+
+async def test_admission_is_exact_under_concurrency(rig: Rig) -> None:
+    jobs = [make_job(rig.run_id, position) for position in range(60)]
+    chunks = [jobs[start : start + 7] for start in range(0, 60, 5)]
+    outcomes = await asyncio.gather(
+        *(rig.submission.submit(chunk, fence=rig.fence, limit=23) for chunk in chunks),
+    )
+    admitted = [outcome for part in outcomes for outcome in part if outcome is Submitted.NEW]
+    assert len(admitted) == len(await rig.in_flight()) == await rig.length(rig.broker.keys.jobs) == 23
+
+
+async def test_settled_groups_make_room_before_they_are_acknowledged(rig: Rig) -> None:
+    jobs = [make_job(rig.run_id, position) for position in range(4)]
+    assert await rig.submission.submit(jobs, fence=rig.fence, limit=2) == [
+        *[Submitted.NEW] * 2,
+        *[Submitted.REFUSED] * 2,
+    ]
+    replica = rig.replica("a")
+    await rig.finish(replica, 2)
+    deliveries = await rig.groups.read(2, BLOCK_MS)
+    assert await rig.submission.submit(jobs[2:], fence=rig.fence, limit=2) == [Submitted.REFUSED] * 2
+    await rig.groups.settle(trained=[deliveries[0].job_id])
+    assert await rig.submission.submit(jobs[2:], fence=rig.fence, limit=2) == [Submitted.NEW, Submitted.REFUSED]
+    assert await rig.uncheckpointed() == {deliveries[0].job_id}
+
+
+async def test_a_dead_job_makes_room(rig: Rig) -> None:
+    jobs = [make_job(rig.run_id, position) for position in range(2)]
+    await rig.submission.submit(jobs[:1], fence=rig.fence, limit=1)
+    replica = rig.replica("a")
+    (lease,) = await replica.claim(1, BLOCK_MS)
+    await replica.fail(lease, "boom", fatal=True)
+    assert await rig.submission.submit(jobs[1:], fence=rig.fence, limit=1) == [Submitted.NEW]
+
+
+async def test_evaluation_is_not_counted(rig: Rig) -> None:
+    await rig.submit(3, limit=0, sink=Sink.EVAL)
+    assert await rig.in_flight() == set()
+
+
+async def test_a_long_list_goes_in_pieces(rig: Rig) -> None:
+    jobs = [make_job(rig.run_id, position) for position in range(150)]
+    outcomes = await rig.submission.submit(jobs, fence=rig.fence, limit=130)
+    assert outcomes == [Submitted.NEW] * 130 + [Submitted.REFUSED] * 20
+
+
+async def test_an_old_fence_submits_nothing(rig: Rig) -> None:
+    with pytest.raises(LeaseLostError, match=f"another trainer took over run {rig.run_id}"):
+        await rig.submission.submit([make_job(rig.run_id)], fence=rig.fence - 1, limit=9)
+    assert await rig.length(rig.broker.keys.jobs) == 0
+
+
+async def test_clients_cannot_take_a_trainers_id(rig: Rig) -> None:
+    (job,) = await rig.submit()
+    with pytest.raises(RequestError, match="taken by a job of sink train"):
+        await rig.submission.submit_client(job.model_copy(update={"sink": Sink.CLIENT}), limit=9)
+    client = make_job(rig.run_id, sink=Sink.CLIENT)
+    await rig.submission.submit_client(client, limit=9)
+    both = [make_job(rig.run_id, 5), client.model_copy(update={"sink": Sink.TRAIN})]
+    with pytest.raises(RequestError, match="client-0"):
+        await rig.submission.submit(both, fence=rig.fence, limit=9)
+    assert await rig.in_flight() == {job.job_id}
+
+
+async def test_foreign_jobs_are_refused(rig: Rig) -> None:
+    with pytest.raises(RequestError, match="run_id: 'other'"):
+        await rig.submission.submit([make_job("other")], fence=rig.fence, limit=9)
+    with pytest.raises(RequestError, match=r"sink: .*client.*, allowed here: train, eval"):
+        await rig.submission.submit([make_job(rig.run_id, sink=Sink.CLIENT)], fence=rig.fence, limit=9)
+    with pytest.raises(RequestError, match=r"sink: .*train.*, allowed here: client"):
+        await rig.submission.submit_client(make_job(rig.run_id), limit=9)
+
+
+async def test_a_client_gets_its_result(rig: Rig) -> None:
+    job = make_job(rig.run_id, sink=Sink.CLIENT)
+    assert await rig.submission.submit_client(job, limit=1) is Submitted.NEW
+    assert await rig.submission.submit_client(job, limit=1) is Submitted.QUEUED
+    assert await rig.submission.status(job.job_id) == (JobState.QUEUED, None, None)
+    await rig.finish(rig.replica("a"), 1)
+    report = await rig.submission.status(job.job_id)
+    assert report == (JobState.DONE, make_group(job, "a"), None)
+    for key in (rig.broker.keys.job(job.job_id), rig.broker.keys.result(job.job_id)):
+        assert 0 < await rig.broker.redis.ttl(key) <= 3600
+    assert await rig.length(rig.broker.keys.groups) == 0
+
+
+async def test_an_unknown_job_is_not_found(rig: Rig) -> None:
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        await rig.submission.status("nobody")
+
+
+async def test_a_full_backlog_refuses_clients_with_a_reason(rig: Rig) -> None:
+    jobs = [make_job(rig.run_id, position, sink=Sink.CLIENT) for position in range(3)]
+    for job in jobs[:2]:
+        await rig.submission.submit_client(job, limit=2)
+    with pytest.raises(OverloadedError, match="2 jobs already wait") as refusal:
+        await rig.submission.submit_client(jobs[2], limit=2)
+    assert refusal.value.retry_after_s > 0
+    assert await rig.submission.submit_client(jobs[0], limit=2) is Submitted.QUEUED
+    # A job that a replica has read does not wait any more.
+    await rig.replica("a").claim(1, BLOCK_MS)
+    assert await rig.submission.submit_client(jobs[2], limit=2) is Submitted.NEW
+
+
+@pytest.fixture
+async def full(own_broker: EmbeddedBroker, run_id: str) -> Rig:
+    """A run with one job done, one queued and one dying, on a broker whose memory then filled up."""
+    broker = await Broker.connect(own_broker.url, run_id)
+    fence = await TrainerLease(broker, "test").acquire()
+    rig = Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
+    await rig.submit(3)
+    return rig
+
+
+@pytest.mark.parametrize("share", [0.75, 1.5])
+async def test_with_the_memory_full_admission_stops_and_draining_goes_on(full: Rig, share: float) -> None:
+    used = (await full.broker.redis.info("memory"))["used_memory"]
+    await full.broker.redis.config_set("maxmemory", int(used / share))
+    fresh = make_job(full.run_id, 100)
+    assert await full.submission.submit([fresh], fence=full.fence, limit=NO_LIMIT) == [Submitted.REFUSED]
+    with pytest.raises(OverloadedError, match="memory"):
+        await full.submission.submit_client(make_job(full.run_id, sink=Sink.CLIENT), limit=NO_LIMIT)
+    # A replica and a trainer that start only now can connect, and drain.
+    broker = await Broker.connect(_url(full.broker), full.run_id)
+    replica = full.replica("late", max_deliveries=1)
+    done, dying, back = await replica.claim(3, BLOCK_MS)
+    await replica.commit(done, make_group(done.job))
+    await replica.fail(dying, "boom")
+    await replica.release(back)
+    deliveries = await full.groups.read(9, BLOCK_MS)
+    assert {delivery.job_id for delivery in deliveries} == {done.job.job_id, dying.job.job_id}
+    await full.groups.settle(trained=[done.job.job_id])
+    await full.groups.acknowledge(deliveries)
+    assert await full.length(full.broker.keys.groups) == 0
+    await broker.close()
+    await full.broker.close()
+
+
+def _url(broker: Broker) -> str:
+    options = broker.redis.connection_pool.connection_kwargs
+    return f"redis://:{options['password']}@{options['host']}:{options['port']}/0"
