@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -111,7 +112,7 @@ class Publisher:
             save_file(unique_tensors(self._model, self._dtype), partial / WEIGHT_FILE, metadata={"format": "pt"})
             manifest = write_manifest(partial, self._run_id, seq, updates)
             publish_folder(partial, final)
-        except (OSError, WeightError) as error:
+        except (OSError, SafetensorError, WeightError) as error:
             free_mib = shutil.disk_usage(self._root).free / 2**20
             raise WeightError(
                 f"weights.folder {self._root}: version {seq} could not be written ({error}); {free_mib:.0f} MiB free. "

@@ -1,0 +1,130 @@
+"""A user's mistakes: one message that names field, value and what is allowed; no traceback; exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.contract.errors import ConfigError
+from trainer.config import TrainSettings
+from trainer.setup import open_run
+
+from .processes import ROOT, TIMEOUT_S, config, environment, process, replica, train, until
+
+
+def cli_refusal(flags: list[str], before: Callable[[], None] | None = None) -> str:
+    """What the command says when it refuses to run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", *flags],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=ROOT,
+        env=environment(),
+        preexec_fn=before,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.partition("dvp-train: error: ")[2]
+
+
+async def refusal(flags: list[str], toml_file: Path | None = None) -> str:
+    """The same inside this process, where torch is loaded already."""
+    with pytest.raises(ConfigError) as caught:
+        async with open_run(TrainSettings.load(flags, toml_file)):
+            pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("sampling__temperature", "0", "sampling.temperature: Input should be greater than 0, got '0'"),
+        ("sampling__log_min_p", "0.5", "sampling.log_min_p: Input should be less than or equal to 0, got '0.5'"),
+        ("sampling__n", "0", "sampling.n: Input should be greater than or equal to 1, got '0'"),
+        ("correction__mode", "most", "correction.mode: Input should be 'none', 'tis', 'mis' or 'unit', got 'most'"),
+        ("evaluate__interval", "5", "evaluate.interval is 5 but data.heldout names no data set"),
+        ("deterministic", "true", "deterministic needs batch.max_staleness = 0, got 1"),
+    ],
+)
+async def test_settings_out_of_range(tmp_path: Path, run_id: str, name: str, value: str, expected: str) -> None:
+    assert expected in await refusal(config(tmp_path, run_id, "redis://127.0.0.1:1", **{name: value}))
+
+
+async def test_a_misspelt_key_names_the_closest_one(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = config(tmp_path, run_id, "redis://127.0.0.1:1")
+    file = tmp_path / "config.toml"
+    file.write_text("[sampling]\nmin_pp = 0.1\n")
+    assert "unknown key sampling.min_pp" in await refusal(flags, file)
+    assert "did you mean --sampling.log-min-p" in await refusal([*flags, "--sampling.log-min-pp=-3"])
+    monkeypatch.setenv("DVP_TRAIN__SAMPLING__TEMPERATUR", "1")
+    message = await refusal(flags)
+    assert "unknown environment variable DVP_TRAIN__SAMPLING__TEMPERATUR; did you mean" in message
+
+
+async def test_files_that_are_missing_or_unusable(tmp_path: Path, run_id: str) -> None:
+    async def with_data(text: str) -> str:
+        file = tmp_path / "data.jsonl"
+        file.write_text(text)
+        return await refusal(config(tmp_path, run_id, "redis://127.0.0.1:1", data__train=str(file)))
+
+    nowhere = str(tmp_path / "nowhere")
+    message = await refusal(config(tmp_path, run_id, "redis://127.0.0.1:1", model__path=nowhere))
+    assert f"model folder {nowhere}: no such folder" in message
+    assert "the data set is empty" in await with_data("")
+    row_1 = await with_data(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + json.dumps({"text": "2+2="}) + "\n")
+    assert "row 1 has no prompt. Its columns are ['text']" in row_1
+    assert "row 0 has no answer" in await with_data(json.dumps({"prompt": "1+1="}) + "\n")
+
+
+async def test_a_broker_that_does_not_answer(tmp_path: Path, run_id: str) -> None:
+    message = await refusal(config(tmp_path, run_id, "redis://:secret@127.0.0.1:1/0"))
+    assert "127.0.0.1:1" in message
+    assert "secret" not in message
+
+
+async def test_a_reward_that_cannot_be_found(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    assert "allowed are math" in await refusal(config(tmp_path, run_id, broker_url, reward__name="mathh"))
+    message = await refusal(config(tmp_path, run_id, broker_url, reward__name="no_such_module:reward"))
+    assert "importing no_such_module failed" in message
+
+
+def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+
+    message = cli_refusal(config(tmp_path, run_id, broker_url), before=small_files_only)
+    assert "weights.folder" in message
+    assert "could not be written" in message
+    assert "resume" in message
+    assert not list((tmp_path / "run" / "weights").rglob("*.safetensors"))
+
+
+@pytest.mark.timeout(180)
+def test_a_second_trainer_is_refused_and_names_the_first(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    flags = config(tmp_path, run_id, broker_url)
+    with process(["trainer", *flags], tmp_path / "first.log"):
+        until(lambda: (tmp_path / "run" / "weights").exists(), "the first trainer's weights")
+        message = cli_refusal(config(tmp_path, run_id, broker_url, "second"))
+    assert f"run_id '{run_id}' is being trained by dvp-train in {tmp_path / 'run'}" in message
+    assert "pid" in message
+
+
+@pytest.mark.timeout(180)
+async def test_a_run_whose_data_changed_does_not_resume(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    with replica(tmp_path, run_id, broker_url):
+        await asyncio.to_thread(train, tmp_path, config(tmp_path, run_id, broker_url, steps="2"))
+    message = await refusal(config(tmp_path, run_id, broker_url, steps="4", seed="5"))
+    assert "is not what the checkpoint of step 2 was trained on" in message
+    off = config(tmp_path, run_id, broker_url, steps="4", resume="false")
+    assert "holds a checkpoint of step 2 and resume is off" in await refusal(off)
