@@ -46,7 +46,7 @@ def sample(
         raise ValueError(
             f"uniforms has shape {tuple(uniforms.shape)}, must be {tuple(logits.shape[:-1])} as the logits"
         )
-    greedy = torch.as_tensor(temperature == 0)
+    greedy = torch.as_tensor(temperature == 0, device=logits.device)
     temperature = temperature.masked_fill(greedy, 1.0) if isinstance(temperature, Tensor) else temperature or 1.0
     rows, threshold, tau = as_rows(logits, log_min_p, temperature)
     columns = uniforms.to(torch.float64).reshape(-1, 1), as_column(greedy, uniforms.shape)

@@ -140,6 +140,12 @@ def test_inverse_cdf_takes_the_token_that_holds_the_uniform() -> None:
     assert got.token_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_a_uniform_on_an_edge_belongs_to_the_token_that_starts_there() -> None:
+    uniforms = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64)
+    got = sample(torch.zeros(4, 4), uniforms, log_min_p=-13.0, temperature=1.0)
+    assert got.token_ids.tolist() == [0, 1, 2, 3]
+
+
 def assert_greedy(draw: Draw, rows: Tensor, logits: Tensor) -> None:
     assert torch.equal(draw.token_ids[rows], logits[rows].argmax(-1))
     assert (draw.logprobs[rows] == 0).all()
