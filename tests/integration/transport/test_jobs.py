@@ -78,6 +78,14 @@ async def test_a_late_renewal_does_not_steal_the_lease_back(rig: Rig) -> None:
     assert await other.commit(new, make_group(new.job)) is Committed.COMMITTED
 
 
+async def test_a_replica_stopped_before_it_starts_does_not_start_late(rig: Rig) -> None:
+    (job,) = await rig.submit()
+    hung, other = rig.replica("hung", lease_ms=SHORT_LEASE_MS), rig.replica("other", lease_ms=SHORT_LEASE_MS)
+    ((entry_id, _),) = await rig.broker.read_group(rig.broker.keys.jobs, REPLICAS, hung.consumer, 1, BLOCK_MS)
+    await rig.expired(other)
+    assert await rig.broker.script("start", hung.consumer, "hung", entry_id, job.job_id, "") == [-1]
+
+
 @pytest.mark.parametrize("call", ["release", "fail"])
 async def test_only_the_owner_gives_back(rig: Rig, call: str) -> None:
     await rig.submit()
@@ -231,11 +239,10 @@ async def test_a_damaged_entry_is_dead_lettered_once(rig: Rig, fields: dict[str,
     assert delivery is None or isinstance(delivery.item, DeadLetter)
 
 
-@pytest.mark.parametrize("lease_ms", [1])
-async def test_a_damaged_entry_of_a_dead_replica_is_dead_lettered(rig: Rig, lease_ms: int) -> None:
+async def test_a_damaged_entry_of_a_dead_replica_is_dead_lettered(rig: Rig) -> None:
     await rig.broker.redis.xadd(rig.broker.keys.jobs, {"unknown": "entry"})
     await rig.broker.read_group(rig.broker.keys.jobs, REPLICAS, "dead", 1, BLOCK_MS)
-    replica = rig.replica("a", lease_ms=lease_ms)
+    replica = rig.replica("a", lease_ms=SHORT_LEASE_MS)
 
     async def gone() -> bool:
         assert await replica.claim_expired(4) == []

@@ -116,6 +116,13 @@ async def test_a_resumed_trainer_on_a_wiped_broker(own_broker: EmbeddedBroker, r
         await rig.submission.submit(jobs, fence=rig.fence, limit=3)
 
 
+async def test_the_first_trainer_after_a_wipe_keeps_the_others_out(own_broker: EmbeddedBroker, rig: Rig) -> None:
+    _wipe(own_broker)
+    (job,) = await rig.submit()
+    with pytest.raises(LeaseLostError):
+        await rig.submission.submit([job], fence=rig.fence - 1, limit=9)
+
+
 async def test_weights_are_announced_again_after_a_wipe(own_broker: EmbeddedBroker, rig: Rig) -> None:
     registry = WeightRegistry(rig.broker)
     assert await registry.next_seq(fence=rig.fence) == 1
