@@ -1,7 +1,7 @@
 """Advantages of a batch of groups.
 
-Shapes: G groups of n samples. Rewards [G, n] give advantages [G, n] of the same dtype. A group whose counted rewards are
-all equal has advantages of exactly 0.
+Shapes: G groups of n samples. Rewards [G, n] give advantages [G, n] of the same dtype. A group whose counted rewards
+are all equal has advantages of exactly 0.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ def uniform_groups(rewards: Float[Tensor, "G n"], counted: Bool[Tensor, "G n"] |
 @cache
 def _warn_single() -> None:
     log.warning(
-        "groups of one sample: there are no others to take a baseline from, so A = R, and rewards of one sign push only "
-        "one way; sample at least 2 per prompt"
+        "groups of one sample: there are no others to take a baseline from, so A = R, and rewards of one sign push "
+        "only one way; sample at least 2 per prompt"
     )

@@ -2,8 +2,8 @@
 
 Every worker is a fresh interpreter (reward_worker.py) behind a pair of pipes that carry JSON lines: chunks of requests
 down, one line per sample up. A sample that raises, returns no number or passes the limit costs itself. One that hangs
-in code which notices no signal, or takes its process down, costs itself and a worker, which is replaced; the rest of its
-chunk goes on from there.
+in code which notices no signal, or takes its process down, costs itself and a worker, which is replaced; the rest of
+its chunk goes on from there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RewardPool:
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """One result per request, in order. Waits for room while the pool is busy.
 
-        Raises ConfigError if a worker that had to be replaced does not start again, UnavailableError if the pool closes.
+        Raises ConfigError if a replaced worker does not start again, UnavailableError if the pool is closed meanwhile.
         """
         assert self._tasks, "score needs a started pool"
         size = max(1, min(MAX_CHUNK, len(requests) // (4 * self._num_workers)))

@@ -1,0 +1,305 @@
+"""The HTML report of a run: one file without links, light and dark, readable on a phone.
+
+Plots are drawn by matplotlib in placeholder colours that become CSS variables, so that one drawing serves both modes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .reporting import read_metrics
+
+TEMPLATE = "report.html.j2"
+SERIES = tuple(f"--s{i}" for i in range(1, 7))
+PLACEHOLDERS = {f"#00000{i}": f"var(--s{i})" for i in range(1, 7)} | {
+    "#000008": "var(--muted)",
+    "#000009": "var(--line)",
+}
+MUTED, LINE = "#000008", "#000009"
+
+
+class Kind(StrEnum):
+    LINES = "lines"
+    STACKED = "stacked"
+
+
+class Curve(NamedTuple):
+    key: str
+    label: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    caption: str
+    curves: tuple[Curve, ...]
+    kind: Kind = Kind.LINES
+    from_zero: bool = True
+    """The vertical axis starts at 0; otherwise it shows the range of the values."""
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        "Mean over the batch, thin; its moving average, bold. Held-out prompts are never trained on.",
+        (Curve("reward/mean", "training"), Curve("heldout/score", "held-out")),
+        from_zero=False,
+    ),
+    Panel(
+        "Mismatch: KL(infer ‖ train) per token",
+        "Two estimates of the same, over tokens inside the safe set, before anything is rejected.",
+        (Curve("mismatch/kl", "mean(−l)"), Curve("mismatch/k3_kl", "K3", dashed=True)),
+        from_zero=False,
+    ),
+    Panel(
+        "Sequences rejected",
+        "Share of the batch, by reason: sampled token outside the trainer's safe set, ratio below the veto, not a "
+        "number, importance weight above its bound.",
+        (
+            Curve("veto/outside", "veto: outside"),
+            Curve("veto/numerical", "veto: ratio"),
+            Curve("veto/nan", "veto: NaN", dashed=True),
+            Curve("mis/fraction", "MIS"),
+        ),
+    ),
+    Panel(
+        "Kept mass",
+        "Probability of the safe set under the full softmax: mean and smallest over all positions of the batch.",
+        (
+            Curve("kept/mass_mean_train", "trainer, mean"),
+            Curve("kept/mass_mean_infer", "replica, mean", dashed=True),
+            Curve("kept/mass_min_train", "trainer, min"),
+            Curve("kept/mass_min_infer", "replica, min", dashed=True),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Positions pruned",
+        "Share of positions at which min-p leaves out at least one token of the vocabulary.",
+        (Curve("pruned/share", "share"),),
+    ),
+    Panel(
+        "Staleness",
+        "Optimizer steps between the weights that drew a sample's oldest token and the step that trains it.",
+        (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", dashed=True)),
+    ),
+    Panel(
+        "Throughput",
+        "Samples trained per second of wall clock.",
+        (Curve("throughput/samples_per_second", "samples/s"),),
+    ),
+    Panel(
+        "Where the time went",
+        "Seconds per step. Generation runs in the replicas and overlaps the rest when staleness is allowed.",
+        (
+            Curve("time/generate_s", "generate"),
+            Curve("time/wait_s", "wait"),
+            Curve("time/reward_s", "reward"),
+            Curve("time/train_s", "train"),
+            Curve("time/publish_s", "publish"),
+            Curve("time/eval_s", "evaluate"),
+        ),
+        Kind.STACKED,
+    ),
+)
+
+TILES = {
+    "reward_first": "reward, first steps",
+    "reward_last": "reward, last steps",
+    "heldout_last": "held-out score",
+    "samples_per_second": "samples per second",
+    "steps": "steps",
+    "samples_trained": "samples trained",
+    "versions_published": "versions published",
+    "wall_s": "seconds in all",
+}
+"""Keys of the summary that are shown large, if they are there."""
+
+
+class Line(NamedTuple):
+    """One curve with what the metrics file has for it, gaps left out."""
+
+    curve: Curve
+    colour: str
+    steps: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+
+def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, title: str = "Training run") -> None:
+    """Renders whatever the metrics file has; a panel without any data is named as not recorded."""
+    import jinja2
+
+    records = read_metrics(metrics_jsonl)
+    drawn = [(panel, _lines(panel, records)) for panel in PANELS]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.get_template(TEMPLATE).render(
+        title=title,
+        subtitle=_subtitle(records),
+        tiles=[{"label": label, "value": _text(summary[key])} for key, label in TILES.items() if key in summary],
+        plots=[_plot(panel, lines) for panel, lines in drawn if lines],
+        missing=[panel.title for panel, lines in drawn if not lines],
+        figures=[(_label(key), _figure(value)) for key, value in summary.items()],
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+
+
+def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    lines = []
+    for curve, colour in zip(panel.curves, SERIES, strict=False):
+        points = [(r["step"], r[curve.key]) for r in records if isinstance(r.get(curve.key), (int, float))]
+        if points:
+            steps, values = np.array(points, np.float64).T
+            lines.append(Line(curve, colour, steps, values))
+    return lines
+
+
+def _subtitle(records: Sequence[Mapping[str, Any]]) -> str:
+    if not records:
+        return "No step was recorded."
+    return f"Steps {records[0]['step']} to {records[-1]['step']}, one record each."
+
+
+def _plot(panel: Panel, lines: Sequence[Line]) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    legend = [{"label": line.curve.label, "colour": line.colour, "dashed": line.curve.dashed} for line in lines]
+    ends = "; ".join(f"{line.curve.label} {_text(line.values[0])} → {_text(line.values[-1])}" for line in lines)
+    svg = Markup(_draw(panel, lines))  # our own drawing: nothing of the user's is in it
+    return {"title": panel.title, "legend": legend, "svg": svg, "caption": panel.caption, "ends": ends}
+
+
+def _draw(panel: Panel, lines: Sequence[Line]) -> str:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": panel.title,
+        "font.size": 10.5,
+        "xtick.labelsize": 10.5,
+        "ytick.labelsize": 10.5,
+        "font.family": "sans-serif",
+    }
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(5.0, 2.9), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        if panel.kind is Kind.STACKED:
+            _draw_stacked(axes, lines)
+        else:
+            for line in lines:
+                _draw_line(axes, line)
+        _dress(axes, panel.from_zero)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(buffer.getvalue(), panel.title)
+
+
+def _draw_line(axes: Any, line: Line) -> None:
+    style = "--" if line.curve.dashed else "-"
+    sparse = len(line.values) <= 12
+    noisy = line.curve.key == "reward/mean" and not sparse
+    width, alpha = (0.9, 0.45) if noisy else (1.8, 1.0)
+    axes.plot(
+        line.steps,
+        line.values,
+        style,
+        color=_ink(line.colour),
+        lw=width,
+        alpha=alpha,
+        marker="o" if sparse else None,
+        ms=4,
+    )
+    if noisy:
+        axes.plot(line.steps, moving_average(line.values), style, color=_ink(line.colour), lw=2.2)
+
+
+def _draw_stacked(axes: Any, lines: Sequence[Line]) -> None:
+    steps = np.unique(np.concatenate([line.steps for line in lines]))
+    layers = np.zeros((len(lines), len(steps)))
+    for layer, line in zip(layers, lines, strict=True):
+        layer[np.searchsorted(steps, line.steps)] = line.values
+    bottom = np.zeros(len(steps))
+    for layer, line in zip(layers, lines, strict=True):
+        axes.fill_between(steps, bottom, bottom + layer, step="mid", color=_ink(line.colour), lw=0)
+        bottom = bottom + layer
+
+
+def _dress(axes: Any, from_zero: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=False)
+    axes.yaxis.get_offset_text().set_color(MUTED)
+    axes.set_xlabel("step", color=MUTED)
+    axes.tick_params(color=LINE, labelcolor=MUTED, length=3)
+    axes.grid(axis="y", color=LINE, lw=0.7)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(LINE)
+    low, high = axes.get_ylim()
+    if high - low < 1e-9:  # a flat line: a tick label of its own instead of an offset of 1e-12
+        axes.set_ylim(low - 0.5, high + 0.5)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def _ink(variable: str) -> str:
+    return f"#00000{variable[-1]}"
+
+
+def _inline(svg: str, label: str) -> str:
+    """The svg element alone, with CSS variables for placeholder colours and a name for screen readers."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font: [^;\"]*sans-serif[^;\"]*", lambda m: m[0].split("'")[0] + "system-ui, sans-serif", svg)
+    for placeholder, variable in PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, variable)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Centred, over about a tenth of the run (at least 5 steps), shorter at the ends."""
+    half = max(len(values) // 20, 2)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    averages: NDArray[np.float64] = (sums[end] - sums[start]) / (end - start)
+    return averages
+
+
+def _label(key: str) -> str:
+    return key.replace("_", " ").replace("/", ": ")
+
+
+def _figure(value: Any) -> str | list[str]:
+    """One line of text, or one per item of a list."""
+    return [_text(item) for item in value] if isinstance(value, (list, tuple)) and value else _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.3g}" if value else "0"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_label(str(key))} {_text(item)}" for key, item in value.items())
+    return str(value)
