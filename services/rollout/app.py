@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,10 +23,9 @@ from services.contract.http import (
 
 from . import problems
 from .guard import Guard
+from .loops import race
 from .metrics import CountedRequests
 from .service import Service
-
-T = TypeVar("T")
 
 API_VERSION = "1"
 CLIENT_GONE = 499
@@ -57,7 +55,7 @@ Served = Annotated[Service, Depends(_service)]
 @router.post("/v1/rollouts", response_model=RolloutResponse)
 async def rollout(body: RolloutRequest, request: Request, service: Served) -> Response:
     """Samples now, on this replica. Stops when the client disconnects."""
-    response = await _while_connected(request, service.rollout(body))
+    response = await race(service.rollout(body), _disconnected(request))
     return Response(status_code=CLIENT_GONE) if response is None else _json(response)
 
 
@@ -110,18 +108,6 @@ async def metrics(service: Served) -> Response:
 def _json(body: BaseModel, status: int = 200) -> Response:
     # Straight from pydantic: FastAPI would validate and copy every array once more.
     return Response(body.model_dump_json(), status, media_type="application/json")
-
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result, or None if the client went away first; the work is cancelled then."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

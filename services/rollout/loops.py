@@ -1,11 +1,11 @@
-"""Background work that outlives every outage."""
+"""Work in the background and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from services.contract.errors import DvpError, UnavailableError
 
@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 MIN_DELAY_S = 0.1
 MAX_DELAY_S = 2.0
+CANCEL_AGAIN_S = 0.25
 
 
 async def keep_doing(what: str, step: Callable[[], Awaitable[object]]) -> None:
@@ -49,9 +50,21 @@ async def outlast(what: str, call: Callable[[], Awaitable[T]], patience_s: float
         delay = min(2 * delay, MAX_DELAY_S)
 
 
-async def cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels and waits until they are gone; what they raise was logged where it happened."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        # Again after a while: an awaited reply that arrives at the same moment can swallow a cancellation.
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+
+
+async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> T | None:
+    """The result of `work`, or None if `end` comes first; the loser is cancelled."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(end)
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await cancel((working, ending))

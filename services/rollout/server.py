@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from .settings import EngineName, RolloutSettings
 logger = logging.getLogger(__name__)
 
 BACKLOG = 512
+ANSWER_S = 2
+"""Time to send the last answers after requests were ended."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the service stops first, then HTTP."""
+    """uvicorn without its signal handlers: queue and HTTP drain side by side, then the engine closes."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,9 +61,9 @@ async def _run(service: Service, http: HttpServer, listener: socket.socket, aske
         starting.cancel()
         stopping.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        await service.stop()
         http.should_exit = True
-        await serving
+        await asyncio.gather(service.drain(), serving)
+        await service.close()
     logger.info("stopped")
 
 
@@ -121,6 +124,6 @@ def _http_server(app: FastAPI, settings: RolloutSettings) -> HttpServer:
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + ANSWER_S,
     )
     return HttpServer(config)

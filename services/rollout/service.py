@@ -23,6 +23,7 @@ from services.transport.submission import Submission
 from services.transport.weight_folder import folder_digest
 
 from .admission import Slots
+from .loops import race
 from .metrics import Metrics
 from .prompts import Prompts
 from .replica import Replica
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """`start` once, then the other methods from the same event loop, then `stop`."""
+    """`start` once, then the other methods from the same event loop, then `drain` and `close`."""
 
     def __init__(self, settings: RolloutSettings, context: LogContext) -> None:
         self.settings = settings
@@ -46,6 +47,7 @@ class Service:
         self._swap: WeightSwap | None = None
         self._uplink: Uplink | None = None
         self._stopping = False
+        self._cut_off = asyncio.Event()
 
     async def start(self) -> None:
         """Loads the model, then connects to the broker. Raises ConfigError."""
@@ -62,11 +64,15 @@ class Service:
         self._uplink = Uplink(self._replica, self._swap, self.settings, self.settings.redis_url)
         await self._uplink.run()
 
-    async def stop(self) -> None:
-        """Gives unfinished jobs back and frees the model. Bounded."""
+    async def drain(self) -> None:
+        """Lets work finish for `drain_s`, then gives jobs back and ends requests."""
         self._stopping = True
+        asyncio.get_running_loop().call_later(self.settings.drain_s, self._cut_off.set)
         if self._uplink is not None:
             await self._uplink.stop()
+
+    async def close(self) -> None:
+        """Frees the model."""
         if self._replica is not None:
             await self._replica.engine.close()
 
@@ -76,7 +82,9 @@ class Service:
         job = await replica.prompts.job(request, replica.run_id)
         replica.slots.admit(job.n)
         with replica.slots.hold(job.n):
-            group = await replica.generate(job, self.settings.job_timeout_s)
+            group = await race(replica.generate(job, self.settings.job_timeout_s), self._cut_off.wait())
+        if group is None:
+            raise UnavailableError("this replica is stopping")
         return await replica.prompts.response(group)
 
     async def submit(self, request: JobRequest) -> str:

@@ -13,7 +13,7 @@ from services.contract.job import Job
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
 
-from .loops import cancel, keep_doing, outlast
+from .loops import MAX_DELAY_S, cancel, keep_doing, outlast
 from .replica import Replica
 from .weights import WeightSwap
 
@@ -23,7 +23,7 @@ BLOCK_MS = 2_000
 """Also the longest time until expired leases of dead replicas are looked for again."""
 PATIENCE_S = 600.0
 """How long a finished group waits for a broker that is away."""
-GIVE_BACK_S = 3.0
+GIVE_BACK_S = 2.0
 
 
 class Worker:
@@ -117,6 +117,11 @@ class Worker:
             return await self._fail(lease, str(error), fatal=True)
         except EngineError as error:
             return await self._fail(lease, str(error), fatal=_overdue(lease.job))
+        except UnavailableError as error:
+            logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
+            await asyncio.sleep(MAX_DELAY_S)
+            await self._queue.release(lease)
+            return "released"
         settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
         return settled.value
 

@@ -13,15 +13,18 @@ import httpx
 import pytest
 
 from services.client import AsyncClient, Client, Retry
-from services.contract.errors import ConfigError, OverloadedError, UnavailableError
+from services.contract.errors import ConfigError, OverloadedError, UnavailableError, WeightError
 from services.contract.http import Problem
+from services.contract.weights import Announcement
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, free_port
+from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.rollout.process import WAIT_S, ReplicaProcess, ReplicaThread, until
+from tests.integration.rollout.publishing import announce
 
 
-def in_flight(replica: ReplicaThread) -> float:
+def in_flight(replica: ReplicaProcess | ReplicaThread) -> float:
     lines = httpx.get(f"{replica.url}/metrics").text.splitlines()
     return float(next(line.split()[-1] for line in lines if line.startswith("dvp_rollout_in_flight_samples ")))
 
@@ -122,6 +125,12 @@ def test_http_goes_on_while_the_broker_is_away(model: Path, tmp_path: Path, capl
         assert broker.password not in caplog.text
 
 
+def cut_off(replica: ReplicaProcess) -> None:
+    """A rollout whose replica stops."""
+    with replica.client() as client, pytest.raises(UnavailableError, match="stopping"):
+        client.rollout(prompt="1")
+
+
 def test_a_graceful_stop_gives_unfinished_jobs_back(model: Path, broker_url: str, tmp_path: Path) -> None:
     run = f"stop-{secrets.token_hex(4)}"
     args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s", "600", "--drain-s", "0.2"]
@@ -129,7 +138,11 @@ def test_a_graceful_stop_gives_unfinished_jobs_back(model: Path, broker_url: str
     with ReplicaProcess(tmp_path / "slow", *args) as replica, replica.client() as client:
         jobs = [client.submit(prompt="1", sampling={"max_tokens": 3}) for _ in range(3)]
         until(lambda: all(client.job(job).status == "running" for job in jobs))
+        waiting = threading.Thread(target=cut_off, args=(replica,))
+        waiting.start()
+        until(lambda: in_flight(replica) == 4)
         assert replica.stop(signal.SIGINT) == 0
+        waiting.join()
         assert "Traceback" not in replica.log
 
     async def left_behind() -> tuple[list[str], int]:
@@ -153,3 +166,30 @@ def test_the_port_is_free_again_after_a_stop(model: Path, tmp_path: Path) -> Non
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             again.bind(("127.0.0.1", replica.port))
     assert not (tmp_path / "port").exists()
+
+
+def test_weights_over_http(model: Path, broker_url: str, tmp_path: Path) -> None:
+    run = f"weights-{secrets.token_hex(4)}"
+
+    def publish(folder: Path, *, break_it: bool) -> Announcement:
+        async def published() -> Announcement:
+            async with await Broker.connect(broker_url, run) as broker, TrainerLease(broker, "test").held() as fence:
+                return await announce(broker, fence, folder, model, break_it=break_it)
+
+        return asyncio.run(published())
+
+    args = ["--model", str(model), "--engine", "fake", "--redis-url", broker_url, "--run-id", run]
+    with ReplicaThread(tmp_path / "replica", *args) as replica, replica.client() as client:
+        first = client.weights().version
+        assert first.startswith(f"{run}:0:")
+        bad = publish(tmp_path / "bad", break_it=True)
+        with pytest.raises(WeightError, match="SHA-256 differs"):
+            client.reload_weights()
+        until(lambda: bad.version in str(client.weights().error))
+        assert client.weights().version == first
+        good = publish(tmp_path / "good", break_it=False)
+        until(lambda: client.reload_weights().version == good.version)
+        assert client.weights().error is None
+        assert client.rollout(prompt="1").samples[0].versions[0].version == good.version
+        until(lambda: client.queue().replicas[0].version == good.version)
+        assert f"dvp_rollout_version_seq {float(good.seq)}" in httpx.get(f"{replica.url}/metrics").text

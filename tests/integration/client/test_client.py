@@ -1,0 +1,246 @@
+"""Both clients against a real replica; retries against a real server that fails as told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from services.client import AsyncClient, Client, Retry
+from services.client.calls import JobFields, RolloutFields
+from services.contract.errors import (
+    ConfigError,
+    DvpError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    WeightError,
+)
+from services.contract.http import JobRequest, RolloutRequest, SamplingBody
+from services.contract.job import JobState
+from services.transport.embedded import free_port
+from tests.integration.rollout.process import ReplicaThread
+
+TOKEN = "s3cret"
+QUICK = Retry(tries=4, first_s=0.01, longest_s=2.0)
+
+
+@pytest.fixture
+def client(server: ReplicaThread) -> Iterator[Client]:
+    with Client(server.url, token=TOKEN) as connected:
+        yield connected
+
+
+def test_rollout(client: Client) -> None:
+    answer = client.rollout(prompt="1+1=", n=3, sampling={"max_tokens": 5}, metadata={"row": 1})
+    assert [len(sample.token_ids) for sample in answer.samples] == [5, 5, 5]
+    assert answer.metadata == {"row": 1}
+    assert isinstance(answer.samples[0].text, str)
+    ids = client.rollout(prompt_ids=answer.prompt_ids.tolist(), sampling=SamplingBody(max_tokens=2), return_text=False)
+    assert ids.prompt_ids.tolist() == answer.prompt_ids.tolist()
+    assert ids.samples[0].text is None
+    assert client.rollout(messages=[{"role": "user", "content": "1"}]).samples
+
+
+def test_jobs(client: Client) -> None:
+    job_id = client.submit(prompt="1", n=2)
+    group = client.wait(job_id, timeout=20)
+    assert (group.job_id, len(group.samples)) == (job_id, 2)
+    assert client.job(job_id).status is JobState.DONE
+    assert client.submit(job_id=job_id, prompt="1", n=2) == job_id
+
+
+def test_state(client: Client) -> None:
+    assert client.ready().status == "ok"
+    assert client.weights() == client.reload_weights()
+    assert len(client.queue().replicas) == 1
+
+
+async def test_async_client(server: ReplicaThread) -> None:
+    async with AsyncClient(server.url, token=TOKEN) as client:
+        assert len((await client.rollout(prompt="1", n=2)).samples) == 2
+        job_id = await client.submit(prompt="1")
+        assert (await client.wait(job_id, timeout=20)).job_id == job_id
+        assert (await client.job(job_id)).status is JobState.DONE
+        assert (await client.ready()).status == "ok"
+        assert await client.weights() == await client.reload_weights()
+        assert (await client.queue()).run_id == (await client.rollout(prompt="1")).run_id
+        with pytest.raises(NotFoundError):
+            await client.job("never")
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert methods(Client) == methods(AsyncClient)
+
+
+def test_keyword_arguments_are_the_bodies_fields() -> None:
+    assert set(RolloutFields.__annotations__) == set(RolloutRequest.model_fields)
+    assert set(JobFields.__annotations__) == set(JobRequest.model_fields)
+
+
+def test_a_bad_request_is_refused_before_it_is_sent() -> None:
+    with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(RequestError, match=r"n: .*greater than or equal to 1, got 0"):
+            client.rollout(prompt="1", n=0)
+        with pytest.raises(RequestError, match="promt"):
+            client.rollout(promt="1")  # type: ignore[call-arg]
+
+
+def test_the_services_refusal_names_the_field(client: Client) -> None:
+    with pytest.raises(RequestError, match="100 tokens") as caught:
+        client.rollout(prompt="1" * 100)
+    assert caught.value.errors[0]["field"] == "prompt"
+
+
+def test_a_wrong_token(server: ReplicaThread) -> None:
+    with Client(server.url, token="wrong") as client, pytest.raises(ConfigError, match="token"):
+        client.weights()
+
+
+def test_nobody_there() -> None:
+    port = free_port()
+    with (
+        Client(f"http://127.0.0.1:{port}", retry=QUICK) as client,
+        pytest.raises(UnavailableError, match=f"{port}.*ConnectError"),
+    ):
+        client.rollout(prompt="1")
+
+
+class Script(BaseHTTPRequestHandler):
+    """Answers with the next of `answers`: (status, headers, body), or None to hang up."""
+
+    answers: list[tuple[int, dict[str, str], object] | None]
+    seen: list[dict[str, object]]
+
+    def answer(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        self.seen.append(json.loads(self.rfile.read(length) or "{}"))
+        answer = self.answers.pop(0) if self.answers else (500, {}, "the script has ended")
+        if answer is None:
+            self.close_connection = True
+            return
+        status, headers, body = answer
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = answer  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def scripted(*answers: tuple[int, dict[str, str], object] | None) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """The address of a real server with that script, and the bodies that it saw."""
+    seen: list[dict[str, object]] = []
+    handler = type("Handler", (Script,), {"answers": list(answers), "seen": seen})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", seen
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+ACCEPTED = (202, {}, {"job_id": "a"})
+
+
+def busy(retry_after: str) -> tuple[int, dict[str, str], object]:
+    return 429, {"Retry-After": retry_after}, {"title": "t", "status": 429, "detail": "full"}
+
+
+def test_a_submission_is_repeated_with_the_same_id_until_it_is_accepted() -> None:
+    with scripted(None, (503, {}, {}), busy("0"), ACCEPTED) as (url, seen), Client(url, retry=QUICK) as client:
+        assert client.submit(prompt="1") == "a"
+    assert len(seen) == 4
+    assert len({body["job_id"] for body in seen}) == 1
+
+
+async def test_the_async_client_retries_alike() -> None:
+    with scripted(None, busy("0"), ACCEPTED) as (url, seen):
+        async with AsyncClient(url, retry=QUICK) as client:
+            assert await client.submit(prompt="1") == "a"
+    assert len(seen) == 3
+
+
+def test_patience_ends() -> None:
+    with scripted(*[busy("0")] * 9) as (url, seen), Client(url, retry=QUICK) as client:
+        with pytest.raises(OverloadedError, match="full"):
+            client.submit(prompt="1")
+        assert len(seen) == QUICK.tries
+
+
+def test_a_long_retry_after_is_left_to_the_caller() -> None:
+    with scripted(busy("3600")) as (url, seen), Client(url, retry=QUICK) as client:
+        with pytest.raises(OverloadedError) as caught:
+            client.submit(prompt="1")
+        assert caught.value.retry_after_s == 3600
+        assert len(seen) == 1
+
+
+def test_a_rollout_that_was_cut_off_is_not_paid_for_twice() -> None:
+    with scripted(None, None) as (url, seen), Client(url, retry=QUICK) as client:
+        with pytest.raises(UnavailableError):
+            client.rollout(prompt="1")
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, RequestError),
+        (401, ConfigError),
+        (403, ConfigError),
+        (404, NotFoundError),
+        (405, RequestError),
+        (409, WeightError),
+        (413, RequestError),
+        (422, RequestError),
+        (500, EngineError),
+        (302, DvpError),
+    ],
+)
+def test_problems_become_the_contracts_errors(status: int, kind: type[DvpError]) -> None:
+    document = {"title": "t", "status": status, "detail": "why"}
+    with scripted((status, {}, document)) as (url, seen), Client(url, retry=QUICK) as client:
+        with pytest.raises(kind, match="why") as caught:
+            client.weights()
+        assert type(caught.value) is kind
+        assert len(seen) == 1
+
+
+def test_an_answer_of_another_shape_is_an_error() -> None:
+    with scripted((200, {}, {"hello": 1})) as (url, _), Client(url) as client, pytest.raises(DvpError, match="hello"):
+        client.weights()
+
+
+def test_a_dead_job_and_a_late_one() -> None:
+    dead = (200, {}, {"status": "dead", "error": "NaN logits"})
+    running = (200, {}, {"status": "running"})
+    with scripted(running, dead) as (url, _), Client(url) as client, pytest.raises(EngineError, match="NaN logits"):
+        client.wait("a", timeout=5)
+    with scripted(*[running] * 99) as (url, _), Client(url) as client, pytest.raises(UnavailableError, match="within"):
+        client.wait("a", timeout=0.1)
+
+
+def test_the_client_needs_neither_torch_nor_redis() -> None:
+    code = "import services.client, sys; print(*({'torch', 'redis', 'fastapi', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

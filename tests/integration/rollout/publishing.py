@@ -1,0 +1,35 @@
+"""Publishing weights as a trainer does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from services.contract.weights import Announcement
+from services.transport.broker import Broker
+from services.transport.weight_folder import write_manifest
+from services.transport.weights import WeightRegistry
+
+
+async def announce(
+    broker: Broker, fence: int, folder: Path, model: Path, *, min_seq: int = 0, break_it: bool = False
+) -> Announcement:
+    """A copy of `model` in `folder`, as the next version. `break_it`: one bit is wrong by the time it is announced."""
+    registry = WeightRegistry(broker)
+    shutil.copytree(model, folder)
+    seq = await registry.next_seq(fence=fence)
+    manifest = write_manifest(folder, broker.run_id, seq, step=seq)
+    if break_it:
+        flip_a_bit(folder / "model.safetensors")
+    announcement = Announcement(
+        version=str(manifest.version), step=seq, folder=str(folder), min_seq=min_seq, announced_at=time.time()
+    )
+    await registry.announce(announcement, fence=fence)
+    return announcement
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)

@@ -1,0 +1,357 @@
+"""The queue side of a replica against a real broker: leases, dead letters, quarantine, the weight swap."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from services.contract.errors import WeightError
+from services.contract.group import Group
+from services.contract.job import Job, JobState, Sink
+from services.contract.sampling import Sampling
+from services.engines.fake import FakeEngine
+from services.engines.protocol import Engine
+from services.engines.tokenizer import load_tokenizer
+from services.engines.transformers import TransformersEngine
+from services.logs import LogContext
+from services.rollout.admission import Slots
+from services.rollout.loops import cancel
+from services.rollout.metrics import Metrics
+from services.rollout.prompts import Prompts
+from services.rollout.replica import Replica
+from services.rollout.weights import WeightSwap
+from services.rollout.worker import Worker
+from services.transport.broker import Broker
+from services.transport.groups import GroupQueue
+from services.transport.jobs import JobQueue
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission
+from services.transport.weight_folder import write_manifest
+from services.transport.weights import WeightRegistry
+from tests.integration.rollout.publishing import announce, flip_a_bit
+
+WAIT_S = 20.0
+
+
+async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            met = condition()
+            if await met if isinstance(met, Awaitable) else met:
+                return
+            await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Running:
+    worker: Worker
+    swap: WeightSwap
+    slots: Slots
+    queue: JobQueue
+
+
+@asynccontextmanager
+async def working(
+    broker: Broker,
+    engine: Engine,
+    model: Path,
+    *,
+    replica_id: str = "a",
+    lease_s: float = 30.0,
+    max_deliveries: int = 2,
+    job_timeout_s: float = 60.0,
+    following: bool = True,
+) -> AsyncIterator[Running]:
+    await engine.start()
+    slots = Slots(engine.capacity, 0)
+    metrics = Metrics()
+    replica = Replica(replica_id, broker.run_id, engine, Prompts(load_tokenizer(model), engine), slots, metrics)
+    swap = WeightSwap(engine, metrics, LogContext())
+    queue = JobQueue(broker, replica_id, lease_ms=int(lease_s * 1000), max_deliveries=max_deliveries)
+    registry = WeightRegistry(broker)
+    worker = Worker(replica, swap, queue, registry, lease_s=lease_s, job_timeout_s=job_timeout_s)
+    worker.start()
+
+    async def follow() -> None:
+        while True:
+            await swap.follow(registry)
+
+    follower = asyncio.create_task(follow()) if following else None
+    try:
+        yield Running(worker, swap, slots, queue)
+    finally:
+        if follower is not None:
+            await cancel([follower])
+        await worker.stop(0.0)
+        await engine.close()
+
+
+def job(run_id: str, name: str, *, n: int = 1, min_seq: int = 0, deadline: float | None = None) -> Job:
+    return Job(
+        job_id=name,
+        run_id=run_id,
+        prompt_ids=[5, 6, 7],
+        n=n,
+        sampling=Sampling(max_tokens=8),
+        sink=Sink.TRAIN,
+        min_seq=min_seq,
+        deadline=deadline,
+    )
+
+
+@pytest.fixture
+async def fence(broker: Broker) -> AsyncIterator[int]:
+    lease = TrainerLease(broker, "test")
+    yield await lease.acquire()
+    await lease.release()
+
+
+async def submit(broker: Broker, fence: int, *jobs: Job) -> None:
+    await Submission(broker).submit(jobs, fence=fence, limit=1000)
+
+
+async def state(broker: Broker, name: str) -> JobState:
+    return (await Submission(broker).status(name)).state
+
+
+def fake(broker: Broker, **options: float | int) -> FakeEngine:
+    return FakeEngine(**{"service_time_s": 0.01, "vocab_size": 96, **options}, version=f"{broker.run_id}:0:aa")  # type: ignore[arg-type]
+
+
+async def test_groups_reach_the_trainer_whole(broker: Broker, fence: int, model: Path) -> None:
+    names = [f"job-{i}" for i in range(12)]
+    async with working(broker, fake(broker, capacity=4), model) as running:
+        await submit(broker, fence, *(job(broker.run_id, name, n=3) for name in names))
+        trainer, groups = GroupQueue(broker, fence=fence), {}
+        async with asyncio.timeout(WAIT_S):
+            while len(groups) < len(names):
+                for delivery in await trainer.read(20, 500):
+                    assert isinstance(delivery.item, Group)
+                    groups[delivery.job_id] = delivery.item
+        await until(lambda: running.slots.in_use == 0)
+    assert sorted(groups) == sorted(names)
+    assert {len(group.samples) for group in groups.values()} == {3}
+    assert {group.replica_id for group in groups.values()} == {"a"}
+
+
+async def test_no_more_is_claimed_than_fits(broker: Broker, fence: int, model: Path) -> None:
+    async with working(broker, fake(broker, capacity=4, service_time_s=600), model) as running:
+        await submit(broker, fence, *(job(broker.run_id, f"job-{i}", n=2) for i in range(2)))
+        await until(lambda: running.slots.in_use == 4)
+        await submit(broker, fence, *(job(broker.run_id, f"late-{i}", n=2) for i in range(4)))
+        await asyncio.sleep(0.2)
+        assert running.slots.in_use == 4
+        assert {await state(broker, f"late-{i}") for i in range(4)} == {JobState.QUEUED}
+
+
+async def test_a_job_that_cannot_run_here_dies_at_once(broker: Broker, fence: int, model: Path) -> None:
+    async with working(broker, fake(broker, context_length=3), model):
+        await submit(broker, fence, job(broker.run_id, "long"))
+        await until(lambda: dead(broker, "long"))
+    report = await Submission(broker).status("long")
+    assert report.error is not None
+    assert "context" in report.error
+
+
+async def dead(broker: Broker, name: str) -> bool:
+    return await state(broker, name) is JobState.DEAD
+
+
+async def test_weights_that_give_nan_kill_the_job_after_its_deliveries(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    sick = tmp_path / "sick"
+    shutil.copytree(model, sick)
+    tensors = load_file(sick / "model.safetensors")
+    broken = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
+    save_file(broken, sick / "model.safetensors", metadata={"format": "pt"})
+    engine = TransformersEngine(sick, max_batch=4, threads=1, version=f"{broker.run_id}:0:aa")
+    async with working(broker, engine, sick, max_deliveries=2):
+        await submit(broker, fence, job(broker.run_id, "nan"))
+        await until(lambda: dead(broker, "nan"))
+    report = await Submission(broker).status("nan")
+    assert report.error is not None
+    assert "finite" in report.error or "NaN" in report.error
+
+
+async def test_a_generation_that_takes_too_long_counts_as_an_error(broker: Broker, fence: int, model: Path) -> None:
+    slow = fake(broker, service_time_s=600)
+    async with working(broker, slow, model, max_deliveries=1, job_timeout_s=0.2) as running:
+        await submit(broker, fence, job(broker.run_id, "slow"))
+        await until(lambda: dead(broker, "slow"))
+        await until(lambda: running.slots.in_use == 0)
+        await until(lambda: slow.num_running == 0)
+    assert "took longer" in str((await Submission(broker).status("slow")).error)
+
+
+async def test_jobs_of_a_dead_replica_are_taken_over(broker: Broker, fence: int, model: Path) -> None:
+    ghost = JobQueue(broker, "ghost", lease_ms=300)
+    await submit(broker, fence, job(broker.run_id, "orphan"))
+    assert len(await ghost.claim(1, 1000)) == 1
+    async with working(broker, fake(broker), model, lease_s=0.5):
+        await until(lambda: finished(broker, "orphan"))
+
+
+async def finished(broker: Broker, name: str) -> bool:
+    return await state(broker, name) is JobState.DONE
+
+
+async def test_leases_are_renewed_for_as_long_as_it_takes(broker: Broker, fence: int, model: Path) -> None:
+    rival = JobQueue(broker, "rival", lease_ms=600)
+    async with working(broker, fake(broker, service_time_s=2.0), model, lease_s=0.6) as running:
+        await submit(broker, fence, job(broker.run_id, "long"))
+        await until(lambda: running.slots.in_use == 1)
+        stolen = []
+        while running.slots.in_use:
+            stolen += await rival.claim_expired(1)
+            await asyncio.sleep(0.05)
+        assert stolen == []
+        await until(lambda: finished(broker, "long"))
+
+
+async def test_a_lost_lease_stops_the_samples(broker: Broker, fence: int, model: Path) -> None:
+    engine = fake(broker, service_time_s=600)
+    async with working(broker, engine, model, lease_s=0.6) as running:
+        await submit(broker, fence, job(broker.run_id, "stolen"))
+        await until(lambda: engine.num_running == 1)
+        # Lease of 0: for this thief every lease has run out.
+        thief = JobQueue(broker, "thief", lease_ms=0)
+        assert len(await thief.claim_expired(1)) == 1
+        await until(lambda: engine.num_running == 0)
+        await until(lambda: running.slots.in_use == 0)
+        assert await state(broker, "stolen") is JobState.RUNNING
+
+
+async def test_a_new_version_is_served_and_stamped(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
+    async with working(broker, fake(broker), model) as running:
+        announcement = await announce(broker, fence, tmp_path / "v1", model)
+        await until(lambda: running.swap.status.version == announcement.version)
+        await submit(broker, fence, job(broker.run_id, "after"))
+        trainer = GroupQueue(broker, fence=fence)
+        delivery = (await trainer.read(1, 5000))[0]
+        assert isinstance(delivery.item, Group)
+        assert delivery.item.samples[0].versions[0].version == announcement.version
+
+
+async def test_a_job_that_wants_newer_weights_keeps_its_lease_and_waits(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    async with working(broker, fake(broker), model) as running:
+        await submit(broker, fence, job(broker.run_id, "eager", min_seq=1))
+        await until(lambda: running.slots.in_use == 1)
+        assert await state(broker, "eager") is JobState.RUNNING
+        announcement = await announce(broker, fence, tmp_path / "v1", model)
+        delivery = (await GroupQueue(broker, fence=fence).read(1, 5000))[0]
+        assert isinstance(delivery.item, Group)
+        assert delivery.item.samples[0].versions[0].version == announcement.version
+
+
+async def test_a_job_can_bring_the_news_of_new_weights(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
+    async with working(broker, fake(broker), model, following=False) as running:
+        announcement = await announce(broker, fence, tmp_path / "v1", model)
+        await submit(broker, fence, job(broker.run_id, "eager", min_seq=announcement.seq))
+        await until(lambda: finished(broker, "eager"))
+        assert running.swap.seq == announcement.seq
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "manifest", "gone", "other"])
+async def test_bad_weights_are_refused_named_and_replaced(
+    damage: str, broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "v1"
+    hidden = tmp_path / "hidden"
+    async with working(broker, fake(broker), model, following=False) as running:
+        before = running.swap.status.version
+        bad = await announce(broker, fence, folder, model)
+        spoil(folder, damage, hidden)
+        with pytest.raises(WeightError):
+            await running.swap.refresh(WeightRegistry(broker))
+        status = running.swap.status
+        assert (status.version, status.loading) == (before, None)
+        assert status.error is not None
+        assert bad.version in status.error
+        await submit(broker, fence, job(broker.run_id, "still"))
+        await until(lambda: finished(broker, "still"))
+
+        good = await announce(broker, fence, tmp_path / "v2", model)
+        await running.swap.follow(WeightRegistry(broker))
+        assert running.swap.status.version == good.version
+        assert running.swap.status.error is None
+
+
+def spoil(folder: Path, damage: str, hidden: Path) -> None:
+    weights = folder / "model.safetensors"
+    if damage == "flip":
+        flip_a_bit(weights)
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "manifest":
+        (folder / "dvp-manifest.json").unlink()
+    elif damage == "gone":
+        folder.rename(hidden)
+    else:
+        write_manifest_again(folder)
+
+
+def write_manifest_again(folder: Path) -> None:
+    """A whole folder, but of another version than the one announced."""
+    (folder / "dvp-manifest.json").unlink()
+    write_manifest(folder, "another", 9, step=9)
+
+
+async def test_a_folder_that_was_repaired_is_loaded_without_another_announcement(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    folder, hidden = tmp_path / "v1", tmp_path / "hidden"
+    async with working(broker, fake(broker), model, following=False) as running:
+        announcement = await announce(broker, fence, folder, model)
+        folder.rename(hidden)
+        await running.swap.follow(WeightRegistry(broker))
+        assert running.swap.status.error is not None
+        hidden.rename(folder)
+        await running.swap.follow(WeightRegistry(broker))
+        assert running.swap.status.version == announcement.version
+
+
+async def test_a_replica_that_is_too_old_takes_no_jobs(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
+    folder, hidden = tmp_path / "v1", tmp_path / "hidden"
+    async with working(broker, fake(broker), model, following=False) as running:
+        announcement = await announce(broker, fence, folder, model, min_seq=1)
+        folder.rename(hidden)
+        await running.swap.follow(WeightRegistry(broker))
+        assert running.swap.quarantined
+        await submit(broker, fence, job(broker.run_id, "young"))
+        await asyncio.sleep(0.3)
+        assert not await finished(broker, "young")
+        hidden.rename(folder)
+        await running.swap.follow(WeightRegistry(broker))
+        await until(lambda: finished(broker, "young"))
+        assert running.swap.seq == announcement.seq
+
+
+async def test_a_real_engine_serves_the_announced_weights(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    engine = TransformersEngine(model, max_batch=4, threads=1, version=f"{broker.run_id}:0:aa")
+    async with working(broker, engine, model) as running:
+        announcement = await announce(broker, fence, tmp_path / "v1", model)
+        await until(lambda: running.swap.status.version == announcement.version)
+        await submit(broker, fence, job(broker.run_id, "real", n=2))
+        delivery = (await GroupQueue(broker, fence=fence).read(1, 5000))[0]
+        assert isinstance(delivery.item, Group)
+        assert {span.version for s in delivery.item.samples for span in s.versions} == {announcement.version}
+
+
+async def test_waiting_for_weights_is_bounded(broker: Broker, fence: int, model: Path) -> None:
+    async with working(broker, fake(broker), model, max_deliveries=1, job_timeout_s=0.3):
+        await submit(broker, fence, job(broker.run_id, "never", min_seq=99))
+        await until(lambda: dead(broker, "never"))
+    assert "weights" in str((await Submission(broker).status("never")).error)
