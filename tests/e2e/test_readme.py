@@ -1,0 +1,173 @@
+"""Every code block of README.md is run.
+
+What follows the language in a fence's first line says how:
+
+    (nothing)        here and now; a failure fails the test
+    serve            started in the background for the blocks after it; the test puts a free port in the place of 8000
+    slow             by the slow tests: `make demo` for real, `make test` only as far as collecting itself
+    file=NAME        the block is that file
+    needs=gpu,hub    as far as it can: our commands and TOML files with --dry-run, other commands with --help
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from services.client import Client
+from services.contract.errors import DvpError
+from services.transport.embedded import free_port
+
+REPOSITORY = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIAGRAMS = {"mermaid", "text"}
+NEEDS = {"gpu", "hub", "docker"}
+TIMEOUT_S = 100.0
+
+
+class Block(NamedTuple):
+    language: str
+    marks: dict[str, str]
+    text: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        return f"line-{self.line}-{self.language}"
+
+
+def read_blocks(markdown: str) -> list[Block]:
+    """Every fenced block that is code."""
+    blocks = []
+    for match in FENCE.finditer(markdown):
+        language, *marks = match[1].split() or [""]
+        line = markdown.count("\n", 0, match.start()) + 1
+        if language not in DIAGRAMS:
+            blocks.append(Block(language, dict(mark.partition("=")[::2] for mark in marks), match[2], line))
+    return blocks
+
+
+BLOCKS = read_blocks((REPOSITORY / "README.md").read_text())
+FAST = [block for block in BLOCKS if "slow" not in block.marks]
+SLOW = [block for block in BLOCKS if "slow" in block.marks]
+
+
+class Reader:
+    """Does what the page says, in a copy-like folder of its own, block after block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.server: subprocess.Popen[bytes] | None = None
+        for name in ("deploy", "services", "trainer"):
+            (folder / name).symlink_to(REPOSITORY / name)
+
+    def run(self, block: Block) -> None:
+        if "file" in block.marks:
+            (self.folder / block.marks["file"]).write_text(block.text)
+        match block:
+            case Block(marks={"needs": needs}):
+                assert set(needs.split(",")) <= NEEDS, f"{block.name}: unknown need in {needs!r}"
+                self._try(block)
+            case Block(language="bash", marks={"serve": _}):
+                self._serve(block)
+            case Block(language="bash"):
+                self._succeed(["bash", "-euo", "pipefail", "-c", self._adapt(block.text)], prints=True)
+            case Block(language="python", marks=marks):
+                self._succeed([sys.executable, "-c", self._adapt(block.text)], prints="file" not in marks)
+            case _:
+                pytest.fail(f"{block.name}: nothing here knows how to run this block; mark it, or teach the test")
+
+    def _try(self, block: Block) -> None:
+        if block.language == "toml":
+            return self._succeed([str(BIN / "dvp-train"), block.marks["file"], "--dry-run"], prints=True)
+        assert block.language == "bash", f"{block.name}: cannot be tried"
+        for line in block.text.splitlines():
+            words = shlex.split(self._adapt(line))
+            ours = Path(words[0]).name.startswith("dvp-")
+            self._succeed([*words, "--dry-run"] if ours else [words[0], "--help"], prints=True)
+        return None
+
+    def _serve(self, block: Block) -> None:
+        log = (self.folder / "server.log").open("wb")
+        command = shlex.split(self._adapt(block.text))
+        self.server = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=self._environment())
+        log.close()
+        with Client(f"http://127.0.0.1:{self.port}") as client:
+            for _ in range(20):  # each try retries by itself
+                try:
+                    client.ready()
+                except DvpError:
+                    assert self.server.poll() is None, (self.folder / "server.log").read_text()
+                else:
+                    return
+        pytest.fail(f"{block.name}: the server is not ready\n{(self.folder / 'server.log').read_text()}")
+
+    def _succeed(self, command: list[str], *, prints: bool) -> None:
+        done = subprocess.run(
+            command, cwd=self.folder, env=self._environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+        assert done.stdout.strip() or not prints, f"{shlex.join(command)} printed nothing"
+
+    def _adapt(self, text: str) -> str:
+        """The reader's machine: its own port, and the virtual environment that runs this test."""
+        return text.replace("8000", str(self.port)).replace(".venv/bin/", f"{BIN}/").strip()
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(self.folder)}
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.terminate()
+            assert self.server.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    reader = Reader(tmp_path_factory.mktemp("reader"))
+    yield reader
+    reader.close()
+
+
+@pytest.mark.parametrize("block", FAST, ids=lambda block: block.name)
+def test_block(reader: Reader, block: Block) -> None:
+    reader.run(block)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("block", SLOW, ids=lambda block: block.name)
+def test_slow_block(block: Block) -> None:
+    assert block.language == "bash"
+    assert block.text.startswith("make ")
+    # A test that ran all tests would run itself.
+    arguments = ["ARGS=--collect-only"] if block.text.strip() == "make test" else []
+    done = subprocess.run(
+        [*shlex.split(block.text), *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_reward_of_the_page_works(reader: Reader) -> None:
+    block = next(block for block in BLOCKS if block.marks.get("file") == "my_rewards.py")
+    names: dict[str, object] = {}
+    exec(block.text, names)
+    assert names["brief"]("95", "95", prompt="37+58=", extra={}) == pytest.approx(0.998)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "text", ["```\nls\n```\n", "```sh\nls\n```\n", "```bash\nfalse\n```\n", "```python\n1 / 0\n```\n"]
+)
+def test_block_that_is_not_run_or_fails_fails(reader: Reader, text: str) -> None:
+    (block,) = read_blocks(text)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        reader.run(block)
