@@ -107,10 +107,15 @@ class Broker:
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
         """Around one use of `redis`: bounds it, retries included, and turns what redis-py raises into this project's
-        errors."""
+        errors. A cancellation that comes while redis-py writes is not lost, as it can be in Python 3.11 (its
+        asyncio.wait_for returns the result instead)."""
+        task = asyncio.current_task()
+        cancelling = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 yield
+            if task and task.cancelling() > cancelling:
+                raise asyncio.CancelledError
         except _RefusedError as error:
             raise ConfigError(f"Redis at {self._where} refuses the user or password of redis_url: {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -67,3 +68,18 @@ def test_every_script_that_drains_runs_with_the_memory_full(path: Path) -> None:
         assert shebang == "#!lua flags=no-writes"
     else:
         assert shebang == ("#!lua" if path.stem in ADMISSION else "#!lua flags=allow-oom")
+
+
+async def test_cancellation_in_the_middle_of_a_call_is_not_lost(broker: Broker) -> None:
+    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def use() -> None:
+        async with broker.call():
+            await asyncio.wait_for(written, 30)  # what redis-py does around every write
+
+    task = asyncio.create_task(use())
+    await asyncio.sleep(0)
+    written.set_result(None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
