@@ -52,7 +52,11 @@ class Service:
     async def start(self) -> None:
         """Loads the model, then connects to the broker. Raises ConfigError."""
         engine, prompts = await asyncio.to_thread(_build, self.settings)
-        await engine.start()
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.close()
+            raise
         slots = Slots(engine.capacity, self.settings.max_waiting)
         self._swap = WeightSwap(engine, self.metrics, self._context)
         self._replica = Replica(self.settings.replica_id, self.settings.run_id, engine, prompts, slots, self.metrics)

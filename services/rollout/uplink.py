@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from services.contract.errors import DvpError, UnavailableError
+from services.contract.errors import DvpError, UnavailableError, WeightError
 from services.contract.http import ReplicaState, WeightStatus
 from services.transport.broker import Broker
 from services.transport.jobs import JobQueue
@@ -60,6 +60,9 @@ class Uplink:
             job_timeout_s=self._settings.job_timeout_s,
         )
         self._broker, self._state = broker, ReplicaState.SERVING
+        # Known before the first job is claimed: what may still take jobs. Following it retries.
+        with suppress(WeightError, UnavailableError):
+            await self._swap.refresh(registry)
         self._loops = [
             asyncio.create_task(keep_doing("heartbeat", self._beat)),
             asyncio.create_task(keep_doing("following weights", lambda: self._swap.follow(registry))),
