@@ -120,6 +120,10 @@ class Feeder:
             "data_fingerprint": self.prompts.fingerprint,
         }
 
+    def close(self) -> None:
+        self.submitted.close()
+        self.consumed.close()
+
     async def run(self) -> None:
         """Keeps the queue fed and takes in what comes back, until cancelled."""
         async with self._tasks:
@@ -140,10 +144,10 @@ class Feeder:
         while len(taken) < wanted.groups and filtered < wanted.groups * (wanted.refill_limit - 1):
             scored = await self._next_scored()
             if scored.staleness > wanted.max_staleness and wanted.on_stale == "drop":
-                await self._drop(scored.group.job_id, Outcome.STALE)
+                await self._finish([scored.group.job_id], Outcome.STALE)
             elif wanted.refill and not scored.has_signal:
                 filtered += 1
-                await self._drop(scored.group.job_id, Outcome.FILTERED)
+                await self._finish([scored.group.job_id], Outcome.FILTERED)
             else:
                 taken.append(scored)
         self._waiting_since = 0.0
@@ -241,7 +245,7 @@ class Feeder:
         item, job = delivery.item, self.outstanding[delivery.job_id]
         if isinstance(item, DeadLetter):
             logger.error("job %s is dead after %d deliveries: %s", item.job_id, item.deliveries, item.error)
-            await self._drop(item.job_id, Outcome.DEAD)
+            await self._finish([item.job_id], Outcome.DEAD)
             return
         try:
             check_group(item, job)
@@ -249,7 +253,7 @@ class Feeder:
             logger.error("group refused: %s", error)
             if job_position(item.job_id)[1] + 1 >= self.settings.batch.max_attempts:
                 raise
-            await self._drop(item.job_id, Outcome.REFUSED)
+            await self._finish([item.job_id], Outcome.REFUSED)
             return
         position, _ = job_position(item.job_id)
         self._scored.put_nowait(await self.scorer.score(item, self.prompts.row(position)))
@@ -282,24 +286,24 @@ class Feeder:
 
     # --- the end of an attempt --------------------------------------------------------------------------------------
 
-    async def _drop(self, id: str, outcome: Outcome) -> None:
-        await self._finish([id], outcome)
-        if outcome in (Outcome.STALE, Outcome.REFUSED):
-            position, attempt = job_position(id)
-            heapq.heappush(self.retries, (position, attempt + 1))
-
     async def _finish(self, ids: list[str], outcome: Outcome) -> None:
-        """Closes the books on these attempts. What the broker holds of them goes with the next checkpoint."""
-        for id in ids:
-            del self.outstanding[id]
-            self._unacknowledged.append(self._arrived.pop(id))
-        self._finished.update(ids)
-        self.consumed.append({"job_id": id, "outcome": outcome} for id in ids)
-        self._counters[outcome] += len(ids)
+        """Closes the books on these attempts, at the broker first: room that only we see would be refused there.
+
+        What the broker holds of them goes with the next checkpoint. Stale and refused ones come back.
+        """
         if outcome is Outcome.TRAINED:
             await self.groups.settle(trained=ids)
         elif outcome is not Outcome.DEAD:
             await self.groups.settle(dropped=ids)
+        for id in ids:
+            del self.outstanding[id]
+            self._unacknowledged.append(self._arrived.pop(id))
+            if outcome in (Outcome.STALE, Outcome.REFUSED):
+                position, attempt = job_position(id)
+                heapq.heappush(self.retries, (position, attempt + 1))
+        self._finished.update(ids)
+        self.consumed.append({"job_id": id, "outcome": outcome} for id in ids)
+        self._counters[outcome] += len(ids)
         self._room.set()
 
 

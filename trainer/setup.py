@@ -51,6 +51,7 @@ async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
                 yield run
         finally:
             run.reporter.close()
+            run.feeder.close()
 
 
 @asynccontextmanager

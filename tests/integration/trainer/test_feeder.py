@@ -1,0 +1,269 @@
+"""The trainer's books against a real broker; the test itself plays the replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.contract.errors import GroupMismatchError, UnavailableError
+from services.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
+from services.contract.job import job_position
+from services.contract.sampling import Sampling
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+from services.transport.jobs import JobQueue, Lease
+from services.transport.weights import WeightRegistry
+from trainer import feeder as feeder_module
+from trainer.batch import Batch
+from trainer.config import TrainSettings
+from trainer.ledger import read_ledger
+from trainer.loop import Run
+from trainer.setup import open_run
+
+from .processes import config
+
+GROUPS, N = 2, 4
+
+
+class Player:
+    """A replica whose groups the test decides. By default the first sample is right and the others are wrong."""
+
+    def __init__(self, broker: Broker, run: Run) -> None:
+        self.jobs = JobQueue(broker, "player", lease_ms=60_000)
+        self.run, self.tokenizer = run, run.feeder.scorer.tokenizer
+        self.version = run.publisher.announced.version
+        self.served: list[str] = []
+
+    async def claim(self, count: int) -> list[Lease]:
+        leases: list[Lease] = []
+        while len(leases) < count:
+            leases += await self.jobs.claim(count - len(leases), 100)
+        return leases
+
+    async def play(self, count: int, change: Callable[[Lease], dict[str, Any]] = lambda lease: {}) -> None:
+        for _ in range(count):
+            (lease,) = await self.claim(1)
+            await self.jobs.commit(lease, self.group(lease, **change(lease)))
+            self.served.append(lease.job.job_id)
+
+    def group(self, lease: Lease, *, right: int = 1, version: str | None = None, **changes: Any) -> Group:
+        job = lease.job
+        answer = self.run.feeder.prompts.row(job_position(job.job_id)[0]).answer
+        assert answer is not None
+        texts = [answer] * right + ["7"] * (N - right)
+        group = Group(
+            job_id=job.job_id,
+            run_id=job.run_id,
+            prompt_ids=job.prompt_ids,
+            sampling=job.sampling,
+            samples=tuple(self.sample(text, version or self.version) for text in texts),
+            sink=job.sink,
+            replica_id="player",
+            engine=EngineFacts(name="player", version="1", dtype="float32"),
+        )
+        return group.model_copy(update=changes)
+
+    def sample(self, text: str, version: str) -> Sample:
+        ids = [*self.tokenizer.encode(text), min(self.tokenizer.eos_ids)]
+        T = len(ids)
+        return Sample(
+            token_ids=np.array(ids),
+            logprobs=np.full(T, -0.1, np.float32),
+            kept_mass=np.full(T, 0.99, np.float32),
+            kept_count=np.full(T, 3),
+            finish_reason=FinishReason.STOP,
+            versions=(VersionSpan(version=version, start=0, end=T),),
+            seed=0,
+        )
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, run_id: str) -> Open:
+    @asynccontextmanager
+    async def open_it(url: str, **overrides: str) -> AsyncIterator[tuple[Run, Player]]:
+        small = {"batch__groups": str(GROUPS), "batch__max_staleness": "0", "sampling__n": str(N)}
+        settings = TrainSettings.load(config(tmp_path, run_id, url, **(small | overrides)))
+        async with open_run(settings) as run, await Broker.connect(url, run_id) as broker:
+            yield run, Player(broker, run)
+
+    return open_it
+
+
+async def both(run: Run, *plays: Any) -> Batch:
+    batch, *_ = await asyncio.gather(asyncio.wait_for(run.feeder.next_batch(), 30), *plays)
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def ids_of(batch: Batch) -> list[tuple[int, int]]:
+    return [job_position(scored.group.job_id) for scored in batch.groups]
+
+
+def outcomes(run: Run) -> list[tuple[tuple[int, int], str]]:
+    return [(job_position(e["job_id"]), e["outcome"]) for e in read_ledger(run.feeder.consumed.path)]
+
+
+async def test_a_batch_is_scored_settled_and_acknowledged(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        batch = await both(run, player.play(GROUPS))
+        assert ids_of(batch) == [(0, 0), (1, 0)]
+        assert [scored.rewards for scored in batch.groups] == [(1.0, 0.0, 0.0, 0.0)] * GROUPS
+        redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
+        assert await redis.scard(keys.in_flight) == GROUPS
+        await run.feeder.settle(batch)
+        assert await redis.scard(keys.uncheckpointed) == GROUPS
+        assert await redis.xlen(keys.groups) == GROUPS
+        await run.save()
+        assert await redis.scard(keys.uncheckpointed) == 0
+        assert await redis.xlen(keys.groups) == 0
+        assert ids_of(await both(run, player.play(GROUPS))) == [(2, 0), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sampling": Sampling(log_min_p=-2.5, max_tokens=6)}, "sampling.log_min_p is -2.5, expected -3.0"),
+        ({"sampling": Sampling(log_min_p=-3.0, temperature=0.7)}, "sampling.temperature is 0.7, expected 1.0"),
+        (
+            {"engine": EngineFacts(name="x", version="1", dtype="f", logprob_kind=LogprobKind.FULL)},
+            "engine.logprob_kind is full, expected constrained",
+        ),
+        ({"prompt_ids": np.array([5, 6], np.int32)}, "prompt_ids is [5, 6], expected"),
+    ],
+)
+async def test_a_group_of_another_policy_is_refused_and_its_prompt_comes_back(
+    broker_url: str, opened: Open, caplog: pytest.LogCaptureFixture, change: dict[str, Any], named: str
+) -> None:
+    async with opened(broker_url) as (run, player):
+        batch = await both(
+            run, player.play(GROUPS + 1, lambda lease: change if lease.job.job_id.endswith(":000000001:0") else {})
+        )
+        assert ids_of(batch) == [(0, 0), (1, 1)]
+        assert outcomes(run) == [((1, 0), "refused")]
+        assert named in caplog.text
+
+
+async def test_a_replica_that_is_always_wrong_stops_the_run(broker_url: str, opened: Open) -> None:
+    wrong = {"sampling": Sampling(log_min_p=-2.5)}
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with opened(broker_url, batch__max_attempts="2") as (run, player):
+            await both(run, player.play(2 * GROUPS, lambda lease: wrong))
+    assert caught.value.subgroup(GroupMismatchError) is not None
+
+
+async def test_stale_groups_come_back_as_the_next_attempt(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        old = player.version
+        await run.publisher.publish(1)
+        player.version = run.publisher.announced.version
+        batch = await both(
+            run, player.play(GROUPS + 1, lambda lease: {"version": old} if lease.job.job_id.endswith("0:0") else {})
+        )
+        assert ids_of(batch) == [(0, 1), (1, 0)]
+        assert [scored.staleness for scored in batch.groups] == [0, 0]
+        assert outcomes(run) == [((0, 0), "stale")]
+
+
+async def test_stale_groups_are_trained_where_the_policy_says_so(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url, batch__on_stale="train") as (run, player):
+        await run.publisher.publish(1)
+        batch = await both(run, player.play(GROUPS))
+        assert [scored.staleness for scored in batch.groups] == [1, 1]
+
+
+async def test_a_dead_job_is_replaced_by_the_next_prompt(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+
+        async def one_dies() -> None:
+            first, second = await player.claim(GROUPS)
+            await player.jobs.fail(first, "boom", fatal=True)
+            await player.jobs.commit(second, player.group(second))
+            await player.play(1)
+
+        assert ids_of(await both(run, one_dies())) == [(1, 0), (2, 0)]
+        assert outcomes(run) == [((0, 0), "dead")]
+
+
+async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url, batch__refill="true", batch__refill_limit="2") as (run, player):
+        batch = await both(run, player.play(GROUPS + 1, lambda lease: {"right": 0 if "0:0" in lease.job.job_id else 1}))
+        assert ids_of(batch) == [(1, 0), (2, 0)]
+        assert run.feeder.metrics()["groups/filtered"] == 1
+        await run.feeder.settle(batch)
+        hopeless = await both(run, player.play(GROUPS, lambda lease: {"right": N}))
+        assert hopeless.groups == ()
+
+
+async def test_groups_of_a_lost_timeline_are_kept_for_their_turn(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        for _ in range(2):
+            await run.feeder.settle(await both(run, player.play(GROUPS)))
+        # No checkpoint: the next incarnation starts at position 0 with four finished groups waiting.
+    async with opened(broker_url) as (run, player):
+        for expected in ([(0, 0), (1, 0)], [(2, 0), (3, 0)]):
+            batch = await both(run)
+            assert ids_of(batch) == expected
+            await run.feeder.settle(batch)
+        assert player.served == []
+        assert run.feeder.metrics()["groups/duplicates"] == 0
+
+
+async def test_what_a_checkpoint_covers_is_not_trained_again(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        batch = await both(run, player.play(GROUPS))
+        run.count(batch, {"optimizer/updates": 1})
+        await run.feeder.settle(batch)
+        run.feeder.groups.acknowledge = _refuse  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await run.save()
+    async with opened(broker_url) as (run, player):
+        assert run.step == 1
+        assert ids_of(await both(run, player.play(GROUPS))) == [(2, 0), (3, 0)]
+        assert run.feeder.metrics()["groups/duplicates"] == GROUPS
+
+
+async def _refuse(*_: object) -> None:
+    raise ConnectionError("crashed between checkpoint and acknowledgement")
+
+
+@pytest.fixture
+def forgetful(tmp_path: Path) -> Iterator[EmbeddedBroker]:
+    with EmbeddedBroker(tmp_path / "forgetful", aof=False) as broker:
+        yield broker
+
+
+async def test_a_wiped_broker_costs_only_time(
+    forgetful: EmbeddedBroker, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeder_module, "RECHECK_S", 1.0)
+    async with opened(forgetful.url) as (run, player):
+        await run.feeder.settle(await both(run, player.play(GROUPS)))
+        before = run.publisher.announced.seq
+        lost = await player.claim(GROUPS)
+        assert len(lost) == GROUPS
+        await asyncio.to_thread(forgetful.stop)
+        await asyncio.to_thread(forgetful.start)
+        assert await player.jobs.broker.redis.xlen(player.jobs.broker.keys.jobs) == 0
+        batch = await both(run, player.play(GROUPS))
+        assert ids_of(batch) == [(2, 0), (3, 0)]
+        latest = await WeightRegistry(player.jobs.broker).latest()
+        assert latest is not None
+        assert latest.seq > before
+
+
+async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, opened: Open) -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with opened(broker_url, broker__stall_timeout_s="0.5") as (run, _):
+            await run.feeder.next_batch()
+    stalled = caught.value.subgroup(UnavailableError)
+    assert stalled is not None
+    assert "no group arrived for 0.5 s (2 jobs in flight)" in str(stalled.exceptions[0])
