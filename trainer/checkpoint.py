@@ -59,6 +59,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step-")) for path in self.root.glob("step-*") if path.is_dir())
 
+    def seqs(self) -> list[int]:
+        """Weight sequence numbers that the checkpoints were announced under."""
+        return [int(json.loads((self.folder(step) / PROGRESS).read_text())["seq"]) for step in self.steps()]
+
     def folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.transport.replicas import BEAT_S, ReplicaRegistry, TrainerBeat
+from services.transport.retention import sweep_broker
 
 from .batch import Batch
 from .checkpoint import Checkpoints, Progress
@@ -131,6 +132,8 @@ class Run:
         )
         await asyncio.to_thread(self.checkpoints.save, progress, self.learner.state())
         await self.feeder.acknowledge()
+        await self.publisher.pin(self.checkpoints.seqs())
+        await sweep_broker(self.replicas.broker)
 
     async def beat(self) -> None:
         """Tells the broker how far the run is, for ever."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -83,6 +84,10 @@ class Publisher:
             return False
         await self.publish(self.announced.step)
         return True
+
+    async def pin(self, seqs: Iterable[int]) -> None:
+        """Keeps the folders of these versions: they belong to checkpoints."""
+        await self._registry.pin(seqs, fence=self._fence)
 
     def staleness(self, group: Group) -> int:
         """Optimizer steps between the group's oldest span and the weights announced last.
