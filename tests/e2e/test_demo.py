@@ -1,0 +1,119 @@
+"""The demo itself: every part real, every process its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.contract.weights import WeightVersion
+
+REPOSITORY = Path(__file__).parents[2]
+STOP_S = 10.0
+"""Within this, Ctrl-C has ended everything."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class Launcher:
+    """One `python -m deploy.demo` in a process group of its own, as a shell would start it."""
+
+    def __init__(self, out: Path, *options: str) -> None:
+        self.out, self._log = out, out.with_suffix(".log")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.demo", f"--out={out}", *options],
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return summary
+
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+
+    def trains(self) -> bool:
+        return "step 2/" in self.output
+
+    def replica(self, name: str) -> psutil.Process:
+        (found,) = [p for p in self.processes() if f"--replica-id={name}" in p.cmdline()]
+        return found
+
+
+@contextmanager
+def launched(out: Path, *options: str) -> Iterator[Launcher]:
+    launcher = Launcher(out, *options)
+    try:
+        yield launcher
+    finally:
+        if launcher.process.poll() is None:
+            os.kill(launcher.process.pid, signal.SIGTERM)
+            launcher.process.wait(30)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_reward_rises(tmp_path: Path, seed: int) -> None:
+    with launched(tmp_path / "demo", f"--seed={seed}") as launcher:
+        assert launcher.process.wait(600) == 0, launcher.output
+    summary = launcher.summary
+    assert summary["reward_last"] - summary["reward_first"] >= 0.15
+    assert summary["heldout_last"] - summary["heldout_first"] >= 0.15
+    assert (summary["lost"], summary["duplicated"]) == (0, 0)
+    assert summary["samples_trained"] == summary["steps"] * 64 * 8
+    assert summary["versions_published"] == summary["steps"] + 1
+    assert summary["pruned_share"] >= 0.05
+    last = [WeightVersion.parse(replica["last_version"]).seq for replica in summary["replicas"]]
+    assert last == [summary["versions_published"]] * 2
+    assert (tmp_path / "demo" / "report.html").read_text().count("<svg") >= 6
+    assert "traceback" not in launcher.output.lower()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_everything_and_the_next_run_works(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(tmp_path / "demo") as launcher:
+        launcher.wait_until(launcher.trains)
+        everybody = launcher.processes()
+        assert len(everybody) >= 5  # launcher, broker, two replicas, trainer
+        os.killpg(launcher.process.pid, number)
+        assert launcher.process.wait(STOP_S) == 130
+    assert psutil.wait_procs(everybody, timeout=1)[1] == []
+    assert "traceback" not in launcher.output.lower()
+    with launched(tmp_path / "demo", "--steps=12") as again:
+        assert again.process.wait(300) == 0, again.output
+    assert (tmp_path / "demo.previous" / "metrics.jsonl").exists()
+
+
+def test_death_of_a_replica_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
+    with launched(tmp_path / "demo") as launcher:
+        launcher.wait_until(launcher.trains)
+        everybody = launcher.processes()
+        launcher.replica("replica-2").kill()
+        assert launcher.process.wait(30) != 0
+    assert "replica-2 was killed by SIGKILL" in launcher.output
+    assert psutil.wait_procs(everybody, timeout=1)[1] == []
