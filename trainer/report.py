@@ -85,7 +85,7 @@ PANELS = (
     ),
     Panel(
         "Positions pruned",
-        "Share of positions at which min-p leaves out at least one token of the vocabulary.",
+        "Share of positions at which min-p takes at least a thousandth of the probability away.",
         (Curve("pruned/share", "share"),),
     ),
     Panel(
@@ -100,16 +100,19 @@ PANELS = (
     ),
     Panel(
         "Where the time went",
-        "Seconds per step. Generation runs in the replicas and overlaps the rest when staleness is allowed.",
+        "Seconds of the trainer per step. Waiting is for samples and their rewards.",
         (
-            Curve("time/generate_s", "generate"),
             Curve("time/wait_s", "wait"),
-            Curve("time/reward_s", "reward"),
             Curve("time/train_s", "train"),
             Curve("time/publish_s", "publish"),
             Curve("time/eval_s", "evaluate"),
         ),
         Kind.STACKED,
+    ),
+    Panel(
+        "Meanwhile, elsewhere",
+        "Seconds a replica took for one group, and seconds of all reward workers for one batch.",
+        (Curve("time/generate_s", "generate a group"), Curve("time/reward_s", "reward a batch")),
     ),
 )
 
@@ -253,6 +256,8 @@ def _dress(axes: Any, from_zero: bool) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)
+    if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:  # one step: no ticks at fractions of it
+        axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)
     low, high = axes.get_ylim()
     if high - low < 1e-9:  # a flat line: a tick label of its own instead of an offset of 1e-12
         axes.set_ylim(low - 0.5, high + 0.5)

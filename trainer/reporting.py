@@ -14,12 +14,15 @@ Of the trainer:
     reward/mean, reward/std, reward/failed         after overlong shaping; samples whose reward function failed
     heldout/score                                  avg@n of the held-out set, on the steps that evaluate
     heldout/avg_at_*, heldout/pass_at_*, heldout/truncated_share
-    groups/no_signal, groups/refilled, groups/stale_dropped, groups/dead      counts of this step
+    groups/*                                       no_signal: groups with zero advantage; the rest: how jobs ended
     length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
-    pruned/share                                   positions whose safe set leaves out at least one token
-    loss/value, grad/norm, optimizer/lr, optimizer/skipped
+    pruned/share, pruned/mass                      positions that lost >= 1e-3 of their probability; mean loss
+    mismatch/kl_unmasked                           the same tokens under both full softmaxes
+    drift/kl                                       what the further updates of a batch add
+    grad/norm, optimizer/lr, optimizer/updates
     staleness/mean, staleness/max                  optimizer steps
-    time/step_s and its parts: time/generate_s, time/wait_s, time/reward_s, time/train_s, time/publish_s, time/eval_s
+    time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s
+    time/generate_s, time/reward_s                 elsewhere: a replica per group; all reward workers per batch
     throughput/samples_per_second, throughput/tokens_per_second
 """
 

@@ -69,8 +69,8 @@ def exact_match(completion: str, answer: str | None, /, *, prompt: str, extra: d
 
 def arithmetic(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float:
     """1 if the completion is the answer as a decimal integer and nothing else; leading zeros are allowed."""
-    text = completion.strip()
-    return float(re.fullmatch(r"-?\d{1,4000}", text, re.ASCII) is not None and int(text) == int(_given(answer)))
+    text, expected = completion.strip(), int(_given(answer))
+    return float(re.fullmatch(r"-?\d{1,4000}", text, re.ASCII) is not None and int(text) == expected)
 
 
 def math(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float:

@@ -1,0 +1,59 @@
+"""A reward that goes wrong in the way that `completion` names. Imported by the pool's worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+
+def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> Any:
+    match completion:
+        case "raise":
+            raise KeyError("no such field\nsecond line")
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "text":
+            return "1.0"
+        case "sleep":
+            wait_for_ever()
+        case "swallow":  # swallows the alarm and goes on
+            with contextlib.suppress(BaseException):
+                wait_for_ever()
+            return 1.0
+        case "deaf":  # as C code that never returns to the interpreter
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+            wait_for_ever()
+        case "exit":
+            os._exit(3)
+        case "sys.exit":
+            sys.exit(4)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "deaf parent":  # hangs with a child process that would outlive it
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            with open(extra["pid_file"], "w") as file:
+                file.write(str(child.pid))
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+            wait_for_ever()
+        case "print":
+            print("noise on stdout")  # noqa: T201
+            return float(sys.stdin.read() == "")
+        case "pid":
+            return os.getpid()
+        case "modules":
+            return float("torch" in sys.modules or "transformers" in sys.modules)
+        case "echo":
+            return float(answer or 0) + len(prompt) + extra["more"]
+    return 0.25
+
+
+def wait_for_ever() -> NoReturn:
+    while True:
+        time.sleep(0.01)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from services.contract.errors import ConfigError
+from trainer.passk import default_ks, pass_at_k, score_held_out
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_pass_at_k_equals_the_enumeration_of_all_draws(n: int) -> None:
+    for correct in range(n + 1):
+        samples = [True] * correct + [False] * (n - correct)
+        for k in range(1, n + 1):
+            draws = list(combinations(samples, k))
+            assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+def test_pass_at_k_stays_exact_for_many_samples() -> None:
+    assert pass_at_k(1024, 1, 512) == pytest.approx(0.5, abs=1e-12)
+    assert pass_at_k(1024, 0, 1024) == 0.0
+    assert pass_at_k(1024, 513, 512) == 1.0
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_outside_the_samples_is_refused(k: int) -> None:
+    with pytest.raises(ConfigError, match=f"k = {k} with n = 4"):
+        pass_at_k(4, 1, k)
+
+
+def test_default_ks() -> None:
+    assert [default_ks(n) for n in (1, 4, 6)] == [(1,), (1, 2, 4), (1, 2, 4, 6)]
+
+
+def test_scores_of_a_held_out_set() -> None:
+    score = score_held_out([[1, 0, 0, 0], [0.5, 0.9, 0, 0]], [True, *[False] * 7])
+    assert (score.num_prompts, score.n, score.avg) == (2, 4, pytest.approx(2.4 / 8))
+    assert score.pass_at == {1: pytest.approx(1 / 8), 2: pytest.approx(1 / 4), 4: pytest.approx(1 / 2)}
+    assert score.truncated_share == 1 / 8
+    assert score.metrics()["heldout/pass_at_4"] == 0.5
+    assert "heldout/avg_at_4" in score.metrics()
+
+
+def test_partial_credit_counts_as_correct_from_the_given_reward_on() -> None:
+    assert score_held_out([[0.5, 0.4]], ks=[1], correct_from=0.5).pass_at == {1: 0.5}
+
+
+def test_nothing_to_score_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one of each"):
+        score_held_out([])

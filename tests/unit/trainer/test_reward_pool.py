@@ -1,0 +1,170 @@
+"""The pool with real worker processes, and reward functions that go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.contract.errors import ConfigError, UnavailableError
+from trainer.reward_pool import RewardPool, RewardRequest, RewardResult, settle
+from trainer.rewards import OnError
+
+TIMEOUT_S = 0.3
+
+
+def request(completion: str, row: int = 0, answer: str | None = "46", prompt: str = "", **extra: Any) -> RewardRequest:
+    return RewardRequest(row, completion, answer, prompt, extra)
+
+
+@pytest.fixture
+def misbehaving(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+    return "misbehaving:reward"
+
+
+@pytest.fixture
+async def pool(misbehaving: str) -> AsyncIterator[RewardPool]:
+    async with RewardPool(misbehaving, timeout_s=TIMEOUT_S) as pool:
+        yield pool
+
+
+async def gone(pid: int) -> None:
+    """Until the process is no more, or only waits to be reaped by whoever adopted it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - another process has no Event
+            await asyncio.sleep(0.01)
+
+
+async def test_results_come_in_order_from_all_workers() -> None:
+    async with RewardPool("arithmetic", workers=2) as pool:
+        results = await pool.score([request(str(i), i) for i in range(300)])
+    assert [result.value for result in results] == [float(i == 46) for i in range(300)]
+    assert all(result.error is None and result.seconds >= 0 for result in results)
+
+
+async def test_nothing_to_score(pool: RewardPool) -> None:
+    assert await pool.score([]) == []
+
+
+async def test_the_function_sees_answer_prompt_and_extra(pool: RewardPool) -> None:
+    (result,) = await pool.score([request("echo", answer="100", prompt="äö\n𝄞", more=0.5, path=Path("x"))])
+    assert result.value == 104.5
+
+
+@pytest.mark.parametrize(
+    ("completion", "error"),
+    [
+        ("raise", "row 7: KeyError: 'no such field"),
+        ("nan", "row 7: ValueError: returned nan, expected a finite number"),
+        ("none", "row 7: TypeError: returned a NoneType, expected a number"),
+        ("text", "row 7: TypeError: returned a str, expected a number"),
+        ("sleep", "row 7: took longer than the time limit"),
+        ("swallow", "row 7: took longer than the time limit"),
+        ("deaf", "row 7: took longer than the time limit and had to be killed"),
+        ("exit", "row 7: its process ended with exit status 3"),
+        ("sys.exit", "row 7: its process ended with exit status 4"),
+        ("crash", "row 7: its process ended by SIGSEGV"),
+    ],
+)
+async def test_a_bad_sample_costs_only_itself(pool: RewardPool, completion: str, error: str) -> None:
+    samples = [request("fine", 5), request("fine", 6), request(completion, 7), *(request("fine", 8) for _ in range(9))]
+    results = await pool.score(samples)
+    assert [result.value for result in results] == [0.25] * 2 + [None] + [0.25] * 9
+    assert results[2].error is not None
+    assert results[2].error.startswith(error)
+    assert (await pool.score([request("fine")]))[0].value == 0.25
+
+
+async def test_several_bad_samples_in_one_chunk(misbehaving: str) -> None:
+    async with RewardPool(misbehaving, timeout_s=TIMEOUT_S) as pool:
+        kinds = ["exit", "fine", "crash", "sleep", "exit", "raise", "fine", "exit"] * 8
+        results = await pool.score([request(kind, i) for i, kind in enumerate(kinds) if kind != "sleep" or i < 8])
+    kept = [kind for i, kind in enumerate(kinds) if kind != "sleep" or i < 8]
+    assert [result.value for result in results] == [0.25 if kind == "fine" else None for kind in kept]
+
+
+async def test_a_worker_lost_between_samples_costs_none(pool: RewardPool) -> None:
+    (result,) = await pool.score([request("pid")])
+    worker = psutil.Process(int(result.value or 0))
+    worker.kill()
+    await gone(worker.pid)
+    assert (await pool.score([request("fine")]))[0].value == 0.25
+
+
+async def test_children_of_a_killed_worker_die_with_it(pool: RewardPool, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (result,) = await pool.score([request("deaf parent", pid_file=str(pid_file))])
+    assert result.value is None
+    await gone(int(pid_file.read_text()))
+
+
+async def test_prints_and_reads_do_not_disturb_the_pipes(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert [result.value for result in await pool.score([request("print")] * 3)] == [1.0] * 3
+
+
+async def test_workers_import_no_torch(pool: RewardPool) -> None:
+    assert (await pool.score([request("modules")]))[0].value == 0.0
+
+
+async def test_a_busy_event_loop_is_no_time_out(pool: RewardPool) -> None:
+    """The results wait in the pipe while the loop is blocked for longer than the limit and the grace together."""
+    scoring = asyncio.create_task(pool.score([request("fine")]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    time.sleep(TIMEOUT_S + 1.2)  # noqa: ASYNC251 - the point of the test
+    assert (await scoring)[0].value == 0.25
+
+
+async def test_a_cancelled_score_leaves_the_pool_usable(pool: RewardPool) -> None:
+    scoring = asyncio.create_task(pool.score([request("sleep")] * 3))
+    await asyncio.sleep(0.05)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert (await pool.score([request("fine")]))[0].value == 0.25
+
+
+async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None:
+    pool = RewardPool(misbehaving, workers=2, timeout_s=60)
+    await pool.start()
+    workers = [process for process in psutil.Process().children() if "reward_worker" in " ".join(process.cmdline())]
+    scoring = asyncio.create_task(pool.score([request("sleep")] * 100))  # more chunks than the queue holds
+    await asyncio.sleep(0.05)
+    await pool.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        await scoring
+    assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+    await pool.close()
+
+
+async def test_an_unusable_reward_is_refused_at_start(misbehaving: str) -> None:
+    for name, message in [("maths", "allowed are"), ("misbehaving:absent", "no function 'absent'")]:
+        with pytest.raises(ConfigError, match=message):
+            await RewardPool(name).start()
+
+
+async def test_a_reward_that_kills_its_process_on_import_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deadly_reward.py").write_text("import os; os._exit(9)\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(ConfigError, match="did not start: its process ended with exit status 9"):
+        await RewardPool("deadly_reward:f").start()
+
+
+def test_settle_counts_failures_or_stops() -> None:
+    results = [RewardResult(1.0, None, 0.1), RewardResult(None, "row 3: ValueError: bad", 0.1)]
+    assert settle(results, OnError.ZERO) == [1.0, 0.0]
+    assert settle(results, OnError.ZERO, failed_value=-1.0) == [1.0, -1.0]
+    assert settle(results[:1], OnError.STOP) == [1.0]
+    with pytest.raises(ConfigError, match=r"row 3: ValueError: bad.*on_error = 'zero'"):
+        settle(results, OnError.STOP)
