@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,30 @@ async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None
     assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
     await pool.close()
+
+
+TRAINER = """
+import asyncio
+from trainer.reward_pool import RewardPool, RewardRequest
+
+async def main():
+    async with RewardPool("misbehaving:reward", timeout_s=0.3) as pool:
+        print(int((await pool.score([RewardRequest(0, "pid", None, "", {})]))[0].value), flush=True)
+        await pool.score([RewardRequest(0, "sleep", None, "", {})] * 10**6)
+
+asyncio.run(main())
+"""
+
+
+async def test_workers_end_when_the_trainer_is_killed(misbehaving: str) -> None:
+    path = os.pathsep.join(sys.path)
+    command = (sys.executable, "-c", TRAINER)
+    trainer = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env=os.environ | {"PYTHONPATH": path})
+    assert trainer.stdout is not None
+    worker = int(await trainer.stdout.readline())
+    trainer.kill()
+    await trainer.wait()
+    await gone(worker)
 
 
 async def test_an_unusable_reward_is_refused_at_start(misbehaving: str) -> None:
