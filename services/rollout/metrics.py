@@ -18,9 +18,8 @@ class Metrics:
         self.samples = self._counter("samples", "Samples finished", "finish_reason")
         self.tokens = self._counter("tokens", "Tokens generated")
         self.swaps = self._counter("swaps", "Weight swaps", "result")
-        self.generate_seconds = Histogram(
-            "dvp_rollout_generate_seconds", "Time to generate one group", buckets=SECONDS, registry=self.registry
-        )
+        self.generate_seconds = self._histogram("generate_seconds", "Time to generate one group")
+        self.swap_seconds = self._histogram("swap_seconds", "Time to verify and load one weight version")
         self.in_flight = Gauge(
             "dvp_rollout_in_flight_samples", "Samples that generate or wait for the engine", registry=self.registry
         )
@@ -30,6 +29,9 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"dvp_rollout_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"dvp_rollout_{name}", text, buckets=SECONDS, registry=self.registry)
 
     def observe(self, group: Group) -> None:
         for sample in group.samples:

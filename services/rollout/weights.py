@@ -110,10 +110,11 @@ class WeightSwap:
 
     async def _load(self, announcement: Announcement) -> None:
         folder = Path(announcement.folder)
-        manifest = await asyncio.to_thread(verify_folder, folder)
-        if str(manifest.version) != announcement.version:
-            raise WeightError(f"{folder} holds {manifest.version}, announced was {announcement.version}")
-        await self._engine.load(folder, announcement.version)
+        with self._metrics.swap_seconds.time():
+            manifest = await asyncio.to_thread(verify_folder, folder)
+            if str(manifest.version) != announcement.version:
+                raise WeightError(f"{folder} holds {manifest.version}, announced was {announcement.version}")
+            await self._engine.load(folder, announcement.version)
         self._metrics.swaps.labels("loaded").inc()
         logger.info("serving %s of optimizer step %d", announcement.version, announcement.step)
 

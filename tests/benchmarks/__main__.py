@@ -1,0 +1,10 @@
+"""Every benchmark, one after the other; each is also a module of its own with options (`--help`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+for name in ("codec", "engine", "loop"):
+    print(f"== {name}", flush=True)
+    subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)
