@@ -28,7 +28,7 @@ def main() -> None:
 
 
 async def _train(settings: TrainSettings) -> None:
-    # torch and transformers load here, so that --help and a mistyped option answer at once.
+    # transformers loads here, so that --help and a mistyped option do not wait for it.
     from .loop import train
     from .setup import open_run
 

@@ -44,6 +44,11 @@ class DataSection(Section):
     train: str
     """A .jsonl or .parquet file, a folder saved by `datasets`, or `hub:owner/name`."""
     heldout: str | None = None
+    train_split: str = "train"
+    """Of a data set that has several; likewise below."""
+    heldout_split: str = "train"
+    subset: str | None = None
+    """Configuration name of a data set that has several."""
     prompt_column: str | None = None
     """None: recognised from the layout (plain, DAPO-math, AIME)."""
     answer_column: str | None = None

@@ -120,6 +120,8 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
     columns = Columns(data.prompt_column, data.answer_column)
     train = load_prompts(
         data.train,
+        split=data.train_split,
+        subset=data.subset,
         columns=columns,
         needs_answer=needs_answer(settings.reward.name),
         order=Order.SHUFFLED if data.shuffle else Order.SEQUENTIAL,
@@ -130,7 +132,14 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
     )
     if data.heldout is None:
         return train, None
-    return train, load_prompts(data.heldout, columns=columns, needs_answer=needs_answer(settings.reward.name))
+    heldout = load_prompts(
+        data.heldout,
+        split=data.heldout_split,
+        subset=data.subset,
+        columns=columns,
+        needs_answer=needs_answer(settings.reward.name),
+    )
+    return train, heldout
 
 
 def set_up_torch(settings: TrainSettings) -> None:

@@ -1,0 +1,42 @@
+"""Held-out scores: during training, and of a checkpoint afterwards."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from services.transport.broker import Broker
+from trainer.reporting import read_metrics
+
+from .processes import HELDOUT, config, replica, train
+
+
+@pytest.mark.timeout(240)
+async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    flags = config(
+        tmp_path,
+        run_id,
+        broker_url,
+        steps="3",
+        checkpoint__interval="3",
+        data__heldout=str(HELDOUT),
+        evaluate__interval="3",
+        evaluate__limit="20",
+        evaluate__n="2",
+        deterministic="true",
+        batch__max_staleness="0",
+    )
+    with replica(tmp_path, run_id, broker_url, deterministic=True):
+        train(tmp_path, flags)
+        printed = train(tmp_path, ["eval", *flags, "--checkpoint-at=last"])
+    scores = {record["step"]: record for record in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    assert set(scores) == {0, 1, 2, 3}
+    assert 0 < scores[3]["heldout/score"] < 1
+    assert scores[0]["heldout/pass_at_2"] >= scores[0]["heldout/pass_at_1"]
+    values = dict(re.findall(r"^(\S+) (\S+)$", printed, re.MULTILINE))
+    assert values["step"] == "3"
+    assert float(values["heldout/score"]) == pytest.approx(scores[3]["heldout/score"], abs=1e-4)
+    async with await Broker.connect(broker_url, run_id) as broker:
+        assert await broker.redis.xlen(broker.keys.evals) == 0
