@@ -46,13 +46,13 @@ class Row:
     def job(self) -> Job:
         return self.submission.job
 
-    def finish(self, record: NDArray[np.float64], reason: FinishReason) -> Sample:
+    def finish(self, record: NDArray[np.float32], reason: FinishReason) -> Sample:
         starts = [start for _, start in self.spans]
         ends = [*starts[1:], len(record)]
         return Sample(
             token_ids=record[:, 0].astype(np.int32),
-            logprobs=record[:, 1].astype(np.float32),
-            kept_mass=record[:, 2].astype(np.float32),
+            logprobs=record[:, 1].copy(),
+            kept_mass=record[:, 2].copy(),
             kept_count=record[:, 3].astype(np.int32),
             finish_reason=reason,
             versions=tuple(
@@ -79,7 +79,7 @@ class Columns:
     uniforms: Tensor
     """[C, CHUNK] float64."""
     record: Tensor
-    """[C, T, 4] float64: token id, log-prob, kept mass, kept count; each exact in float64."""
+    """[C, T, 4] float32: token id, log-prob, kept mass, kept count. Integers are exact in it below 2**24."""
 
     @classmethod
     def allocate(cls, device: torch.device) -> Columns:
@@ -91,7 +91,7 @@ class Columns:
             temperature=reals,
             stops=ids.view(0, 1),
             uniforms=reals.view(0, CHUNK),
-            record=reals.view(0, 0, 4),
+            record=torch.zeros(0, 0, 4, device=device),
         )
 
     def reserve(self, rows: int, tokens: int, stops: int) -> None:
@@ -173,7 +173,7 @@ class Batch:
         drawn = sample(logits, uniforms, log_min_p=columns.log_min_p[rows], temperature=columns.temperature[rows])
         columns.tokens[rows] = drawn.token_ids
         index = torch.arange(start, len(self), device=self.device)
-        columns.record[index, step] = torch.stack([part.double() for part in drawn], -1)
+        columns.record[index, step] = torch.stack([part.float() for part in drawn], -1)
         self.generated[rows] += 1
         stopped = (drawn.token_ids[:, None] == columns.stops[rows]).any(1)
         flags = torch.stack((stopped, ~drawn.logprobs.isfinite())).cpu().numpy()
@@ -189,7 +189,7 @@ class Batch:
         ids: list[int] = self._columns.record[row, first:stop, 0].long().tolist()
         return ids
 
-    def records(self, rows: list[int]) -> list[NDArray[np.float64]]:
+    def records(self, rows: list[int]) -> list[NDArray[np.float32]]:
         """[T, 4] of each row, on the host."""
         if not rows:
             return []

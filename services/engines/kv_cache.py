@@ -37,8 +37,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys = like_keys.new_zeros((0, like_keys.shape[1], 0, like_keys.shape[3]))
         self.values = like_values.new_zeros((0, like_values.shape[1], 0, like_values.shape[3]))
         self.is_initialized = True
-        self.rows = torch.zeros(0, dtype=torch.long)
-        self.positions = self.rows
+        self.cells = torch.zeros(0, dtype=torch.long)
         self.span = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -46,9 +45,9 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes one new position per row where `RowCache.aim` said; returns what the rows attend to."""
-        self.keys[self.rows, :, self.positions] = key_states[:, :, 0]
-        self.values[self.rows, :, self.positions] = value_states[:, :, 0]
-        count = len(self.rows)
+        for cells, new in ((self.keys, key_states), (self.values, value_states)):
+            cells.view(-1, cells.shape[3]).index_copy_(0, self.cells, new.reshape(-1, cells.shape[3]))
+        count = len(key_states)
         return self.keys[:count, :, : self.span], self.values[:count, :, : self.span]
 
     def get_seq_length(self) -> int:
@@ -107,10 +106,16 @@ class RowCache(Cache):  # type: ignore[misc]
                 cells[target, :, :length] = cells[source, :, :length]
                 cells[target, :, length:] = 0
 
-    def aim(self, rows: Tensor, positions: Tensor, span: int) -> None:
-        """The next forward writes at [rows[i], positions[i]] and reads the first `span` positions."""
+    def aim(self, positions: Tensor, span: int) -> None:
+        """The next forward writes row i at positions[i] and reads the first `span` positions of every row."""
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        cells: dict[int, Tensor] = {}
         for layer in self.layers:
-            layer.rows, layer.positions, layer.span = rows, positions, span
+            heads = layer.keys.shape[1]
+            if heads not in cells:
+                lines = rows * heads + torch.arange(heads, device=positions.device)
+                cells[heads] = (lines * self._capacity[1] + positions[:, None]).view(-1)
+            layer.cells, layer.span = cells[heads], span
 
 
 def attend_rows(
@@ -125,7 +130,8 @@ def attend_rows(
     """Causal attention of whole prompts (no mask needed), or of one new token per row over its cache.
 
     In a step the G query heads of one key-value head are folded into the query axis, so keys and values are read in
-    place instead of repeated G times: [R, K, G, D] x [R, K, L, D].
+    place instead of repeated G times: [R, K, G, D] x [R, K, L, D]. The CPU's bfloat16 kernel is faster at doing that
+    itself (1.4x), the CUDA ones cannot with a mask.
     """
     if found := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
         raise ConfigError(f"this model's attention needs {found[0]}; use the sglang engine for it")
@@ -134,6 +140,10 @@ def attend_rows(
     if Q > 1:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=H != K)
         return out.transpose(1, 2).contiguous(), None
+    if query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        gqa = H != K
+        out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=gqa)
+        return out.view(R, 1, H, D), None
     grouped = query.view(R, K, H // K, query.shape[3])
     out = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(R, 1, H, D), None

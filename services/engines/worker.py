@@ -195,7 +195,7 @@ class Worker:
         count, span = len(lengths), int(lengths.max()) + 1
         positions = torch.from_numpy(lengths).to(self._device)
         self._cache.reserve(count, span)
-        self._cache.aim(torch.arange(count, device=self._device), positions, span)
+        self._cache.aim(positions, span)
         out = self._model(
             input_ids=self._batch.inputs,
             position_ids=positions[:, None],
@@ -238,7 +238,7 @@ class Worker:
             hit[row - start] = any(stop in tail for stop in stops)
         return hit
 
-    def _finish(self, row: int, record: NDArray[np.float64], reason: FinishReason) -> None:
+    def _finish(self, row: int, record: NDArray[np.float32], reason: FinishReason) -> None:
         own = self._batch.rows[row]
         own.submission.samples[own.index] = own.finish(record, reason)
         own.submission.reply_if_whole()
