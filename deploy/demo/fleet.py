@@ -65,7 +65,7 @@ class Fleet:
         return child
 
     def wait_for(self, child: Child, timeout_s: float) -> None:
-        """Until `child` ends well, as it may from here on. Raises UnavailableError if it does not, or another one ends."""
+        """Until `child` ends, as it may from here on. Raises UnavailableError if not well, or if another one ends."""
         self._awaited.append(child)
         self.wait_until(lambda: child.process.poll() is not None, f"{child.name} has ended", timeout_s)
         if child.process.returncode != 0:
