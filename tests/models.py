@@ -12,6 +12,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -27,6 +31,16 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+"""What every engine must run."""
+SPECIAL: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"layer_types": ["full_attention"] * 2}),
+}
+"""What some run, with the settings that make it small."""
 PAD, EOS, UNKNOWN, USER, ASSISTANT = SPECIALS = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 PAD_ID, EOS_ID = 0, 1
 ALPHABET = string.digits + string.ascii_lowercase + " +-*/=.,?!:\n" + string.ascii_uppercase
@@ -80,7 +94,7 @@ def make_model(
     `spread`: about the standard deviation of the logits, in nats. `eos=False`: no end token, which is to be refused;
     `endless`: there is one, but it is never likely enough to be drawn. `overrides` go to the config.
     """
-    config_type, model_type = FAMILIES[family]
+    config_type, model_type, special = SPECIAL[family] if family in SPECIAL else (*FAMILIES[family], {})
     torch.manual_seed(seed)
     config = config_type(
         vocab_size=vocab_size,
@@ -95,7 +109,7 @@ def make_model(
         bos_token_id=None,
         eos_token_id=EOS_ID if eos else None,
         pad_token_id=PAD_ID,
-        **{"head_dim": hidden // heads, **overrides} if family != "qwen2" else overrides,
+        **({"head_dim": hidden // heads} if family != "qwen2" else {}) | special | overrides,
     )
     model = model_type(config).to(dtype)
     with torch.no_grad():

@@ -91,7 +91,7 @@ class Columns:
             temperature=reals,
             stops=ids.view(0, 1),
             uniforms=reals.view(0, CHUNK),
-            record=torch.zeros(0, 0, 4, device=device),
+            record=torch.zeros(0, 0, 4, dtype=torch.float32, device=device),
         )
 
     def reserve(self, rows: int, tokens: int, stops: int) -> None:

@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from services.contract.errors import ConfigError, WeightError
 
-from .kv_cache import ATTENTION
+from .kv_cache import ATTENTION, RowCache
 from .tokenizer import check_model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STEP_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}
+"""Standard deviations of the logits: far above rounding, far below another attention."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,6 +65,7 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any
     model = model.requires_grad_(False).eval().to(device)
     if device.type == "cpu" and dtype == torch.float32:
         _transpose_weights(model)
+    _check_step(model)
     return model
 
 
@@ -70,16 +75,24 @@ def read_weights(folder: Path, model: Any) -> dict[str, Tensor]:
     Raises WeightError naming file and tensor if a name, shape or dtype does not fit, if a value is not finite, or if
     anything is missing; tied weights may be left out. `model` is only read.
     """
-    expected = {name: weight for name, weight in model.state_dict().items() if name not in _tied(model)}
+    tied = _tied(model)
+    expected = {name: weight for name, weight in model.state_dict().items() if name not in tied}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightError(f"weight folder {folder}: no *.safetensors file in it")
-    weights: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for file in files:
-        weights.update(_read_file(file, expected, _tied(model)))
+        stored |= _read_file(file)
+    weights = {tied.get(name, name): weight for name, weight in stored.items()}
+    if weights.keys() != expected.keys():
+        weights = _convert(folder, model)
     if missing := sorted(expected.keys() - weights.keys()):
         raise WeightError(f"weight folder {folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
-    return weights
+    if foreign := sorted(weights.keys() - expected.keys()):
+        raise WeightError(f"weight folder {folder}: tensor {foreign[0]} does not belong to this model")
+    return {
+        name: _fitting(f"weight folder {folder}: tensor {name}", weights[name], expected[name]) for name in expected
+    }
 
 
 @torch.no_grad()
@@ -88,6 +101,39 @@ def swap_weights(model: Any, weights: dict[str, Tensor]) -> None:
     state = model.state_dict()
     for name, weight in weights.items():
         state[name].copy_(weight)
+
+
+@torch.inference_mode()
+def _check_step(model: Any) -> None:
+    """A step over our cache must give the logits of Transformers' own plain forward.
+
+    It does for full attention as Llama has it; it would not where an architecture biases, caps or stores attention in
+    its own way. Raises ConfigError then, instead of sampling from another model than the trainer's.
+    """
+    kind = model.config.model_type
+    ids = torch.arange(2, 10, device=model.device)[None] % model.config.vocab_size
+    positions = torch.arange(ids.shape[1], device=model.device)[None]
+    try:
+        prompt, cache = DynamicCache(), RowCache()
+        model(input_ids=ids[:, :-1], position_ids=positions[:, :-1], past_key_values=prompt, use_cache=True)
+        cache.fill(0, prompt, torch.zeros(1, dtype=torch.long, device=model.device))
+        cache.reserve(1, ids.shape[1])
+        cache.aim(positions[0, -1:], ids.shape[1])
+        ours = model(input_ids=ids[:, -1:], position_ids=positions[:, -1:], past_key_values=cache, use_cache=True)
+        model.set_attn_implementation("eager")
+        theirs = model(input_ids=ids, use_cache=False)
+        model.set_attn_implementation(ATTENTION)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
+        raise ConfigError(f"model type {kind} cannot run here, use the sglang engine: {error}") from None
+    gap = (ours.logits[0, -1] - theirs.logits[0, -1]).abs().max() / theirs.logits[0, -1].std()
+    if not gap <= STEP_TOLERANCE[model.dtype]:
+        raise ConfigError(
+            f"model type {kind}: a decode step differs from the plain forward by {gap:.3g} standard deviations of the "
+            f"logits (at most {STEP_TOLERANCE[model.dtype]} allowed): its attention is not supported here, use the "
+            "sglang engine"
+        )
 
 
 def _transpose_weights(model: Any) -> None:
@@ -101,18 +147,29 @@ def _transpose_weights(model: Any) -> None:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
-def _read_file(file: Path, expected: dict[str, Tensor], tied: dict[str, str]) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
+def _read_file(file: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 - not a mapping
-                name = tied.get(stored, stored)
-                if name not in expected:
-                    raise WeightError(f"{file}: tensor {stored} does not belong to this model")
-                weights[name] = _fitting(f"{file}: tensor {stored}", tensors.get_tensor(stored), expected[name])
+        weights: dict[str, Tensor] = load_file(file)
     except (SafetensorError, OSError) as error:
         raise WeightError(f"{file}: not a complete safetensors file: {error}") from None
     return weights
+
+
+def _convert(folder: Path, model: Any) -> dict[str, Tensor]:
+    """Weights that some architectures store under other names or in other pieces, as experts are; Transformers' own
+    loader knows how. Returns what it found, names it could not place included.
+    """
+    try:
+        fresh, report = type(model).from_pretrained(
+            folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # noqa: BLE001 - as in load_model
+        raise WeightError(f"weight folder {folder}: does not fit {type(model).__name__}: {error}") from None
+    found = {name: weight for name, weight in fresh.state_dict().items() if name not in _tied(fresh)}
+    empty = torch.empty(0)
+    return {name: w for name, w in found.items() if name not in report["missing_keys"]} | {
+        name: empty for name in report["unexpected_keys"]
+    }
 
 
 def _fitting(what: str, weight: Tensor, expected: Tensor) -> Tensor:

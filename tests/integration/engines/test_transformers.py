@@ -95,6 +95,23 @@ def test_unknown_folders_are_refused(tmp_path: Path) -> None:
         TransformersEngine(tmp_path)
 
 
+async def test_weights_stored_in_other_pieces_swap_too(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """A mixture of experts is saved expert by expert and held in one tensor."""
+    old, new = (make_model(tmp_path / f"moe{seed}", "qwen3_moe", seed=seed) for seed in range(2))
+    engine, fresh = await make_engine(old), await make_engine(new)
+    job = make_job(n=2, temperature=0.0)
+    before = await engine.generate(job)
+    await engine.load(new, "run:1:new")
+    after = await engine.generate(job)
+    assert [s.token_ids.tolist() for s in after] == [s.token_ids.tolist() for s in await fresh.generate(job)]
+    assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
+
+
+async def test_attention_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"softcap.*sglang"):
+        await TransformersEngine(make_model(tmp_path / "gemma", "gemma2")).start()
+
+
 def test_windows_shorter_than_the_context_are_refused(tmp_path: Path) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     folder = make_model(tmp_path / "windows", "qwen2", **windows)
