@@ -20,7 +20,7 @@ import hashlib
 import heapq
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -86,7 +86,7 @@ class Feeder:
         self._finished: set[str] = set()
         self._arrived: dict[str, Delivery] = {}
         self._early: dict[str, Delivery] = {}
-        self._unsent: deque[Job] = deque()
+        self._unsent: dict[str, Job] = {}
         self._unacknowledged: list[Delivery] = []
         self._scored: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._room = asyncio.Event()
@@ -104,7 +104,7 @@ class Feeder:
         self.cursor, self.retries = progress.cursor, sorted(progress.retries)
         self._finished = {entry["job_id"] for entry in read_ledger(self.consumed.path)}
         self.outstanding = {id: self._job(*job_position(id)) for id in progress.outstanding}
-        self._unsent.extend(self.outstanding.values())
+        self._unsent |= self.outstanding
         await self.groups.restore(self.outstanding)
 
     def books(self) -> dict[str, Any]:
@@ -183,29 +183,30 @@ class Feeder:
             # A refusal for the broker's memory ends without anybody telling us.
             timeout_s = 0.5 if self._unsent else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._room.wait()
 
     def _issue(self) -> None:
         """Turns free room into jobs. They are outstanding before they are sent: a crash in between resubmits."""
-        issued = []
+        issued: dict[str, Job] = {}
         while len(self.outstanding) < self.in_flight_limit:
             position, attempt = heapq.heappop(self.retries) if self.retries else (self.cursor, 0)
             self.cursor = max(self.cursor, position + 1)
             job = self._job(position, attempt)
-            self.outstanding[job.job_id] = job
-            issued.append(job)
-        self._unsent.extend(issued)
-        self.submitted.append({"job_id": job.job_id} for job in issued)
-        for job in issued:
-            if (delivery := self._early.pop(job.job_id, None)) is not None:
+            self.outstanding[job.job_id] = issued[job.job_id] = job
+        self._unsent |= issued
+        self.submitted.append({"job_id": id} for id in issued)
+        for id in issued:
+            if (delivery := self._early.pop(id, None)) is not None:
                 self._tasks.create_task(self._receive(delivery))
 
     async def _send(self) -> bool:
         """Submits what is unsent; True if all of it was taken."""
-        jobs = list(self._unsent)
+        jobs = list(self._unsent.values())
         outcomes = await self.submission.submit(jobs, fence=self.fence, limit=self.in_flight_limit)
-        self._unsent.clear()
-        self._unsent.extend(j for j, outcome in zip(jobs, outcomes, strict=True) if outcome is Submitted.REFUSED)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if outcome is not Submitted.REFUSED:
+                self._unsent.pop(job.job_id, None)
         return not self._unsent
 
     def _job(self, position: int, attempt: int) -> Job:
@@ -267,7 +268,8 @@ class Feeder:
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                scored = await asyncio.wait_for(self._scored.get(), min(RECHECK_S, left_s))
+                async with asyncio.timeout(min(RECHECK_S, left_s)):
+                    scored = await self._scored.get()
                 return replace(scored, staleness=self.publisher.staleness(scored.group))
             await self._recheck()
         raise UnavailableError(
@@ -277,11 +279,11 @@ class Feeder:
 
     async def _recheck(self) -> None:
         """Silence: a broker that was wiped has forgotten jobs and weights. Both are cheap to offer again."""
-        missing = [job for id, job in self.outstanding.items() if id not in self._arrived]
+        missing = {id: job for id, job in self.outstanding.items() if id not in self._arrived}
         logger.info("still waiting for %d of %d jobs in flight", len(missing), len(self.outstanding))
         if await self.publisher.announce_again():
             logger.warning("the broker had lost the weights; they are %s now", self.publisher.announced.version)
-        self._unsent.extend(job for job in missing if job not in self._unsent)
+        self._unsent |= missing
         self._room.set()
 
     # --- the end of an attempt --------------------------------------------------------------------------------------
