@@ -233,19 +233,12 @@ class Learner:
         rewards = batch.rewards.flatten().to(self.device)
         metrics |= mismatch_metrics(
             MetricBatch(
-                train_logprobs=first.train_logprobs,
-                infer_logprobs=first.infer_logprobs,
-                inside=first.inside,
-                mask=first.mask,
+                **{field.name: getattr(first, field.name) for field in fields(first) if field.name != "rows"},
                 advantages=A[first.rows],
                 rewards=rewards[first.rows],
                 correction=self.correct(first),
                 level=self.settings.correction.level,
                 cap=self.settings.correction.cap,
-                train_kept_mass=first.train_kept_mass,
-                train_kept_count=first.train_kept_count,
-                infer_kept_mass=first.infer_kept_mass,
-                infer_kept_count=first.infer_kept_count,
             )
         )
         metrics |= pruning_metrics(first)

@@ -86,16 +86,22 @@ def replica(folder: Path, run_id: str, url: str, *, deterministic: bool = False)
         yield child
 
 
-def train(folder: Path, flags: list[str], timeout_s: float = TIMEOUT_S) -> str:
-    """Runs a trainer to its end; returns what it printed."""
-    done = subprocess.run(
+def run_trainer(flags: list[str], before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end; `before` runs in the new process first."""
+    return subprocess.run(
         [sys.executable, "-m", "trainer", *flags],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=TIMEOUT_S,
         cwd=ROOT,
         env=environment(),
+        preexec_fn=before,
         check=False,
     )
+
+
+def train(flags: list[str]) -> str:
+    """A run that has to succeed; returns what it printed."""
+    done = run_trainer(flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,21 +14,12 @@ from services.contract.errors import ConfigError
 from trainer.config import TrainSettings
 from trainer.setup import open_run
 
-from .processes import ROOT, TIMEOUT_S, config, environment, process, replica, train, until
+from .processes import config, process, replica, run_trainer, train, until
 
 
 def cli_refusal(flags: list[str], before: Callable[[], None] | None = None) -> str:
     """What the command says when it refuses to run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", *flags],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=ROOT,
-        env=environment(),
-        preexec_fn=before,
-        check=False,
-    )
+    done = run_trainer(flags, before)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.partition("dvp-train: error: ")[2]
@@ -123,7 +112,7 @@ def test_a_second_trainer_is_refused_and_names_the_first(tmp_path: Path, broker_
 @pytest.mark.timeout(180)
 async def test_a_run_whose_data_changed_does_not_resume(tmp_path: Path, broker_url: str, run_id: str) -> None:
     with replica(tmp_path, run_id, broker_url):
-        await asyncio.to_thread(train, tmp_path, config(tmp_path, run_id, broker_url, steps="2"))
+        await asyncio.to_thread(train, config(tmp_path, run_id, broker_url, steps="2"))
     message = await refusal(config(tmp_path, run_id, broker_url, steps="4", seed="5"))
     assert "is not what the checkpoint of step 2 was trained on" in message
     off = config(tmp_path, run_id, broker_url, steps="4", resume="false")

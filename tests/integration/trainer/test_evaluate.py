@@ -29,8 +29,8 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
         batch__max_staleness="0",
     )
     with replica(tmp_path, run_id, broker_url, deterministic=True):
-        train(tmp_path, flags)
-        printed = train(tmp_path, ["eval", *flags, "--checkpoint-at=last"])
+        train(flags)
+        printed = train(["eval", *flags, "--checkpoint-at=last"])
     scores = {record["step"]: record for record in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert set(scores) == {0, 1, 2, 3}
     assert 0 < scores[3]["heldout/score"] < 1

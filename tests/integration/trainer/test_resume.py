@@ -39,7 +39,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
 ) -> None:
     reference, disturbed = f"{run_id}-a", f"{run_id}-b"
     with replica(tmp_path, reference, broker_url, deterministic=True):
-        train(tmp_path, config(tmp_path, reference, broker_url, "a", **DETERMINISTIC))
+        train(config(tmp_path, reference, broker_url, "a", **DETERMINISTIC))
 
     flags = config(tmp_path, disturbed, broker_url, "b", **DETERMINISTIC)
     kill_at = random.SystemRandom().randint(1, 5)
@@ -48,7 +48,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
             until(lambda: num_steps(tmp_path / "b") >= kill_at, f"step {kill_at}")
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()
-        train(tmp_path, flags)
+        train(flags)
 
     undisturbed, resumed = final_parameters(tmp_path / "a"), final_parameters(tmp_path / "b")
     different = [name for name in undisturbed if not torch.equal(undisturbed[name], resumed[name])]
