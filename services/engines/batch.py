@@ -97,6 +97,8 @@ class Columns:
     def reserve(self, rows: int, tokens: int, stops: int) -> None:
         """Room for `rows` rows of `tokens` tokens with `stops` end tokens each; geometric, contents kept."""
         have_rows, have_tokens, have_stops = len(self.tokens), self.record.shape[1], self.stops.shape[1]
+        if rows <= have_rows and tokens <= have_tokens and stops <= have_stops:
+            return
         rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
         tokens = have_tokens if tokens <= have_tokens else max(tokens, 2 * have_tokens)
         stops = max(stops, have_stops)
@@ -106,6 +108,11 @@ class Columns:
         self.stops = _grown(self.stops, (rows, stops), NO_TOKEN)
         self.uniforms = _grown(self.uniforms, (rows, CHUNK))
         self.record = _grown(self.record, (rows, tokens, 4))
+
+    def write(self, start: int, step: Tensor, drawn: Tensor) -> None:
+        """drawn [rows, 4] becomes token step[i] of row start + i."""
+        rows = torch.arange(start, start + len(step), device=step.device)
+        self.record.view(-1, 4).index_copy_(0, rows * self.record.shape[1] + step, drawn)
 
     def move(self, source: Tensor, target: Tensor, tokens: int) -> None:
         for column in (self.tokens, self.log_min_p, self.temperature, self.stops, self.uniforms):
@@ -172,8 +179,7 @@ class Batch:
         uniforms = columns.uniforms[rows].gather(1, (step % CHUNK)[:, None])[:, 0]
         drawn = sample(logits, uniforms, log_min_p=columns.log_min_p[rows], temperature=columns.temperature[rows])
         columns.tokens[rows] = drawn.token_ids
-        index = torch.arange(start, len(self), device=self.device)
-        columns.record[index, step] = torch.stack([part.float() for part in drawn], -1)
+        columns.write(start, step, torch.stack([part.float() for part in drawn], -1))
         self.generated[rows] += 1
         stopped = (drawn.token_ids[:, None] == columns.stops[rows]).any(1)
         flags = torch.stack((stopped, ~drawn.logprobs.isfinite())).cpu().numpy()

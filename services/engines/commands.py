@@ -58,9 +58,12 @@ class Submission:
     def unplaced(self) -> int:
         return self.job.n - self.placed
 
-    def reply_if_whole(self) -> None:
-        if len(self.samples) == self.job.n:
+    def reply_if_whole(self) -> bool:
+        """True if the last sample is there and the reply went out."""
+        whole = len(self.samples) == self.job.n
+        if whole:
             self.reply.result(tuple(self.samples[i] for i in range(self.job.n)))
+        return whole
 
 
 @dataclass(frozen=True)

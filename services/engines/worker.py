@@ -66,6 +66,8 @@ class Worker:
         self._deterministic = deterministic
         self._threads = threads
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._live: set[Submission] = set()
+        """Everything that still owes a reply, wherever it is."""
         self._waiting: deque[Submission] = deque()
         self._swaps: deque[Swap] = deque()
         self._batch = Batch(self._device)
@@ -100,6 +102,7 @@ class Worker:
         for command in self._arrived():
             match command:
                 case Submission():
+                    self._live.add(command)
                     self._waiting.append(command)
                 case Cancel():
                     self._drop(command.submission)
@@ -241,7 +244,8 @@ class Worker:
     def _finish(self, row: int, record: NDArray[np.float32], reason: FinishReason) -> None:
         own = self._batch.rows[row]
         own.submission.samples[own.index] = own.finish(record, reason)
-        own.submission.reply_if_whole()
+        if own.submission.reply_if_whole():
+            self._live.discard(own.submission)
 
     def _fail_not_finite(self, submission: Submission, row: int) -> None:
         token = int(self._batch.generated[row]) - 1
@@ -262,6 +266,7 @@ class Worker:
         self._remove(self._rows_of({submission}))
 
     def _forget(self, submission: Submission) -> None:
+        self._live.discard(submission)
         with suppress(ValueError):
             self._waiting.remove(submission)
 
@@ -280,11 +285,11 @@ class Worker:
 
     def _fail_all(self, error: EngineError) -> None:
         """Everything in flight; the engine starts over with an empty batch."""
-        pending = {row.submission for row in self._batch.rows} | set(self._waiting)
+        for submission in self._live:
+            submission.reply.error(error)
         self._batch, self._cache = Batch(self._device), RowCache()
         self._waiting.clear()
-        for submission in pending:
-            submission.reply.error(error)
+        self._live.clear()
         if self._stopping:
             for command in [*self._swaps, *self._left_over()]:
                 if isinstance(command, (Submission, Swap)):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.contract.errors import ConfigError, RequestError
+from services.contract.errors import ConfigError, EngineError, RequestError
 from services.contract.http import Message
 from services.engines.tokenizer import load_tokenizer
 from services.engines.transformers import TransformersEngine
@@ -56,6 +56,27 @@ async def test_samples_of_a_job_share_one_prefill(folders: dict[str, Path]) -> N
     engine._model.register_forward_pre_hook(note, with_kwargs=True)
     await engine.generate(make_job("a", [5] * 20, n=11))
     assert prefills == [(1, 20)]
+    await engine.close()
+
+
+async def test_a_failing_forward_fails_its_jobs_and_no_later_one(folders: dict[str, Path]) -> None:
+    """As when the device runs out of memory, in prefill and in a step."""
+    engine = TransformersEngine(folders["even"], threads=1, max_batch=4)
+    await engine.start()
+    broken = [True]
+
+    def fail(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if broken[0] and kwargs["input_ids"].shape[1] == width:
+            raise RuntimeError("out of memory")
+
+    engine._model.register_forward_pre_hook(fail, with_kwargs=True)
+    for width in (20, 1):
+        jobs = [engine.generate(make_job(f"{width}-{i}", [5] * 20, n=3)) for i in range(3)]
+        for outcome in await asyncio.gather(*jobs, return_exceptions=True):
+            assert isinstance(outcome, EngineError)
+            assert "out of memory" in str(outcome)
+    broken[0] = False
+    assert len(await engine.generate(make_job("next", n=3))) == 3
     await engine.close()
 
 
