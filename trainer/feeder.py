@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from services.contract.errors import GroupMismatchError, UnavailableError
+from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import DeadLetter, Group, LogprobKind
 from services.contract.job import Job, Sink, job_id, job_position
 from services.contract.sampling import MAX_SEED
@@ -47,6 +47,8 @@ READ_COUNT = 64
 READ_BLOCK_MS = 500
 RECHECK_S = 15.0
 """Silence after which everything outstanding is submitted again, in case the broker lost it."""
+DEATHS_PER_ROOM = 2
+"""The run stops after this many times the in-flight limit of dead letters in a row."""
 
 
 class Outcome(StrEnum):
@@ -83,6 +85,7 @@ class Feeder:
         self.outstanding: dict[str, Job] = {}
         self._counters: Counter[str] = Counter()
         self._waiting_since = 0.0
+        self._deaths_in_a_row = 0
         self._finished: set[str] = set()
         self._arrived: dict[str, Delivery] = {}
         self._early: dict[str, Delivery] = {}
@@ -245,9 +248,9 @@ class Feeder:
     async def _take(self, delivery: Delivery) -> None:
         item, job = delivery.item, self.outstanding[delivery.job_id]
         if isinstance(item, DeadLetter):
-            logger.error("job %s is dead after %d deliveries: %s", item.job_id, item.deliveries, item.error)
-            await self._finish([item.job_id], Outcome.DEAD)
+            await self._bury(item)
             return
+        self._deaths_in_a_row = 0
         try:
             check_group(item, job)
         except GroupMismatchError as error:
@@ -258,6 +261,17 @@ class Feeder:
             return
         position, _ = job_position(item.job_id)
         self._scored.put_nowait(await self.scorer.score(item, self.prompts.row(position)))
+
+    async def _bury(self, letter: DeadLetter) -> None:
+        """The next prompt takes its place, unless nothing but dead letters comes back."""
+        logger.error("job %s is dead after %d deliveries: %s", letter.job_id, letter.deliveries, letter.error)
+        await self._finish([letter.job_id], Outcome.DEAD)
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row >= DEATHS_PER_ROOM * self.in_flight_limit:
+            raise EngineError(
+                f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id} "
+                f"on replica {letter.replica_id}: {letter.error}. Mend the cause, then start the same command again to resume"
+            )
 
     def _comes_later(self, id: str) -> bool:
         position, attempt = job_position(id)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.contract.errors import GroupMismatchError, UnavailableError
+from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
 from services.contract.job import job_position
 from services.contract.sampling import Sampling
@@ -191,6 +191,21 @@ async def test_a_dead_job_is_replaced_by_the_next_prompt(broker_url: str, opened
 
         assert ids_of(await both(run, one_dies())) == [(1, 0), (2, 0)]
         assert outcomes(run) == [((0, 0), "dead")]
+
+
+async def test_nothing_but_dead_letters_stops_the_run_with_the_last_error(broker_url: str, opened: Open) -> None:
+    async def all_die(player: Player) -> None:
+        for _ in range(2 * GROUPS):
+            (lease,) = await player.claim(1)
+            await player.jobs.fail(lease, "the engine is on fire", fatal=True)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with opened(broker_url) as (run, player):
+            await both(run, all_die(player))
+    stopped = caught.value.subgroup(EngineError)
+    assert stopped is not None
+    assert "4 jobs died in a row" in repr(stopped)
+    assert "on fire" in repr(stopped)
 
 
 async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url: str, opened: Open) -> None:
