@@ -270,7 +270,7 @@ class Feeder:
         if self._deaths_in_a_row >= DEATHS_PER_ROOM * self.in_flight_limit:
             raise EngineError(
                 f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id} "
-                f"on replica {letter.replica_id}: {letter.error}. Mend the cause, then start the same command again to resume"
+                f"on replica {letter.replica_id}: {letter.error}. Mend the cause, then resume with the same command"
             )
 
     def _comes_later(self, id: str) -> bool:
