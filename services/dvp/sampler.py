@@ -64,7 +64,7 @@ def _draw(block: Block, uniforms: Float64[Tensor, "rows 1"], greedy: Bool[Tensor
     drawn = _invert(block.weight, uniforms.masked_fill(greedy, 0.0))
     member = block.keep.gather(-1, drawn) & ~greedy
     # In exact arithmetic the first entry above the target is a member; a parallel scan rounds. The maximum always is.
-    if member.is_cuda or not member.all():
+    if member.device.type != "cpu" or not member.all():
         drawn = torch.where(member, drawn, block.scaled.argmax(-1, keepdim=True))
     logprobs, mass, count, _ = block.read(drawn)
     greedy = greedy.view(-1) if greedy.dim() else greedy
