@@ -49,10 +49,10 @@ def prune(
     """
     rows, threshold, tau = as_rows(logits, read_log_min_p(min_ps), temperatures.view(-1))
     masses, counts = [], []
-    for block, limit, heat in split_rows(rows, threshold, tau):
+    for block, limit, heat, asked in split_rows(rows, threshold, tau, (min_ps > 0).unsqueeze(-1)):
         policy = constrain(block, limit, heat)
-        count = policy.keep.sum(-1, dtype=torch.int32)
-        block.masked_fill_(~policy.keep & (count > 0).unsqueeze(-1), -math.inf)
-        masses.append((policy.kept / policy.total).squeeze(-1))
+        count = policy.keep.sum(-1, keepdim=True, dtype=torch.int32).mul_(asked)
+        block.masked_fill_((count > 0) & ~policy.keep, -math.inf)
+        masses.append(policy.kept / policy.total)
         counts.append(count)
-    return Kept(torch.cat(masses), torch.cat(counts).masked_fill_(min_ps == 0, 0))
+    return Kept(torch.cat(masses).squeeze(-1), torch.cat(counts).squeeze(-1))
