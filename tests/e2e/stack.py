@@ -37,6 +37,8 @@ def require_engine() -> None:
 class Stack:
     def __init__(self, **variables: str) -> None:
         self.project, self.port, self.token = f"dvp-e2e-{os.getpid()}", free_port(), secrets.token_hex(16)
+        self.killed: list[str] = []
+        """Services whose main process was killed and came back."""
         self._environment = {
             "PIP_FLAGS": "",
             **os.environ,
@@ -82,11 +84,11 @@ class Stack:
             lambda: self.inspect(container)["RestartCount"] > before["RestartCount"], f"{container} is restarted", 60
         )
         if "Health" in before["State"]:
-            self.wait_until(
-                lambda: self.inspect(container)["State"]["Health"]["Status"] == "healthy",
-                f"{container} is healthy",
-                120,
-            )
+            self.wait_until(lambda: self.is_healthy(container), f"{container} is healthy", 120)
+        self.killed.append(before["Config"]["Labels"]["com.docker.compose.service"])
+
+    def is_healthy(self, container: str) -> bool:
+        return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
 
     def step(self) -> int:
         """Of the trainer; 0 before the first one ends."""

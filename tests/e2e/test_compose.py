@@ -18,6 +18,13 @@ from trainer.reporting import read_metrics
 from .stack import BUILD_S, Stack, require_engine, running
 
 TRAINING_S = 1200.0
+PROBE = """
+import importlib.util, json, os, shutil
+tools = [tool for tool in ("gcc", "cc", "make", "git") if shutil.which(tool)]
+packages = ("torch", "datasets", "matplotlib", "pytest", "mypy", "trainer")
+present = [package for package in packages if importlib.util.find_spec(package)]
+print(json.dumps({"uid": os.getuid(), "tools": tools, "packages": present}))
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + 2 * TRAINING_S)]
 
@@ -39,7 +46,9 @@ def test_training_survives_scaling_and_kills(stack: Stack, tmp_path: Path, capsy
     stack.kill(stack.containers("rollout")[1])
     after(stack.step() + 3)
     stack.kill(*stack.containers("redis"))
-    after(max(22, stack.step() + 2))
+    after(stack.step() + 3)
+    stack.compose("restart", "--no-deps", "rollout")
+    after(max(22, stack.step() + 3))
     stack.kill(*stack.containers("trainer"))
     stack.kill(*stack.containers("gateway"))
     after(stack.step() + 3)
@@ -49,7 +58,7 @@ def test_training_survives_scaling_and_kills(stack: Stack, tmp_path: Path, capsy
 
     stack.compose("cp", "trainer:/runs/demo", str(tmp_path))
     folder = RunFolder(tmp_path / "demo")
-    progress, metrics = folder.progress(), read_metrics(folder.metrics)
+    progress, metrics = folder.progress(), [record for record in read_metrics(folder.metrics) if record["step"]]
     submitted, consumed = folder.submitted(progress), folder.consumed(progress)
     books = reconcile(submitted, consumed, progress["outstanding"])
     rewards = [record["reward/mean"] for record in metrics]
@@ -62,10 +71,7 @@ def test_training_survives_scaling_and_kills(stack: Stack, tmp_path: Path, capsy
         "duplicated": len(books.duplicated),
         "reward, first": round(mean(rewards[:ENDS]), 3),
         "reward, last": round(mean(rewards[-ENDS:]), 3),
-        "restarts": {
-            service: [stack.inspect(container)["RestartCount"] for container in stack.containers(service)]
-            for service in ("redis", "rollout", "trainer", "gateway")
-        },
+        "killed and back": ", ".join(stack.killed),
     }
     with capsys.disabled():
         sys.stdout.write(f"\n{json.dumps(accounting, indent=2)}\n")
@@ -94,13 +100,7 @@ def test_only_the_gateway_is_published(stack: Stack) -> None:
 
 @pytest.mark.parametrize("image", ["rollout", "trainer"])
 def test_image_holds_what_it_needs_and_no_more(stack: Stack, image: str) -> None:
-    probe = (
-        "import importlib.util as u, json, os, shutil; print(json.dumps({'uid': os.getuid(),"
-        " 'tools': [t for t in ('gcc', 'cc', 'make', 'git') if shutil.which(t)],"
-        " 'packages': [p for p in ('torch', 'datasets', 'matplotlib', 'pytest', 'mypy', 'trainer') if u.find_spec(p)]}))"
-    )
-    found = json.loads(
-        stack.docker("run", "--rm", "--read-only", "--entrypoint=python", f"dvp-rl/{image}", "-c", probe)
-    )
+    done = stack.docker("run", "--rm", "--read-only", "--entrypoint=python", f"dvp-rl/{image}", "-c", PROBE)
+    found = json.loads(done)
     packages = {"rollout": ["torch"], "trainer": ["torch", "datasets", "matplotlib", "trainer"]}
     assert found == {"uid": 10001, "tools": [], "packages": packages[image]}
