@@ -24,14 +24,24 @@ BUILD_S = 1500.0
 COMMAND_S = 300.0
 
 
-def require_engine() -> None:
-    """Skips the test, and says why, where there is no engine with compose 2."""
+def require_compose() -> None:
+    """Skips the test, and says why, where there is no compose 2; an engine is not needed for that."""
     if shutil.which("docker") is None:
         pytest.skip("NOT TESTED: no docker command here")
-    for command in (["docker", "compose", "version"], ["docker", "info", "--format={{.ServerVersion}}"]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            pytest.skip(f"NOT TESTED: {' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    _require("docker", "compose", "version")
+
+
+def require_engine() -> None:
+    """Skips the test, and says why, where there is no engine with compose 2."""
+    require_compose()
+    _require("docker", "info", "--format={{.ServerVersion}}")
+
+
+def _require(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        reason = " ".join((done.stderr or done.stdout).split())
+        pytest.skip(f"NOT TESTED: {' '.join(command)}: {reason}")
 
 
 class Stack:

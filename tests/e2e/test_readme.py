@@ -7,7 +7,7 @@ What follows the language in a fence's first line says how:
     slow             by the slow tests: `make demo` for real, `make test` only as far as collecting itself
     file=NAME        the block is that file
     needs=gpu,hub    as far as it can: our commands and TOML files with --dry-run, other commands with --help
-    needs=docker     likewise, skipped where there is no docker; what these do is tested by test_compose.py
+    needs=docker     likewise, skipped where there is no docker compose; what these do is tested by test_compose.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,8 @@ import pytest
 from services.client import Client
 from services.contract.errors import DvpError
 from services.transport.embedded import free_port
+
+from .stack import require_compose
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -92,8 +93,8 @@ class Reader:
         if block.language == "toml":
             return self._succeed([str(BIN / "dvp-train"), block.marks["file"], "--dry-run"], prints=True)
         assert block.language == "bash", f"{block.name}: cannot be tried"
-        if "docker" in block.marks["needs"] and shutil.which("docker") is None:
-            pytest.skip("NOT TRIED: no docker command here")
+        if "docker" in block.marks["needs"]:
+            require_compose()
         for line in block.text.splitlines():
             self._succeed(attempt(shlex.split(self._adapt(line))), prints=True)
         return None
