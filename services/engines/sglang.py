@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from services.contract.errors import ConfigError, DvpError, EngineError, UnavailableError, WeightError
@@ -42,6 +42,13 @@ MAX_DEATHS = 3
 MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Between attempts to start the server again."""
 INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
+
+
+class Flight(NamedTuple):
+    """A job that the server has, and the name of each of its samples there."""
+
+    job: Job
+    request_ids: list[str]
 
 
 class SglangEngine:
@@ -71,12 +78,12 @@ class SglangEngine:
         self.capacity = 1
         self._server = LocalServer(source, self.context_length) if isinstance(source, Launch) else RemoteServer(source)
         self._model_dtype = str(config.dtype).removeprefix("torch.")
-        self._folder = model
+        self._folder = model.absolute()
         self._version = version
         self._load_timeout_s = load_timeout_s
         self._eos_ids: frozenset[int] = frozenset()
         self._layout: dict[str, Stored] = {}
-        self._flights: dict[asyncio.Task[Any], Job] = {}
+        self._flights: dict[asyncio.Task[Any], Flight] = {}
         self._deaths: Counter[str] = Counter()
         self._background: set[asyncio.Task[Any]] = set()
         self._changing = asyncio.Lock()
@@ -92,7 +99,7 @@ class SglangEngine:
     @property
     def num_running(self) -> int:
         """Samples that the server has been asked for, at most `capacity`; some may still wait for their first token."""
-        return min(self.capacity, sum(job.n for job in self._flights.values()))
+        return min(self.capacity, sum(flight.job.n for flight in self._flights.values()))
 
     @property
     def outage(self) -> str:
@@ -129,7 +136,7 @@ class SglangEngine:
                     f"log-probs are those of the whole vocabulary, nothing can be trained on them; {INSTALL}"
                 )
             self._describe(await self._client.server_info())
-            if await self._client.weight_version() != self._version:
+            if await self._client.served() != (self._folder, self._version):
                 await self._replace(self._folder, self._version)
         except BaseException:
             await self._server.stop()
@@ -157,7 +164,7 @@ class SglangEngine:
                     task.cancel()
             self._outage = done.pop().result()
             self._up.clear()
-            self._deaths.update(job.job_id for job in self._flights.values())
+            self._deaths.update(flight.job.job_id for flight in self._flights.values())
             log.error("%s\nit is started again with %s", self._outage, self._version)
             async with self._changing:
                 await self._start_again()
@@ -185,11 +192,16 @@ class SglangEngine:
     async def close(self) -> None:
         supervisor, self._supervisor = self._supervisor, None
         self._outage = "closed"
-        tasks = [task for task in (supervisor, *self._flights, *self._background) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.gather(supervisor, return_exceptions=True)
         await self._server.stop()
+        for asking, flight in self._flights.items():
+            asking.cancel()
+            if isinstance(self._server, RemoteServer):
+                self._in_background(self._abort(flight.request_ids))
+        # A swap on a remote server is finished; without a server nothing below takes long.
+        await asyncio.gather(*self._flights, *self._background, return_exceptions=True)
         await self._client.close()
 
     def _check_running(self) -> None:
@@ -203,18 +215,20 @@ class SglangEngine:
     async def generate(self, job: Job) -> tuple[Sample, ...]:
         self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
-        request_ids = [uuid4().hex for _ in range(job.n)]
-        body = request_body(job, request_ids, max_new_tokens(job, self.context_length), self._eos_ids)
+        flight = Flight(job, [uuid4().hex for _ in range(job.n)])
+        body = request_body(job, flight.request_ids, max_new_tokens(job, self.context_length), self._eos_ids)
         asking = asyncio.create_task(self._client.generate(body))
-        self._flights[asking] = job
+        self._flights[asking] = flight
         try:
             answer = await asking
         except asyncio.CancelledError:
             if self._supervisor is None:
                 raise EngineError("the engine was closed") from None
-            self._in_background(self._abort(request_ids))
+            self._in_background(self._abort(flight.request_ids))
             raise
         except UnavailableError as error:
+            if self._supervisor is None:
+                raise EngineError("the engine was closed") from None
             raise self._suspected(job) or error from None
         finally:
             del self._flights[asking]

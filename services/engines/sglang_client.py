@@ -27,6 +27,8 @@ class SglangClient:
 
     def __init__(self, url: str, *, api_key: str = "", admin_key: str = "") -> None:
         self.url = url
+        self.api_key = api_key
+        self.admin_key = admin_key
         self._admin = _bearer(admin_key or api_key)
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -70,9 +72,15 @@ class SglangClient:
         info: dict[str, Any] = await self._call("GET", "/server_info")
         return info
 
-    async def weight_version(self) -> str:
+    async def served(self) -> tuple[Path, str]:
+        """Folder and version of its weights, as it was told."""
         info = await self._call("GET", "/model_info")
-        return str(info["weight_version"])
+        return Path(info["model_path"]), info["weight_version"]
+
+    async def num_running(self) -> int:
+        """Samples that have a first token and not yet a last one."""
+        answer = await self._call("GET", "/v1/loads?include=core")
+        return sum(load["num_running_reqs"] for load in answer["loads"])
 
     async def pause(self) -> None:
         """What is in flight goes back into the server's queue, without its cache."""

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,15 +27,19 @@ from .sglang_client import SglangClient
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+DTYPES = ("float32", "bfloat16", "float16")
 STUB = Path(__file__).with_name("sglang_launch.py")
 POLL_S = 0.2
-GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+GRACE_S = 2.0
+"""In which its helpers unlink what it shared in memory."""
 LAST_LINES = 12
 CONTEXT_MARGIN = 8
 """SGLang ends a sample up to 6 tokens before its own context length; the engine counts to the last one."""
 CPU_TOKENS = 65_536
-CPU_FLAGS = ("--attention-backend", "torch_native", "--sampling-backend", "pytorch")
+# Without the last one an idle server keeps a core busy.
+CPU_FLAGS = ("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--sleep-on-idle")
+CHECKOUT_PYTHON = Path(__file__).parents[2] / ".sglang" / "bin" / "python"
+"""What `make sglang-cpu` builds in a checkout."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ class Launch:
     ready_timeout_s: float = 600.0
     log_file: Path | None = None
     """None: a file in the temporary folder."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r}: SGLang allows {', '.join(DTYPES)}")
+        if self.deterministic and self.device == "cpu":
+            raise ConfigError("deterministic: SGLang can only do it on a GPU; use the transformers engine on a CPU")
 
     def flags(self, folder: Path, version: str, port: int, context_length: int) -> list[str]:
         total = self.max_total_tokens or (CPU_TOKENS if self.device == "cpu" else None)
@@ -110,7 +121,7 @@ class LocalServer:
         await self.stop()
         port = free_port(self._launch.port)
         await self.client.close()
-        api_key, admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self.client = SglangClient(f"http://{HOST}:{port}", api_key=api_key, admin_key=admin_key)
         keys = ["--api-key", api_key, "--admin-api-key", admin_key]
         flags = self._launch.flags(folder, version, port, self._context_length)
@@ -166,18 +177,19 @@ class LocalServer:
         return f"SGLang {_how(self._process)}. {self._last_words()}"
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to whatever is left of its group."""
+        """Kills it: it holds nothing that is worth the 5 s that it takes over SIGTERM. Its processes end with it; what
+        is left of the group after a moment is killed too."""
         process = self._process
         if process is None:
             return
-        if process.returncode is None:
-            process.terminate()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await process.wait()
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
         await process.wait()
+        with suppress(ProcessLookupError):
+            for _ in range(int(GRACE_S / POLL_S)):
+                os.killpg(process.pid, 0)
+                await asyncio.sleep(POLL_S)
+            os.killpg(process.pid, signal.SIGKILL)
         self._process = None
 
     def _last_words(self) -> str:
@@ -218,7 +230,12 @@ class RemoteServer:
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        pass
+        """It stays."""
+
+
+def default_python() -> Path:
+    """The checkout's SGLang environment where there is one, else this interpreter."""
+    return CHECKOUT_PYTHON if CHECKOUT_PYTHON.exists() else Path(sys.executable)
 
 
 def free_port(port: int) -> int:

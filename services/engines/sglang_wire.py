@@ -88,7 +88,7 @@ def _to_sample(job: Job, index: int, entry: Any) -> Sample:
     t = next((t for t, count in enumerate(kept_count) if count is None), None)
     if t is not None:
         raise EngineError(
-            f"job {job.job_id}: the logits of sample {index} are not finite at position {len(job.prompt_ids) + t - 1} "
+            f"job {job.job_id}: the logits of sample {index} are not finite at position {len(job.prompt_ids) + t} "
             f"(prompt {len(job.prompt_ids)} tokens, new token {t}) under {info['weight_version']}"
         )
     return Sample(

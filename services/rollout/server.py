@@ -19,7 +19,7 @@ from services.logs import LogContext
 
 from .app import create_app
 from .service import Service
-from .settings import EngineName, RolloutSettings
+from .settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,6 @@ def port_file(file: Path | None, listener: socket.socket) -> Iterator[None]:
 
 def _check(settings: RolloutSettings) -> None:
     """What can be refused before the port is taken and the engine's libraries are imported."""
-    if settings.engine is EngineName.SGLANG:
-        raise ConfigError("engine 'sglang' is not in this build; allowed: transformers, fake")
     if not settings.model.is_dir():
         raise ConfigError(f"model {settings.model}: no such folder; expected a local Hugging Face model folder")
 
