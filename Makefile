@@ -1,6 +1,8 @@
 # Everything runs in .venv; a second run skips the installation. PIP_FLAGS is handed to every pip install.
 PYTHON ?= python3
 PIP_FLAGS ?=
+# What the demo generates with: transformers or sglang.
+ENGINE ?= transformers
 BIN := .venv/bin
 STAMP := .venv/.installed
 SGLANG_STAMP := .sglang/.installed
@@ -33,8 +35,8 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp/*.py services/sglang_pl
 		./deploy/sglang-cpu/shims ./deploy/dvp-sglang
 	touch $@
 
-demo: install
-	$(BIN)/python -m deploy.demo $(ARGS)
+demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
