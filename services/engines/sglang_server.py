@@ -96,14 +96,18 @@ class Launch:
         flags += ["--enable-deterministic-inference"] if self.deterministic else []
         return [*flags, "--skip-server-warmup", *self.extra_args]
 
-    def environment(self) -> dict[str, str]:
-        """This process's, without settings and secrets of ours."""
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """This process's, without settings and secrets of ours. `scratch`: an empty folder."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DVP_ROLLOUT__")}
         threads = {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {}
         # The margin above goes beyond what the model's configuration names; no position beyond it is ever computed.
         ours = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "PYTHONUNBUFFERED": "1"}
-        return kept | ours | threads | cpu
+        # torch's own rendezvous would listen on every interface. Copies of the model (dp) need one each, and have it.
+        local = {"GLOO_SOCKET_IFNAME": "lo"}
+        if self.dp == 1:
+            local["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch / 'rendezvous'}"
+        return kept | local | ours | threads | cpu
 
 
 class LocalServer:
@@ -114,6 +118,7 @@ class LocalServer:
         self._context_length = context_length
         self._process: asyncio.subprocess.Process | None = None
         self._log_file = launch.log_file
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self.client = SglangClient("http://not-started")
 
     async def start(self, folder: Path, version: str) -> None:
@@ -138,6 +143,7 @@ class LocalServer:
             handle, name = tempfile.mkstemp(prefix="dvp-sglang-", suffix=".log")
             os.close(handle)
             self._log_file = Path(name)
+        self._scratch = tempfile.TemporaryDirectory(prefix="dvp-sglang-")
         try:
             with self._log_file.open("wb") as output:
                 process = await asyncio.create_subprocess_exec(
@@ -149,7 +155,7 @@ class LocalServer:
                     stderr=output,
                     # Not the working directory: its packages must not hide those of SGLang's environment.
                     cwd=self._log_file.parent,
-                    env=self._launch.environment(),
+                    env=self._launch.environment(Path(self._scratch.name)),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -177,20 +183,12 @@ class LocalServer:
         return f"SGLang {_how(self._process)}. {self._last_words()}"
 
     async def stop(self) -> None:
-        """Kills it: it holds nothing that is worth the 5 s that it takes over SIGTERM. Its processes end with it; what
-        is left of the group after a moment is killed too."""
-        process = self._process
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        with suppress(ProcessLookupError):
-            for _ in range(int(GRACE_S / POLL_S)):
-                os.killpg(process.pid, 0)
-                await asyncio.sleep(POLL_S)
-            os.killpg(process.pid, signal.SIGKILL)
-        self._process = None
+        """Ends its processes."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _kill(process)
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def _last_words(self) -> str:
         lines = "\n".join(f"  {line}" for line in _tail(self._log_file)) or "  (nothing)"
@@ -250,6 +248,19 @@ def free_port(port: int) -> int:
             ) from None
         found: int = probe.getsockname()[1]
         return found
+
+
+async def _kill(leader: asyncio.subprocess.Process) -> None:
+    """It holds nothing that is worth the 5 s that it takes over SIGTERM. Its processes end with it; what is left of the
+    group after a moment is killed too."""
+    with suppress(ProcessLookupError):
+        leader.kill()
+    await leader.wait()
+    with suppress(ProcessLookupError):
+        for _ in range(int(GRACE_S / POLL_S)):
+            os.killpg(leader.pid, 0)
+            await asyncio.sleep(POLL_S)
+        os.killpg(leader.pid, signal.SIGKILL)
 
 
 def _how(process: asyncio.subprocess.Process) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import httpx
 
@@ -46,14 +46,30 @@ def until(condition: Callable[[], bool], timeout: float = WAIT_S) -> None:
         time.sleep(0.02)
 
 
+class Options(TypedDict, total=False):
+    """Of a replica in a test, beside its command line."""
+
+    token: str | None
+    wait_ready: bool
+    start_timeout: float
+
+
 class _Replica:
     """What both have in common. `folder` takes the port file."""
 
-    def __init__(self, folder: Path, *args: str, token: str | None = None, wait_ready: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        token: str | None = None,
+        wait_ready: bool = True,
+        start_timeout: float = START_TIMEOUT_S,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._port_file = folder / "port"
         self._args = ["--port", "0", "--port-file", str(self._port_file), *args]
         self._token = token
+        self._start_timeout = start_timeout
         self._wait_path = "/readyz" if wait_ready else "/healthz"
         self.port = 0
 
@@ -78,8 +94,9 @@ class _Replica:
 class ReplicaProcess(_Replica):
     """`with ReplicaProcess(folder, "--model", ...) as replica:` returns when it is ready; ends the process after."""
 
-    def __init__(self, folder: Path, *args: str, token: str | None = None, wait_ready: bool = True) -> None:
-        super().__init__(folder, *args, token=token, wait_ready=wait_ready)
+    def __init__(self, folder: Path, *args: str, **options: Unpack[Options]) -> None:
+        super().__init__(folder, *args, **options)
+        self.pid = 0
         self._log = folder / "log"
 
     @property
@@ -97,8 +114,9 @@ class ReplicaProcess(_Replica):
     def __enter__(self) -> Self:
         with self._log.open("w") as log:
             self._process = subprocess.Popen([*COMMAND, *self._args], env=environment(), stderr=log)
+        self.pid = self._process.pid
         try:
-            until(self._answers, START_TIMEOUT_S)
+            until(self._answers, self._start_timeout)
         except BaseException:
             self._process.kill()
             raise
@@ -138,7 +156,7 @@ class ReplicaThread(_Replica):
         self._thread = threading.Thread(target=self._serve, args=(settings,), name="replica")
         self._thread.start()
         try:
-            until(self._answers, START_TIMEOUT_S)
+            until(self._answers, self._start_timeout)
         except BaseException:
             self.stop()
             raise

@@ -1,0 +1,136 @@
+"""Servers that cannot be used: each is refused within its time, with what it said last and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.contract.errors import ConfigError, UnavailableError
+from services.engines.sglang import SglangEngine
+from services.engines.sglang_server import Launch, LocalServer, Remote
+from tests.integration.engines.jobs import make_job
+from tests.integration.engines.sglang_process import CONTEXT, sglang_python
+
+
+def program(folder: Path, script: str) -> Path:
+    """Takes the place of the interpreter that runs SGLang."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(file.stat().st_mode | stat.S_IEXEC)
+    return file
+
+
+async def test_a_server_that_never_gets_ready(models: dict[str, Path], tmp_path: Path) -> None:
+    """The wait is bounded, the end of its log is shown, and nothing of it is left."""
+    python = program(tmp_path, f"echo loading since yesterday; echo $$ > {tmp_path}/pid; sleep 300 & wait")
+    engine = SglangEngine(models["even"], Launch(python=python, ready_timeout_s=1.0))
+    with pytest.raises(ConfigError, match=r"(?s)ready_timeout_s = 1 s.*\n  loading since yesterday"):
+        await engine.start()
+    pid = int((tmp_path / "pid").read_text())
+    assert not [p for p in psutil.process_iter(["status"]) if p.info["status"] != "zombie" and _group(p) == pid]
+    with pytest.raises(UnavailableError):
+        await engine.generate(make_job())
+    await engine.close()
+
+
+def _group(process: psutil.Process) -> int:
+    with suppress(ProcessLookupError):
+        return os.getpgid(process.pid)
+    return 0
+
+
+async def test_a_server_that_ends_at_start(models: dict[str, Path], tmp_path: Path) -> None:
+    engine = SglangEngine(models["even"], Launch(python=program(tmp_path, "echo no such GPU; exit 3")))
+    with pytest.raises(ConfigError, match=r"(?s)exit code 3.*no such GPU"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_no_such_interpreter(models: dict[str, Path], tmp_path: Path) -> None:
+    engine = SglangEngine(models["even"], Launch(python=tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="cannot be started with"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_a_port_that_is_taken(models: dict[str, Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engine = SglangEngine(models["even"], Launch(python=Path("python"), port=port))
+        with pytest.raises(ConfigError, match=rf"sglang.port {port}.*or 0 for a free one"):
+            await engine.start()
+        await engine.close()
+
+
+async def test_nobody_at_the_url(models: dict[str, Path]) -> None:
+    engine = SglangEngine(models["even"], Remote("http://127.0.0.1:9", ready_timeout_s=0.5))
+    with pytest.raises(ConfigError, match=r"sglang.url http://127.0.0.1:9.*ready_timeout_s = 0.5"):
+        await engine.start()
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dtype": "float64"}, "float64.*float32, bfloat16, float16"),
+        ({"deterministic": True}, "deterministic.*GPU"),
+    ],
+)
+def test_settings_that_sglang_does_not_have(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Launch(python=Path("python"), **settings)  # type: ignore[arg-type]
+
+
+async def test_a_folder_without_safetensors(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(models["even"], tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    engine = SglangEngine(folder, Launch(python=Path("python")))
+    with pytest.raises(ConfigError, match="pickled weights are never read"):
+        await engine.start()
+    await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_model_that_sglang_refuses(models: dict[str, Path], tmp_path: Path) -> None:
+    """An architecture that it does not have."""
+    folder = shutil.copytree(models["even"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
+    engine = SglangEngine(folder, Launch(python=sglang_python(), threads=1))
+    with pytest.raises(ConfigError, match=r"(?s)SGLang (ended|was killed).*The end of.*NoSuchForCausalLM"):
+        await engine.start()
+    await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_server_without_the_plugin(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock SGLang, started as somebody else would; before it is asked for anything, its keys are."""
+    monkeypatch.setenv("SGLANG_PLUGINS", "none of those installed")
+    server = LocalServer(Launch(python=sglang_python(), threads=1), CONTEXT)
+    await server.start(models["even"], "default")
+    url, api_key, admin_key = server.client.url, server.client.api_key, server.client.admin_key
+    try:
+        for remote, named in (
+            (Remote(url), r"sglang.api_key"),
+            (Remote(url, api_key, "wrong"), "pip install dvp-sglang"),
+            (Remote(url, api_key, admin_key), r"lacks the dvp-sglang plugin.*pip install dvp-sglang"),
+        ):
+            engine = SglangEngine(models["even"], remote)
+            with pytest.raises(ConfigError, match=named):
+                await engine.start()
+            await engine.close()
+    finally:
+        await server.stop()
+        await server.client.close()

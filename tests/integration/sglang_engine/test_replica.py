@@ -1,0 +1,201 @@
+"""A real replica with a real SGLang on a real broker: its server is killed, and weights come that are damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.client import Client
+from services.contract.errors import UnavailableError
+from services.contract.group import Group
+from services.contract.http import ReplicaState
+from services.contract.job import Job, Sink
+from services.contract.sampling import Sampling
+from services.transport.broker import Broker
+from services.transport.groups import GroupQueue
+from services.transport.health import queue_health
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission
+from tests.integration.engines.oracle import Oracle
+from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.rollout.process import ReplicaProcess
+from tests.integration.rollout.publishing import announce
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+RUN = "sglang-engine"
+WAIT_S = 180.0
+NUM_JOBS = 48
+
+
+@pytest.fixture(scope="module")
+def replica(
+    models: dict[str, Path], broker_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ReplicaProcess]:
+    folder = tmp_path_factory.mktemp("replica")
+    args = ["--model", str(models["even"]), "--engine", "sglang", "--sglang.python", str(sglang_python())]
+    args += ["--redis-url", broker_url, "--run-id", RUN, "--replica-id", "r", "--threads", "1", "--max-batch", "16"]
+    args += ["--sglang.log-file", str(folder / "sglang.log"), "--lease-s", "5"]
+    with ReplicaProcess(folder, *args, start_timeout=WAIT_S) as process:
+        yield process
+
+
+@pytest.fixture
+async def broker(broker_url: str) -> AsyncIterator[Broker]:
+    async with await Broker.connect(broker_url, RUN) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def fence(broker: Broker) -> AsyncIterator[int]:
+    lease = TrainerLease(broker, "test")
+    yield await lease.acquire()
+    await lease.release()
+
+
+def sglang_processes(replica: ReplicaProcess) -> list[psutil.Process]:
+    """The server and what it started, the server first."""
+    (server,) = psutil.Process(replica.pid).children()
+    return [server, *server.children(recursive=True)]
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not await condition():  # noqa: ASYNC110 - another process has no event for it
+            await asyncio.sleep(0.05)
+
+
+async def until_state(broker: Broker, wanted: ReplicaState) -> None:
+    async def reached() -> bool:
+        return [r.state for r in (await queue_health(broker)).replicas] == [wanted]
+
+    await until(reached)
+
+
+async def until_serving(client: Client, version: str) -> None:
+    async def reached() -> bool:
+        return (await asyncio.to_thread(client.weights)).version == version
+
+    await until(reached)
+
+
+async def collect(broker: Broker, fence: int, count: int) -> dict[str, Group]:
+    trainer, groups = GroupQueue(broker, fence=fence), {}
+    async with asyncio.timeout(WAIT_S):
+        while len(groups) < count:
+            for delivery in await trainer.read(100, 500):
+                assert isinstance(delivery.item, Group), delivery.item
+                assert delivery.job_id not in groups
+                groups[delivery.job_id] = delivery.item
+    return groups
+
+
+def jobs(name: str) -> list[Job]:
+    sampling = Sampling(max_tokens=300, log_min_p=-6.0)
+    return [
+        Job(job_id=f"{name}-{i}", run_id=RUN, prompt_ids=[5, 6, 7 + i], n=2, sampling=sampling, sink=Sink.TRAIN)
+        for i in range(NUM_JOBS)
+    ]
+
+
+async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
+    replica: ReplicaProcess,
+    broker: Broker,
+    fence: int,
+    models: dict[str, Path],
+    oracles: dict[str, Oracle],
+    tmp_path: Path,
+) -> None:
+    """Weights arrive under load, then the server is killed, then weights arrive again. Every token is of the version
+    that it carries, by the oracle of those weights."""
+    work = jobs("kill")
+    with replica.client() as client:
+        initial = client.weights().version
+        await Submission(broker).submit(work, fence=fence, limit=1000)
+        first = await announce(broker, fence, tmp_path / "w1", models["odd"])
+        await until_serving(client, first.version)
+        victim = sglang_processes(replica)[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        await until_state(broker, ReplicaState.STARTING)
+        assert client.weights().version == first.version
+        with pytest.raises(UnavailableError, match="SIGKILL"):
+            client.ready()
+        await until_state(broker, ReplicaState.SERVING)
+        assert client.ready().status == "ok"
+        assert client.weights().version == first.version
+        assert sglang_processes(replica)[0].pid != victim.pid
+        second = await announce(broker, fence, tmp_path / "w2", models["even"])
+        groups = await collect(broker, fence, NUM_JOBS)
+        await until_serving(client, second.version)
+    weights = {initial: "even", first.version: "odd", second.version: "even"}
+    assert sorted(groups) == sorted(job.job_id for job in work)
+    seen = set()
+    for job in work:
+        for sample in groups[job.job_id].samples:
+            for span in sample.versions:
+                seen.add(span.version)
+                checked = oracles[weights[span.version]].check(job, sample, span.start, span.end)
+                assert checked >= 0.9 * (span.end - span.start) - 2
+    assert first.version in seen
+    assert not (await queue_health(broker)).dead
+
+
+async def test_no_part_of_the_server_outlives_another(replica: ReplicaProcess, broker: Broker) -> None:
+    """SGLang's scheduler alone is killed: the rest goes too, and everything comes back."""
+    await until_state(broker, ReplicaState.SERVING)
+    everybody = sglang_processes(replica)
+    scheduler = next(p for p in everybody if "scheduler" in " ".join(p.cmdline()))
+    scheduler.kill()
+    await until_state(broker, ReplicaState.STARTING)
+    await until_state(broker, ReplicaState.SERVING)
+    assert not psutil.wait_procs(everybody, timeout=10)[1]
+
+
+async def test_damaged_weights_are_refused_and_reported(
+    replica: ReplicaProcess, broker: Broker, fence: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    await until_state(broker, ReplicaState.SERVING)
+    with replica.client() as client:
+        before = client.weights().version
+        damaged = await announce(broker, fence, tmp_path / "damaged", models["odd"], break_it=True)
+
+        async def reported() -> bool:
+            return (await asyncio.to_thread(client.weights)).error is not None
+
+        await until(reported)
+        status = client.weights()
+        assert status.version == before
+        assert status.error is not None
+        assert damaged.version in status.error
+        assert "SHA-256 differs" in status.error
+        response = client.rollout(prompt_ids=[5, 6], n=2, sampling={"max_tokens": 8})
+        assert {span.version for sample in response.samples for span in sample.versions} == {before}
+
+
+def test_nothing_of_the_server_listens_beyond_loopback_and_its_keys_are_hidden(replica: ReplicaProcess) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in sglang_processes(replica)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+    command = sglang_processes(replica)[0].cmdline()
+    port = command[command.index("--port") + 1]
+    assert not any("api-key" in part for process in sglang_processes(replica) for part in process.cmdline())
+    assert httpx.get(f"http://127.0.0.1:{port}/model_info", timeout=10).status_code == 401
+    assert httpx.post(f"http://127.0.0.1:{port}/pause_generation", json={}, timeout=10).status_code == 401
+
+
+def test_a_killed_replica_leaves_no_server(replica: ReplicaProcess) -> None:
+    """The last test of this module: the replica is gone after it."""
+    everybody = sglang_processes(replica)
+    replica.stop(signal.SIGKILL)
+    assert not psutil.wait_procs(everybody, timeout=20)[1]
