@@ -11,8 +11,8 @@ ANY_VERSION = "DVP_SGLANG_ANY_VERSION"
 
 
 def refusal(installed: str) -> str | None:
-    """Why the plugin does not run inside this SGLang."""
-    if installed in TESTED or os.environ.get(ANY_VERSION) == "1":
+    """Why the plugin does not run inside this SGLang. A local version (0.5.23+cu130) is another build of the same."""
+    if installed.partition("+")[0] in TESTED or os.environ.get(ANY_VERSION) == "1":
         return None
     return (
         f"dvp-sglang is tested with SGLang {', '.join(TESTED)}; this is {installed}. "

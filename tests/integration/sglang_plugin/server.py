@@ -19,6 +19,7 @@ from services.transport.embedded import free_port
 PYTHON = Path(__file__).parents[3] / ".sglang" / "bin" / "python"
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--dtype", "float32"),
     *("--max-total-tokens", "65536", "--max-running-requests", "64", "--context-length", "1024"),
     *("--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
 )
@@ -90,11 +91,11 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self._folder, self._running, self._key = folder, None, None  # type: tuple[Path, Server | None, object]
 
-    def get(self, model: Path, *flags: str, dtype: str = "float32", **environment: str) -> Server:
-        key = (model, flags, dtype, tuple(environment.items()))
+    def get(self, model: Path, *flags: str, **environment: str) -> Server:
+        key = (model, flags, tuple(environment.items()))
         if self._running is None or key != self._key:
             self.stop()
-            self._running = Server(model, self._folder / "sglang.log", [*flags, "--dtype", dtype], environment)
+            self._running = Server(model, self._folder / "sglang.log", flags, environment)
             self._key = key
             self._running.wait_ready()
         return self._running

@@ -76,8 +76,8 @@ def test_server_refuses_settings_under_which_log_probs_would_be_wrong(
     assert f"does not work together with {used}:" in done.stderr.strip().splitlines()[-1]
 
 
-def test_seeded_rows_with_min_p(sglang_python: Path, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("seeded.py")
+def test_sampler_with_seeds_and_custom_processors(sglang_python: Path, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("real_sampler.py")
     done = run(sglang_python, script, folder=tmp_path, TORCHDYNAMO_DISABLE="1")
     assert done.returncode == 0, done.stderr
 

@@ -1,7 +1,8 @@
-"""Runs in SGLang's environment: its own sampler, with the plugin, on seeded rows with and without min_p.
+"""Runs in SGLang's environment: its own sampler, with the plugin, where a CPU server does not lead.
 
-A CPU server refuses `--enable-deterministic-inference`, without which SGLang ignores seeds; its sampler does not, given
-the hash that is a compiled kernel. Exits with an AssertionError if something does not hold.
+Seeds: a CPU server refuses `--enable-deterministic-inference`, without which SGLang ignores them; its sampler takes
+them, given the hash that is a compiled kernel. Custom logit processors reach a server as a pickle, here as functions.
+Exits with an AssertionError if something does not hold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.plugins import load_plugins
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from torch import Tensor
 
 ROWS, VOCAB = 64, 300
@@ -43,7 +44,7 @@ def make_sampler() -> Sampler:
     return sampler
 
 
-def make_info(min_ps: Tensor) -> SamplingBatchInfo:
+def make_info(min_ps: Tensor, **settings: Any) -> SamplingBatchInfo:
     return SamplingBatchInfo(
         temperatures=torch.linspace(0.5, 1.5, ROWS).view(-1, 1),
         top_ps=torch.ones(ROWS),
@@ -57,27 +58,25 @@ def make_info(min_ps: Tensor) -> SamplingBatchInfo:
         vocab_size=VOCAB,
         sampling_seed=torch.arange(ROWS),
         device="cpu",
+        **settings,
     )
 
 
-def draw(forward: Any, logits: Tensor, min_ps: Tensor) -> tuple[Tensor, Tensor, Any]:
+def draw(forward: Any, logits: Tensor, info: SamplingBatchInfo) -> tuple[Tensor, Tensor, Any]:
     output = LogitsProcessorOutput(next_token_logits=logits.clone())
     nothing: list[Any] = [None] * ROWS
-    token_ids = forward(make_sampler(), output, make_info(min_ps), True, [0] * ROWS, nothing, torch.arange(ROWS))
+    token_ids = forward(make_sampler(), output, info, True, [0] * ROWS, nothing, torch.arange(ROWS))
     return token_ids.long(), output.next_token_logprobs, output.customized_info
 
 
-def main() -> None:
-    load_plugins()
-    logits = 3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
-    min_ps = torch.zeros(ROWS)
-    min_ps[::2] = torch.tensor(LOG_MIN_P).exp()
-    token_ids, logprobs, info = draw(Sampler.forward, logits, min_ps)
-    again = draw(Sampler.forward, logits, min_ps)
+def check_seeds(logits: Tensor, min_ps: Tensor) -> None:
+    """Reproducible; rows without min_p as without the plugin; the others from the constrained policy."""
+    token_ids, logprobs, info = draw(Sampler.forward, logits, make_info(min_ps))
+    again = draw(Sampler.forward, logits, make_info(min_ps))
     assert torch.equal(token_ids, again[0])
     assert torch.equal(logprobs, again[1])
 
-    stock_ids, stock_logprobs, _ = draw(Sampler.forward.__wrapped__, logits, torch.zeros(ROWS))
+    stock_ids, stock_logprobs, _ = draw(Sampler.forward.__wrapped__, logits, make_info(torch.zeros(ROWS)))
     assert torch.equal(token_ids[1::2], stock_ids[1::2])
     assert torch.equal(logprobs[1::2], stock_logprobs[1::2])
     assert not torch.equal(token_ids[::2], stock_ids[::2])
@@ -88,9 +87,39 @@ def main() -> None:
     rows = torch.arange(0, ROWS, 2)
     assert keep[rows, token_ids[rows]].all()
     torch.testing.assert_close(logprobs[rows].double(), exact[rows, token_ids[rows]], atol=1e-5, rtol=0)
-    assert [info["kept_count"][row] for row in range(ROWS)] == [
-        None if row % 2 else int(count) for row, count in enumerate(keep.sum(-1))
-    ]
+    counts = [None if row % 2 else int(count) for row, count in enumerate(keep.sum(-1))]
+    assert [info["kept_count"][row] for row in range(ROWS)] == counts
+
+
+def check_custom_processors(logits: Tensor, min_ps: Tensor) -> None:
+    """The set is taken after them, and they are applied once."""
+    calls: list[int] = []
+
+    def prefer_seven(selected: Tensor, params: list[Any]) -> Tensor:
+        calls.append(len(selected))
+        return selected + 50.0 * (torch.arange(VOCAB) == 7)
+
+    rows = [0, 1, 2]
+    info = make_info(
+        min_ps,
+        has_custom_logit_processor=True,
+        custom_params=[None] * ROWS,
+        custom_logit_processor={1: ProcessorEntry(prefer_seven, rows, torch.tensor(rows))},
+    )
+    token_ids, logprobs, found = draw(Sampler.forward, logits, info)
+    assert calls == [len(rows)]
+    assert token_ids[rows].tolist() == [7, 7, 7]
+    assert (logprobs[[0, 2]] == 0).all()
+    assert [found["kept_count"][row] for row in rows] == [1, None, 1]
+
+
+def main() -> None:
+    load_plugins()
+    logits = 3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
+    min_ps = torch.zeros(ROWS)
+    min_ps[::2] = torch.tensor(LOG_MIN_P).exp()
+    check_seeds(logits, min_ps)
+    check_custom_processors(logits, min_ps)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+# A replica whose engine is SGLang on GPUs. The context is the root of the repository:
+#     docker build -f deploy/docker/sglang.Dockerfile -t dvp-rl/rollout-sglang .
+#     docker run --gpus all --shm-size 8g -e DVP_ROLLOUT__TOKEN -v ./models:/models:ro -p 127.0.0.1:8000:8000 \
+#       dvp-rl/rollout-sglang --model /models/Qwen3-0.6B
+#
+# SGLang's own image brings CUDA and every version that SGLang pins, torch among them. Nothing of that is moved: the
+# plugin is installed without dependencies, and the rollout service, which needs no torch for this engine, has an
+# environment of its own. The two talk over loopback.
+ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
+
+FROM python:3.11-slim AS wanted
+WORKDIR /wanted
+COPY pyproject.toml deploy/docker/wanted.py ./
+RUN python wanted.py pyproject.toml > rollout.txt
+
+FROM python:3.11-slim AS plugin
+WORKDIR /build
+COPY deploy/dvp-sglang deploy/dvp-sglang
+COPY services/__init__.py services/__init__.py
+COPY services/dvp services/dvp
+COPY services/sglang_plugin services/sglang_plugin
+RUN pip wheel --no-cache-dir --no-deps -w /wheels ./deploy/dvp-sglang
+
+FROM ${SGLANG_IMAGE}
+ENV PYTHONUNBUFFERED=1 HOME=/tmp
+COPY --from=plugin /wheels /tmp/wheels
+# Also a check: the plugin refuses a version of SGLang that it was not tested with.
+RUN python3 -m pip install --no-cache-dir --no-deps /tmp/wheels/*.whl \
+  && python3 -c "from dvp_sglang.sglang_plugin.plugin import register; register()"
+# Whichever interpreter the image calls python3, under one name.
+RUN printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v python3)" > /usr/local/bin/sglang-python \
+  && chmod 755 /usr/local/bin/sglang-python
+
+COPY requirements.lock /tmp/
+COPY --from=wanted /wanted/rollout.txt /tmp/
+RUN python3 -m venv --without-pip /opt/dvp \
+  && python3 -m pip --python /opt/dvp/bin/python install --no-cache-dir --only-binary :all: \
+    -c /tmp/requirements.lock -r /tmp/rollout.txt
+RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin dvp && install -d -o dvp -g dvp /weights /runs
+WORKDIR /app
+COPY services services
+USER dvp
+# Unlike SGLang's port, which stays on loopback, this one is published; it wants DVP_ROLLOUT__TOKEN.
+ENV DVP_ROLLOUT__ENGINE=sglang DVP_ROLLOUT__SGLANG__PYTHON=/usr/local/bin/sglang-python DVP_ROLLOUT__DEVICE=cuda \
+  DVP_ROLLOUT__DTYPE=bfloat16 DVP_ROLLOUT__HOST=0.0.0.0
+EXPOSE 8000
+HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
+  CMD ["/opt/dvp/bin/python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+ENTRYPOINT ["/opt/dvp/bin/python", "-m", "services.rollout"]
