@@ -38,7 +38,7 @@ HEALTH_EVERY_S = 10.0
 MAX_UNHEALTHY = 3
 """Failed health checks in a row after which a server that still runs counts as dead."""
 MAX_DEATHS = 3
-"""Deaths of the server with a job in flight after which that job is to blame."""
+"""Deaths of the server with a job in flight after which it is the job that is to blame."""
 MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Between attempts to start the server again."""
 INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
@@ -164,7 +164,6 @@ class SglangEngine:
                     task.cancel()
             self._outage = done.pop().result()
             self._up.clear()
-            self._deaths.update(flight.job.job_id for flight in self._flights.values())
             log.error("%s\nit is started again with %s", self._outage, self._version)
             async with self._changing:
                 await self._start_again()
@@ -175,9 +174,10 @@ class SglangEngine:
         while True:
             try:
                 return await self._bring_up()
-            except DvpError as error:
+            except Exception as error:  # a task boundary: nobody else would try again
                 self._outage = f"SGLang cannot be started again: {error}"
-                log.error("%s; next attempt in %g s", self._outage, delay)
+                expected = isinstance(error, DvpError)
+                log.error("%s; next attempt in %g s", self._outage, delay, exc_info=None if expected else error)
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_DELAY_S)
 
@@ -185,8 +185,9 @@ class SglangEngine:
         failures = 0
         while failures < MAX_UNHEALTHY:
             await asyncio.sleep(HEALTH_EVERY_S)
-            async with self._changing:  # while it reads weights it answers nothing
-                failures = 0 if await self._client.is_healthy() else failures + 1
+            healthy = await self._client.is_healthy()
+            # While it reads weights it answers nothing.
+            failures = 0 if healthy or self._changing.locked() else failures + 1
         return f"SGLang at {self._client.url} failed {failures} health checks in a row"
 
     async def close(self) -> None:
@@ -236,12 +237,13 @@ class SglangEngine:
         return to_samples(job, answer)
 
     def _suspected(self, job: Job) -> EngineError | None:
-        """A job that the server died of again and again counts as delivered, or it would kill every replica."""
-        deaths = self._deaths[job.job_id]
-        if deaths < MAX_DEATHS:
+        """A job that the server dies of again and again counts as delivered in the end: it would go round forever."""
+        self._deaths[job.job_id] += 1
+        if self._deaths[job.job_id] < MAX_DEATHS:
             return None
-        del self._deaths[job.job_id]
-        return EngineError(f"job {job.job_id}: SGLang died {deaths} times while it was in flight")
+        return EngineError(
+            f"job {job.job_id}: SGLang went away {self._deaths.pop(job.job_id)} times while this was in flight"
+        )
 
     async def _abort(self, request_ids: list[str]) -> None:
         with suppress(DvpError):  # a server that is away generates nothing
@@ -271,16 +273,19 @@ class SglangEngine:
             self._folder, self._version = folder, version
 
     async def _replace(self, folder: Path, version: str) -> None:
-        """Raises WeightError with the weights served before in place again, or with the server being replaced."""
+        """Raises WeightError with the weights served before in place again."""
         await self._client.pause()
         refusal = await self._client.load(folder, version, self._load_timeout_s)
         if refusal:
-            again = await self._client.load(self._folder, self._version, self._load_timeout_s)
-            if again:
-                await self._server.stop()
-                refusal += f"; the weights served before were refused too, SGLang is started again with them: {again}"
-            else:
-                await self._client.flush()
+            await self._put_back()
         await self._client.resume()
         if refusal:
             raise WeightError(f"SGLang refused {folder}: {refusal}")
+
+    async def _put_back(self) -> None:
+        """Of the weights it refuses, SGLang may have taken some."""
+        refusal = await self._client.load(self._folder, self._version, self._load_timeout_s)
+        if refusal:
+            await self._server.stop()
+            raise WeightError(f"SGLang refused new weights, then the old ones, and is started again: {refusal}")
+        await self._client.flush()

@@ -1,8 +1,8 @@
 """What a weight folder holds, read without a model: names, shapes and dtypes, and whether every number is finite.
 
 SGLang takes the weights of a folder one by one as they come. It leaves out what is missing, ignores what it does not
-know, and when one does not fit the ones before it are already in place. So a folder is compared with the one that is
-served before SGLang sees it.
+know, and dies of a file that is damaged, as its way back reads the same file again. So a folder is compared with the
+one that is served before SGLang sees it.
 """
 
 from __future__ import annotations
