@@ -14,6 +14,14 @@ from .versions import installed_version, refusal
 
 SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 CHECK = "sglang.srt.server_args.ServerArgs.check_server_args"
+PLAIN = {
+    "speculative_algorithm": None,
+    "dllm_algorithm": None,
+    "enable_watermark": False,
+    "disaggregation_mode": "null",
+    "pp_size": 1,
+}
+"""Server arguments under whose other values some tokens pass the hook by, or what it reports gets lost."""
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """SGLang's switch for log-probs before temperature."""
 
@@ -58,14 +66,12 @@ def constrain_sampler(
 
 
 def refuse_bypasses(server_args: Any) -> None:
-    """Raises SystemExit for settings under which tokens or log-probs do not come from the hooked sampler."""
-    bypasses = {
-        "--speculative-algorithm": server_args.speculative_algorithm,
-        "--enable-watermark": server_args.enable_watermark,
-        ORIGINAL_LOGPROB: os.environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true"),
-    }
-    if used := [name for name, value in bypasses.items() if value]:
+    """Raises SystemExit for settings under which log-probs or kept masses would not be those of the tokens."""
+    used = [f"--{name.replace('_', '-')}" for name, plain in PLAIN.items() if getattr(server_args, name) != plain]
+    if os.environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true"):
+        used.append(ORIGINAL_LOGPROB)
+    if used:
         raise SystemExit(
-            f"dvp-sglang does not work together with {', '.join(used)}: the log-probs would not be those of the "
-            "constrained policy. Leave that out, or set SGLANG_PLUGINS=none to serve without dvp-sglang"
+            f"dvp-sglang does not work together with {', '.join(used)}: log-probs or kept masses would not be those of "
+            "the constrained policy. Leave that out, or set SGLANG_PLUGINS=none to serve without dvp-sglang"
         )

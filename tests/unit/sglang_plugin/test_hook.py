@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.sglang_plugin.plugin import ORIGINAL_LOGPROB, constrain_sampler, refuse_bypasses
+from services.sglang_plugin.plugin import ORIGINAL_LOGPROB, PLAIN, constrain_sampler, refuse_bypasses
 from services.sglang_plugin.versions import ANY_VERSION, TESTED, refusal
 
 
@@ -70,14 +70,24 @@ def test_untested_version_is_refused_unless_told_otherwise(monkeypatch: pytest.M
     assert refusal("0.4.0") is None
 
 
-@pytest.mark.parametrize("used", ["--speculative-algorithm", "--enable-watermark", ORIGINAL_LOGPROB])
-def test_settings_that_bypass_the_hook_are_refused(used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("used", "value"),
+    [
+        ("--speculative-algorithm", "EAGLE"),
+        ("--dllm-algorithm", "LowConfidence"),
+        ("--enable-watermark", True),
+        ("--disaggregation-mode", "prefill"),
+        ("--pp-size", 2),
+        (ORIGINAL_LOGPROB, "true"),
+    ],
+)
+def test_settings_that_bypass_the_hook_are_refused(used: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ORIGINAL_LOGPROB, raising=False)
-    arguments = SimpleNamespace(speculative_algorithm=None, enable_watermark=False)
+    arguments = SimpleNamespace(**PLAIN)
     refuse_bypasses(arguments)
     if used == ORIGINAL_LOGPROB:
-        monkeypatch.setenv(used, "true")
+        monkeypatch.setenv(used, value)
     else:
-        setattr(arguments, used.lstrip("-").replace("-", "_"), "EAGLE")
+        setattr(arguments, used.lstrip("-").replace("-", "_"), value)
     with pytest.raises(SystemExit, match=used):
         refuse_bypasses(arguments)

@@ -114,6 +114,11 @@ def test_tokens_that_a_grammar_forbids_stay_forbidden() -> None:
     torch.testing.assert_close(kept.kept_mass, alone.kept_mass)
 
 
+def test_empty_batch() -> None:
+    kept = prune(make_logits(0), *as_requests([], []))
+    assert kept.kept_mass.shape == kept.kept_count.shape == (0,)
+
+
 def test_large_batches_are_worked_through_in_blocks() -> None:
     logits = make_logits(3000)
     settings = as_requests([-3.0, -13.0, -math.inf] * 1000, [0.7, 1.0, 1.3] * 1000)
@@ -124,6 +129,28 @@ def test_large_batches_are_worked_through_in_blocks() -> None:
     again = prune(part, *(setting[1500:1503] for setting in settings))
     assert torch.equal(whole[1500:1503], part)
     assert torch.equal(kept.kept_mass[1500:1503], again.kept_mass)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """A meta tensor has no values: whatever would read one on the host raises."""
+    logits, settings = make_logits(6).to("meta"), [setting.to("meta") for setting in as_requests([-3.0] * 6, [0.7] * 6)]
+    kept = prune(logits, *settings)  # type: ignore[arg-type]
+    assert kept.kept_mass.shape == kept.kept_count.shape == (6,)
+    with pytest.raises(RuntimeError, match="meta"):
+        kept.kept_count[0].item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_nothing_synchronises_a_gpu() -> None:
+    logits, settings = make_logits(6), as_requests([-3.0, -math.inf, -13.0] * 2, [0.7] * 6)
+    expected = prune(logits.clone(), *settings)
+    on_device = [tensor.cuda() for tensor in (logits, *settings)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        columns = meta_info(prune(*on_device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [columns["kept_count"][row] or 0 for row in range(6)] == expected.kept_count.tolist()
 
 
 @pytest.mark.parametrize("meant", [-13.0, -6.0, -3.0, -2.5, -1 / 1024, 0.0, -math.inf])
