@@ -247,3 +247,7 @@ def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]]) -> T:
             return await work(broker)
 
     return asyncio.run(connected())
+
+
+if __name__ == "__main__":
+    main()

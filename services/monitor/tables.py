@@ -65,7 +65,10 @@ def show_letter(console: Console, letter: Letter) -> None:
 
 
 def show_outcomes(console: Console, outcomes: Iterable[Outcome]) -> None:
-    for outcome, number in Counter(outcomes).items():
+    counts = Counter(outcomes)
+    if not counts:
+        console.print("no dead letters")
+    for outcome, number in counts.items():
         explanation = EXPLANATIONS.get(outcome)
         console.print(Text(f"{number} {outcome}" if explanation is None else f"{number} left alone: {explanation}"))
 

@@ -60,6 +60,7 @@ function showPicture() {
   showReplicas(picture.health.replicas);
   say("num-dead", whole(picture.health.dead));
   if (!olderPage) showLetters(picture.letters);
+  if (!picture.writable && picture.health.dead) say("dead-note", "Start dvp-monitor with a token to replay or drop them here; dvp-queue dead does it too.");
 }
 
 function showVerdict() {
@@ -81,16 +82,19 @@ function showVerdict() {
 }
 
 function showFlow(health) {
-  const oldest = (stream) => (stream.oldest_age_s === null ? "" : `, oldest ${duration(stream.oldest_age_s)}`);
+  const waiting = (stream) => {
+    const oldest = stream.oldest_age_s === null ? "" : ` · oldest ${duration(stream.oldest_age_s)}`;
+    return `waiting · ${whole(stream.pending)} held${oldest}`;
+  };
   const live = health.replicas.filter((replica) => replica.state !== "lost");
   const newest = seqOf(picture.newest_version);
   say("jobs-big", whole(health.jobs.backlog));
-  say("jobs-sub", `wait, ${whole(health.jobs.pending)} held${oldest(health.jobs)}; ${rate("submitted")} submitted`);
+  say("jobs-sub", `${waiting(health.jobs)} · ${rate("submitted")} in`);
   say("replicas-big", `${live.length} of ${health.replicas.length}`);
-  say("replicas-sub", `alive, ${plural(live.reduce((sum, replica) => sum + replica.in_flight, 0), "sample")} in work`);
+  say("replicas-sub", `alive · ${plural(live.reduce((sum, replica) => sum + replica.in_flight, 0), "sample")} in work`);
   say("committed", rate("committed"));
   say("groups-big", whole(health.groups.backlog));
-  say("groups-sub", `wait, ${whole(health.groups.pending)} held${oldest(health.groups)}`);
+  say("groups-sub", waiting(health.groups));
   say("settled", rate("trained", "dropped"));
   say("trainer-big", health.trainer ? `step ${whole(health.trainer.step)}` : "–");
   const busy = picture.trainer_waiting_s >= 1 ? `waits for groups ${duration(picture.trainer_waiting_s)}; ` : "";
