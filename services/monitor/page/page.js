@@ -115,7 +115,7 @@ function showFlow(health) {
 function showReplicas(replicas) {
   const newest = seqOf(picture.newest_version);
   const body = at("replicas");
-  const sorted = [...replicas].sort((a, b) => (b.state === "lost") - (a.state === "lost") || a.id.localeCompare(b.id));
+  const sorted = [...replicas].sort((a, b) => (b.state === "lost") - (a.state === "lost") || a.id.localeCompare(b.id, "en", { numeric: true }));
   while (body.rows.length > sorted.length) body.deleteRow(-1);
   sorted.forEach((replica, index) => {
     const row = body.rows[index] ?? body.insertRow();
