@@ -1,10 +1,14 @@
 # Everything runs in .venv; a second run skips the installation. PIP_FLAGS is handed to every pip install.
 PYTHON ?= python3
 PIP_FLAGS ?=
+# What the demo generates with: transformers or sglang.
+ENGINE ?= transformers
 BIN := .venv/bin
 STAMP := .venv/.installed
+SGLANG_STAMP := .sglang/.installed
+PLUGIN_STAMP := .sglang/.plugin
 
-.PHONY: install demo test test-slow check bench
+.PHONY: install sglang-cpu demo test test-slow check bench
 
 install: $(STAMP)
 
@@ -14,13 +18,30 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e .
 	touch $@
 
-demo: install
-	$(BIN)/python -m deploy.demo $(ARGS)
+# A real SGLang that runs without a GPU, with our plugin in it (deploy/sglang-cpu/README.md).
+sglang-cpu: $(PLUGIN_STAMP)
+	@.sglang/bin/python -m pip list --format=freeze | grep -E '^(sglang|dvp-sglang|torch|transformers)=='
+
+$(SGLANG_STAMP): $(wildcard deploy/sglang-cpu/*.txt)
+	@echo "building .sglang: SGLang for the CPU, about 2.3 GB, 2 minutes"
+	$(PYTHON) -m venv --clear .sglang
+	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) -r deploy/sglang-cpu/requirements.txt
+	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps -r deploy/sglang-cpu/requirements-nodeps.txt
+	touch $@
+
+$(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp/*.py services/sglang_plugin/*.py deploy/dvp-sglang/*) \
+		$(wildcard deploy/sglang-cpu/shims/*.* deploy/sglang-cpu/shims/*/*.py)
+	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps --force-reinstall \
+		./deploy/sglang-cpu/shims ./deploy/dvp-sglang
+	touch $@
+
+demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: install
+test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: install

@@ -32,7 +32,8 @@ from .summary import Replica, Summary, find_faults, reconcile, summarize, to_tab
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.toml")
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
+"""A SGLang server alone takes a minute on a busy machine."""
 SWAP_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 5.0
 MAX_BATCH = 256
@@ -145,6 +146,7 @@ class Demo:
             dtype="bfloat16",
             threads=1,
             max_batch=MAX_BATCH,
+            **({"sglang.log_file": folder.logs / f"{name}-sglang.log"} if self.engine is EngineName.SGLANG else {}),
         )
         return Server(fleet.start(name, command, cwd=REPOSITORY, env={"DVP_ROLLOUT__REDIS_URL": broker_url}), port_file)
 

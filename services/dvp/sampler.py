@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .policy import Block, Setting, as_column, as_rows, constrain, split_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float64, Int
+
+
+CELL = 64
+BELOW_ONE = 1 - 2.0**-53
 
 
 class Draw(NamedTuple):
@@ -56,13 +61,40 @@ def sample(
 
 
 def _draw(block: Block, uniforms: Float64[Tensor, "rows 1"], greedy: Bool[Tensor, "rows 1"]) -> Draw:
-    cdf = block.weight.cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp_(max=cdf.shape[-1] - 1)
-    # In exact arithmetic the first entry above the target is a member. A parallel scan rounds, so membership is tested.
+    drawn = _invert(block.weight, uniforms.masked_fill(greedy, 0.0))
     member = block.keep.gather(-1, drawn) & ~greedy
-    token_ids = torch.where(member, drawn, block.scaled.argmax(-1, keepdim=True))
-    logprobs, mass, count, _ = block.read(token_ids)
+    # In exact arithmetic the first entry above the target is a member; a parallel scan rounds. The maximum always is.
+    if member.device.type != "cpu" or not member.all():
+        drawn = torch.where(member, drawn, block.scaled.argmax(-1, keepdim=True))
+    logprobs, mass, count, _ = block.read(drawn)
     greedy = greedy.view(-1) if greedy.dim() else greedy
     # l - l is 0, or stays NaN in a row that is not finite.
     logprobs = torch.where(greedy, logprobs - logprobs, logprobs)
-    return Draw(token_ids.squeeze(-1), logprobs, mass.masked_fill(greedy, 1.0), count.masked_fill(greedy, 1))
+    return Draw(drawn.squeeze(-1), logprobs, mass.masked_fill(greedy, 1.0), count.masked_fill(greedy, 1))
+
+
+def _invert(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows 1"]) -> Int[Tensor, "rows 1"]:
+    """The entry that holds `uniforms` on each row's cumulated weights, in float64.
+
+    In two levels, first the cell of CELL entries and then the entry in it: summing cells is vectorised, while a scan of
+    the whole vocabulary would be most of the sampler's time.
+    """
+    rows, vocab = weights.shape
+    if vocab <= 4 * CELL:
+        return _search(weights, uniforms)[0]
+    cells = pad(weights, (0, -vocab % CELL)).view(rows, -1, CELL)
+    cell, rest = _search(cells.sum(-1), uniforms)
+    entry, _ = _search(cells.take_along_dim(cell.unsqueeze(-1), 1).squeeze(1), rest)
+    return (cell * CELL + entry).clamp_(max=vocab - 1)
+
+
+def _search(
+    weights: Float[Tensor, "rows n"], uniforms: Float64[Tensor, "rows 1"]
+) -> tuple[Int[Tensor, "rows 1"], Float64[Tensor, "rows 1"]]:
+    """The entry that holds `uniforms` on the cumulated weights, and where in it, again in [0, 1)."""
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    target = uniforms * cdf[:, -1:]
+    entry = torch.searchsorted(cdf, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    own = weights.gather(-1, entry)
+    rest = (target - (cdf.gather(-1, entry) - own)) / own
+    return entry, rest.clamp_(0.0, BELOW_ONE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
@@ -48,3 +48,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Fails what is in flight with EngineError and frees the model."""
+
+
+@runtime_checkable
+class Recovering(Protocol):
+    """What an engine adds whose server may die and comes back by itself."""
+
+    @property
+    def outage(self) -> str:
+        """Why nothing can be generated now; "" while it can."""
+
+    async def recovered(self) -> None:
+        """Returns when there is no outage."""

@@ -8,7 +8,7 @@ import time
 from services.contract.errors import EngineError
 from services.contract.group import Group
 from services.contract.job import Job
-from services.engines.protocol import Engine
+from services.engines.protocol import Engine, Recovering
 
 from .admission import Slots
 from .metrics import Metrics
@@ -26,6 +26,16 @@ class Replica:
         self.slots = slots
         self.metrics = metrics
         metrics.in_flight.set_function(lambda: slots.in_use)
+
+    @property
+    def outage(self) -> str:
+        """Why the engine cannot generate now; "" while it can."""
+        return self.engine.outage if isinstance(self.engine, Recovering) else ""
+
+    async def recovered(self) -> None:
+        """Returns when there is no outage."""
+        if isinstance(self.engine, Recovering):
+            await self.engine.recovered()
 
     async def generate(self, job: Job, timeout_s: float) -> Group:
         """The finished group. Raises RequestError, EngineError (also when it takes longer than `timeout_s`)."""

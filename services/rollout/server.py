@@ -12,7 +12,7 @@ from services.logs import LogContext
 
 from .app import create_app
 from .service import Service
-from .settings import EngineName, RolloutSettings
+from .settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,5 @@ async def _run(service: Service, http: HttpServer, listener: socket.socket, aske
 
 def _check(settings: RolloutSettings) -> None:
     """What can be refused before the port is taken and the engine's libraries are imported."""
-    if settings.engine is EngineName.SGLANG:
-        raise ConfigError("engine 'sglang' is not in this build; allowed: transformers, fake")
     if not settings.model.is_dir():
         raise ConfigError(f"model {settings.model}: no such folder; expected a local Hugging Face model folder")

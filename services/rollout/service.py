@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.contract.errors import ConfigError, UnavailableError
+from services.contract.errors import UnavailableError
 from services.contract.http import (
     Health,
     JobRequest,
@@ -15,23 +15,18 @@ from services.contract.http import (
     RolloutResponse,
     WeightStatus,
 )
-from services.contract.weights import INITIAL_SEQ, WeightVersion
-from services.engines.protocol import Engine
 from services.logs import LogContext
 from services.transport.health import queue_health
 from services.transport.submission import Submission
-from services.transport.weight_folder import folder_digest
 
 from .admission import Slots
+from .engine import build
 from .loops import race
 from .metrics import Metrics
-from .prompts import Prompts
 from .replica import Replica
-from .settings import EngineName, RolloutSettings
+from .settings import RolloutSettings
 from .uplink import Uplink
 from .weights import WeightSwap
-
-FAKE_CONTEXT = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +46,7 @@ class Service:
 
     async def start(self) -> None:
         """Loads the model, then connects to the broker. Raises ConfigError."""
-        engine, prompts = await asyncio.to_thread(_build, self.settings)
+        engine, prompts = await asyncio.to_thread(build, self.settings)
         try:
             await engine.start()
         except BaseException:
@@ -142,46 +137,8 @@ class Service:
             return f"the model {self.settings.model} is still being loaded"
         if self._uplink is not None and self._uplink.error:
             return f"the job queue cannot be used: {self._uplink.error}"
+        if self._replica.outage:
+            return f"the engine does not run: {self._replica.outage}"
         if self._swap.quarantined:
             return f"takes no jobs until it serves newer weights: {self._swap.status.error or 'loading them'}"
         return ""
-
-
-def _build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
-    """Heavy: imports the engine's libraries and reads every byte of the model folder."""
-    from services.engines.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(settings.model)
-    version = WeightVersion(settings.run_id, INITIAL_SEQ, folder_digest(settings.model))
-    engine = _engine(settings, str(version), tokenizer.vocab_size)
-    return engine, Prompts(tokenizer, engine)
-
-
-def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
-    if settings.engine is EngineName.FAKE:
-        from services.engines.fake import FakeEngine
-
-        return FakeEngine(
-            **settings.fake.model_dump(),
-            capacity=settings.max_batch,
-            context_length=settings.max_context or FAKE_CONTEXT,
-            vocab_size=vocab_size,
-            version=version,
-        )
-    if settings.engine is EngineName.TRANSFORMERS:
-        try:
-            from services.engines.transformers import TransformersEngine
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"engine 'transformers' needs {error.name}: pip install 'dvp-rl[torch]'") from None
-
-        return TransformersEngine(
-            settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            max_batch=settings.max_batch,
-            max_context=settings.max_context,
-            deterministic=settings.deterministic,
-            threads=settings.threads,
-            version=version,
-        )
-    raise ConfigError(f"engine {settings.engine.value!r} is not in this build; allowed: transformers, fake")

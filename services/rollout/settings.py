@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import socket
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.contract.weights import RUN_ID
@@ -39,13 +40,50 @@ class FakeSettings(Section):
     """Time that a weight swap takes."""
 
 
+class SglangSettings(Section):
+    """Only for engine = sglang."""
+
+    python: Path | None = None
+    """Interpreter that has SGLang and dvp-sglang. Default: .sglang/bin/python of this checkout, or this one."""
+    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Use the server there instead of starting one. It has to see weight folders under the same paths."""
+    api_key: SecretStr = SecretStr("")
+    """That server's API key."""
+    admin_key: SecretStr = SecretStr("")
+    """That server's admin key. Default: the API key."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the server on 127.0.0.1; 0 takes a free one."""
+    tp: Annotated[int, Field(ge=1)] = 1
+    """GPUs that share one copy of the model."""
+    dp: Annotated[int, Field(ge=1)] = 1
+    """Copies of the model."""
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the GPU's memory for weights and KV cache. Default: SGLang's choice."""
+    max_total_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Tokens that fit the KV cache. Default: SGLang's choice, on a CPU 65536."""
+    extra_args: str = ""
+    """More flags for SGLang, as in a shell; they override those above."""
+    ready_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time for SGLang to start."""
+    load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time for SGLang to read new weights."""
+    log_file: Path | None = None
+    """Where its output goes, anew at every start. Default: a file in the temporary folder, named in the log."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _words(cls, extra_args: str) -> str:
+        shlex.split(extra_args)
+        return extra_args
+
+
 class RolloutSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_ROLLOUT__", cli_prog_name="dvp-rollout")
 
     model: Path
     """Folder of a Hugging Face causal LM: config, tokenizer, safetensors."""
     engine: EngineName = EngineName.TRANSFORMERS
-    """What generates: transformers in this process, or fake for load tests."""
+    """What generates: transformers in this process, a SGLang server beside it, or fake for load tests."""
     redis_url: RedisUrl | None = None
     """redis://[:password@]host:port/db of the broker. Without it only HTTP is served."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
@@ -66,6 +104,7 @@ class RolloutSettings(ListenSettings):
     """One job is one batch, so that a seed gives the same bits every time."""
 
     fake: FakeSettings = FakeSettings()
+    sglang: SglangSettings = SglangSettings()
 
     max_waiting: Annotated[int, Field(ge=0)] = 128
     """Samples that may wait beyond max_batch before HTTP answers 429."""

@@ -118,14 +118,20 @@ class Uplink:
 
     async def _announce(self) -> None:
         status = self._swap.status
-        state = ReplicaState.LOADING if status.loading and self._state is ReplicaState.SERVING else self._state
         beat = ReplicaBeat(
             id=self._replica.id,
-            state=state,
+            state=self._shown_state(status),
             version=status.version,
             in_flight=self._replica.slots.in_use,
             capacity=self._replica.slots.capacity,
             loading=status.loading or "",
-            error=status.error or "",
+            error=self._replica.outage or status.error or "",
         )
         await ReplicaRegistry(self.broker).beat(beat)
+
+    def _shown_state(self, status: WeightStatus) -> ReplicaState:
+        if self._state is not ReplicaState.SERVING:
+            return self._state
+        if self._replica.outage:
+            return ReplicaState.STARTING
+        return ReplicaState.LOADING if status.loading else ReplicaState.SERVING

@@ -77,6 +77,7 @@ class Worker:
             await self._queue.release(lease)
 
     async def _claim(self) -> None:
+        await self._replica.recovered()
         await self._swap.wait_allowed()
         free = await self._replica.slots.wait_free()
         count = max(1, free // self._samples_per_job)

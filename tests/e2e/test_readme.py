@@ -8,6 +8,7 @@ What follows the language in a fence's first line says how:
     slow             by the slow tests: `make demo` for real, `make test` only as far as collecting itself
     file=NAME        the block is that file
     needs=gpu,hub    as far as it can: our commands and TOML files with --dry-run, other commands with --help
+    needs=docker     likewise, skipped where there is no docker compose; what these do is tested by test_compose.py
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from services.client import Client
 from services.contract.errors import DvpError
 from services.transport.broker import Broker
 from services.transport.embedded import free_port
+
+from .stack import require_compose
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -94,10 +97,10 @@ class Reader:
         if block.language == "toml":
             return self._succeed([str(BIN / "dvp-train"), block.marks["file"], "--dry-run"], prints=True)
         assert block.language == "bash", f"{block.name}: cannot be tried"
+        if "docker" in block.marks["needs"]:
+            require_compose()
         for line in block.text.splitlines():
-            words = shlex.split(self._adapt(line))
-            ours = Path(words[0]).name.startswith("dvp-")
-            self._succeed([*words, "--dry-run"] if ours else [words[0], "--help"], prints=True)
+            self._succeed(attempt(shlex.split(self._adapt(line))), prints=True)
         return None
 
     def _serve(self, block: Block) -> None:
@@ -142,6 +145,13 @@ class Reader:
 async def make_run(broker_url: str, run_id: str) -> None:
     """What the first trainer or replica of a run does."""
     await (await Broker.connect(broker_url, run_id)).close()
+
+
+def attempt(words: list[str]) -> list[str]:
+    """The command without its effect. docker refuses unknown options before it helps."""
+    if Path(words[0]).name.startswith("dvp-"):
+        return [*words, "--dry-run"]
+    return [*words, "--help"] if words[0] == "docker" else [words[0], "--help"]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from services.engines.protocol import Engine
+from services.engines.sglang import SglangEngine
+from services.engines.sglang_server import Launch
 from services.engines.transformers import TransformersEngine
 from tests.models import FAMILIES, make_model
 
 from .oracle import Oracle
+from .sglang_process import SharedServer, sglang_python
 
 MakeEngine: TypeAlias = Callable[..., Coroutine[Any, Any, Engine]]
 
@@ -32,16 +35,42 @@ def oracles(folders: dict[str, Path]) -> dict[str, Oracle]:
     return {name: Oracle(folder) for name, folder in folders.items()}
 
 
-@pytest.fixture(params=["transformers"])
-async def make_engine(request: pytest.FixtureRequest) -> AsyncIterator[MakeEngine]:
-    """Starts engines of the kind under test and closes them: `await make_engine(folder, **settings)`."""
-    kinds: dict[str, Callable[..., Engine]] = {"transformers": TransformersEngine}
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[SharedServer]:
+    server = SharedServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def engine_kind() -> str:
+    """What `make_engine` makes; test_conformance.py has every kind in turn."""
+    return "transformers"
+
+
+@pytest.fixture
+async def make_engine(
+    engine_kind: str, request: pytest.FixtureRequest, folders: dict[str, Path]
+) -> AsyncIterator[MakeEngine]:
+    """Starts engines and closes them: `await make_engine(folder, **settings)`.
+
+    SGLang takes long to start: for `folders` there are engines on the session's server, with its capacity, and one of
+    its own only for folders of a test's own.
+    """
     started: list[Engine] = []
 
+    def transformers(folder: Path, **settings: Any) -> Engine:
+        return TransformersEngine(folder, **({"threads": 1} | settings))
+
+    def sglang(folder: Path, *, max_batch: int = 0, **settings: Any) -> Engine:
+        if folder in folders.values():
+            return SglangEngine(folder, request.getfixturevalue("shared_server").remote(folder), **settings)
+        return SglangEngine(folder, Launch(python=sglang_python(), threads=1), **settings)
+
     async def make(folder: Path, **settings: Any) -> Engine:
-        engine = kinds[request.param](folder, **({"threads": 1} | settings))
-        await engine.start()
+        engine = {"transformers": transformers, "sglang": sglang}[engine_kind](folder, **settings)
         started.append(engine)
+        await engine.start()
         return engine
 
     yield make

@@ -8,6 +8,8 @@ from typing import Any
 
 from services.contract.job import Job, Sink
 from services.contract.sampling import Sampling
+from services.engines.protocol import Engine
+from services.engines.sglang import SglangEngine
 
 
 def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sampling: Any) -> Job:
@@ -26,3 +28,23 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.001)
+
+
+async def drawing(engine: Engine) -> None:
+    """As many samples as run at once have begun: each has a token."""
+    await _reaches(engine, engine.capacity)
+
+
+async def idle(engine: Engine) -> None:
+    await _reaches(engine, 0)
+
+
+async def _reaches(engine: Engine, num_running: int) -> None:
+    async with asyncio.timeout(20):
+        while await _num_running(engine) != num_running:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.001)
+
+
+async def _num_running(engine: Engine) -> int:
+    """By what computes, not by who asked for it."""
+    return await engine._client.num_running() if isinstance(engine, SglangEngine) else engine.num_running

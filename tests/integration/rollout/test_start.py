@@ -41,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     ("args", "variables", "message"),
     [
         (["--model", "/no/such/folder"], {}, "/no/such/folder: no such folder"),
-        (["--model", "m", "--engine", "sglang"], {}, "'sglang' is not in this build; allowed: transformers, fake"),
+        (["--model", "m", "--sglang.extra-args", "'a"], {}, "sglang.extra_args: No closing quotation"),
         (["--model", "m", "--engine", "vllm"], {}, "engine: Input should be 'transformers', 'sglang' or 'fake'"),
         (["--model", "m", "--redis-ulr", "x"], {}, "unknown option --redis-ulr; did you mean --redis-url"),
         (["--model", "m", "--redis-url", "http://x"], {}, "redis_url: must start with redis://"),

@@ -1,0 +1,46 @@
+"""What an unpatched SGLang needs where there is no GPU; sglang_on_cpu.pth runs it in every process of the environment.
+
+The torchvision wheel of PyPI links CUDA's torch, so beside the CPU build its own operators do not load. torchvision
+then fails on import, where it describes two of them to the compiler. Nothing here calls them: declaring their schemas
+is enough.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+DEFAULTS = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",  # models are local folders
+}
+OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+class DeclareOperators(MetaPathFinder):
+    """Declares OPERATORS just before torchvision is imported for the first time; finds nothing itself."""
+
+    library: object = None  # an operator lives as long as the library that declared it
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torchvision" and self.library is None:
+            import torch
+
+            self.library = library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+            for schema in OPERATORS:
+                library.define(schema)  # type: ignore[no-untyped-call]
+        return None
+
+
+for name, value in DEFAULTS.items():
+    os.environ.setdefault(name, value)
+sys.meta_path.insert(0, DeclareOperators())

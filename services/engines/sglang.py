@@ -1,0 +1,286 @@
+"""The production engine: a SGLang server with the dvp-sglang plugin, on loopback under this replica's care, or remote.
+
+Sampling, log-probs, kept mass and kept count come from inside SGLang. The engine adds what a replica needs: a swap that
+cannot mix weights, and a server that comes back after it died.
+
+    swap      verify -> pause, requests in flight give up their cache -> load -> resume; the server stamps the tokens
+    refused   load the weights served again (SGLang may have taken half of the others) -> resume
+    death     requests in flight fail with UnavailableError -> start again with the weights served
+
+A seed is handed on to SGLang, which honours it with --enable-deterministic-inference only (not on a CPU).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from services.contract.errors import ConfigError, DvpError, EngineError, UnavailableError, WeightError
+from services.contract.group import EngineFacts, Sample
+from services.contract.job import Job
+
+from .limits import check_fits, max_new_tokens
+from .sglang_client import SglangClient
+from .sglang_server import Launch, LocalServer, Remote, RemoteServer
+from .sglang_wire import is_constrained, probe_body, request_body, to_samples
+from .tokenizer import load_config, load_tokenizer
+from .weight_layout import Stored, check_layout, read_layout
+
+log = logging.getLogger(__name__)
+
+HEALTH_EVERY_S = 10.0
+MAX_UNHEALTHY = 3
+"""Failed health checks in a row after which a server that still runs counts as dead."""
+MAX_DEATHS = 3
+"""Deaths of the server with a job in flight after which that job is to blame."""
+MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
+"""Between attempts to start the server again."""
+INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
+
+
+class Flight(NamedTuple):
+    """A job that the server has, and the name of each of its samples there."""
+
+    job: Job
+    request_ids: list[str]
+
+
+class SglangEngine:
+    """See services.engines.protocol.Engine and Recovering.
+
+    `source`: the server to start, or one to use that runs already. `max_context`: lowers the model's own context.
+    `load_timeout_s`: longest time for SGLang to read a weight folder.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        source: Launch | Remote,
+        *,
+        max_context: int | None = None,
+        load_timeout_s: float = 600.0,
+        version: str = "local:0:0",
+    ) -> None:
+        config = load_config(model).get_text_config()
+        own: int | None = getattr(config, "max_position_embeddings", None)
+        if max_context is not None and not 2 <= max_context <= (own or max_context):
+            raise ConfigError(f"max_context {max_context}: must lie in 2 to {own}, the model's own context")
+        # Facts, context and capacity are known once the server runs.
+        self.facts = EngineFacts(name="sglang", version="", dtype="")
+        self.context_length: int = max_context or own or 0
+        self.vocab_size: int = config.vocab_size
+        self.capacity = 1
+        self._server = LocalServer(source, self.context_length) if isinstance(source, Launch) else RemoteServer(source)
+        self._model_dtype = str(config.dtype).removeprefix("torch.")
+        self._folder = model.absolute()
+        self._version = version
+        self._load_timeout_s = load_timeout_s
+        self._eos_ids: frozenset[int] = frozenset()
+        self._layout: dict[str, Stored] = {}
+        self._flights: dict[asyncio.Task[Any], Flight] = {}
+        self._deaths: Counter[str] = Counter()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._changing = asyncio.Lock()
+        """Held while weights are swapped and while the server is started."""
+        self._supervisor: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._outage = "not started"
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Samples that the server has been asked for, at most `capacity`; some may still wait for their first token."""
+        return min(self.capacity, sum(flight.job.n for flight in self._flights.values()))
+
+    @property
+    def outage(self) -> str:
+        return self._outage
+
+    async def recovered(self) -> None:
+        await self._up.wait()
+
+    @property
+    def _client(self) -> SglangClient:
+        return self._server.client
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._read_folder)
+        await self._bring_up()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def _read_folder(self) -> None:
+        self._eos_ids = load_tokenizer(self._folder).eos_ids
+        try:
+            self._layout = read_layout(self._folder)
+        except WeightError as error:
+            raise ConfigError(f"{error} (pickled weights are never read)") from None
+
+    async def _bring_up(self) -> None:
+        """A server that answers, has the plugin, and serves `_version` from `_folder`."""
+        await self._server.start(self._folder, self._version)
+        try:
+            if not is_constrained(await self._client.generate(probe_body())):
+                raise ConfigError(
+                    f"the SGLang server at {self._client.url} lacks the dvp-sglang plugin, or refused to load it: its "
+                    f"log-probs are those of the whole vocabulary, nothing can be trained on them; {INSTALL}"
+                )
+            self._describe(await self._client.server_info())
+            if await self._client.served() != (self._folder, self._version):
+                await self._replace(self._folder, self._version)
+        except BaseException:
+            await self._server.stop()
+            raise
+        self._outage = ""
+        self._up.set()
+
+    def _describe(self, info: dict[str, Any]) -> None:
+        """What only the running server knows."""
+        dtype = self._model_dtype if info["dtype"] == "auto" else info["dtype"]
+        self.facts = EngineFacts(name="sglang", version=info["version"], dtype=dtype)
+        pool = info["max_total_num_tokens"] - 2 * info["page_size"]
+        longest = min(info["max_req_input_len"], pool)
+        self.context_length = min(self.context_length or longest, longest)
+        states = info["internal_states"]
+        self.capacity = sum(state["effective_max_running_requests_per_dp"] for state in states)
+
+    async def _supervise(self) -> None:
+        while True:
+            ends = [asyncio.create_task(self._server.ended()), asyncio.create_task(self._unresponsive())]
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in ends:
+                    task.cancel()
+            self._outage = done.pop().result()
+            self._up.clear()
+            self._deaths.update(flight.job.job_id for flight in self._flights.values())
+            log.error("%s\nit is started again with %s", self._outage, self._version)
+            async with self._changing:
+                await self._start_again()
+            log.warning("SGLang serves again, with %s", self._version)
+
+    async def _start_again(self) -> None:
+        delay = MIN_DELAY_S
+        while True:
+            try:
+                return await self._bring_up()
+            except DvpError as error:
+                self._outage = f"SGLang cannot be started again: {error}"
+                log.error("%s; next attempt in %g s", self._outage, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY_S)
+
+    async def _unresponsive(self) -> str:
+        failures = 0
+        while failures < MAX_UNHEALTHY:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            async with self._changing:  # while it reads weights it answers nothing
+                failures = 0 if await self._client.is_healthy() else failures + 1
+        return f"SGLang at {self._client.url} failed {failures} health checks in a row"
+
+    async def close(self) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        self._outage = "closed"
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.gather(supervisor, return_exceptions=True)
+        await self._server.stop()
+        for asking, flight in self._flights.items():
+            asking.cancel()
+            if isinstance(self._server, RemoteServer):
+                self._in_background(self._abort(flight.request_ids))
+        # A swap on a remote server is finished; without a server nothing below takes long.
+        await asyncio.gather(*self._flights, *self._background, return_exceptions=True)
+        await self._client.close()
+
+    def _check_running(self) -> None:
+        if self._supervisor is None:
+            raise UnavailableError("the engine is not running: start it first, and do not use it after close")
+        if self._outage:
+            raise UnavailableError(f"SGLang does not run now: {self._outage.splitlines()[0]}")
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
+        self._check_running()
+        check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
+        flight = Flight(job, [uuid4().hex for _ in range(job.n)])
+        body = request_body(job, flight.request_ids, max_new_tokens(job, self.context_length), self._eos_ids)
+        asking = asyncio.create_task(self._client.generate(body))
+        self._flights[asking] = flight
+        try:
+            answer = await asking
+        except asyncio.CancelledError:
+            if self._supervisor is None:
+                raise EngineError("the engine was closed") from None
+            self._in_background(self._abort(flight.request_ids))
+            raise
+        except UnavailableError as error:
+            if self._supervisor is None:
+                raise EngineError("the engine was closed") from None
+            raise self._suspected(job) or error from None
+        finally:
+            del self._flights[asking]
+        self._deaths.pop(job.job_id, None)
+        return to_samples(job, answer)
+
+    def _suspected(self, job: Job) -> EngineError | None:
+        """A job that the server died of again and again counts as delivered, or it would kill every replica."""
+        deaths = self._deaths[job.job_id]
+        if deaths < MAX_DEATHS:
+            return None
+        del self._deaths[job.job_id]
+        return EngineError(f"job {job.job_id}: SGLang died {deaths} times while it was in flight")
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        with suppress(DvpError):  # a server that is away generates nothing
+            await self._client.abort(request_ids)
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def load(self, folder: Path, version: str) -> None:
+        self._check_running()
+        await asyncio.to_thread(check_layout, folder, self._layout)
+        # A swap that has begun is finished, whoever stops waiting for it: a paused server would stay paused.
+        await asyncio.shield(self._in_background(self._swap(folder, version)))
+
+    async def _swap(self, folder: Path, version: str) -> None:
+        async with self._changing:
+            self._check_running()
+            try:
+                await self._replace(folder, version)
+            except UnavailableError as error:
+                raise WeightError(f"SGLang died while loading {folder}: {error}") from None
+            self._folder, self._version = folder, version
+
+    async def _replace(self, folder: Path, version: str) -> None:
+        """Raises WeightError with the weights served before in place again, or with the server being replaced."""
+        await self._client.pause()
+        refusal = await self._client.load(folder, version, self._load_timeout_s)
+        if refusal:
+            again = await self._client.load(self._folder, self._version, self._load_timeout_s)
+            if again:
+                await self._server.stop()
+                refusal += f"; the weights served before were refused too, SGLang is started again with them: {again}"
+            else:
+                await self._client.flush()
+        await self._client.resume()
+        if refusal:
+            raise WeightError(f"SGLang refused {folder}: {refusal}")

@@ -1,0 +1,166 @@
+"""The HTTP calls that the engine makes to a SGLang server. Every wait is bounded, every failure is one of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic_core import from_json
+
+from services.contract.errors import ConfigError, EngineError, RequestError, UnavailableError
+
+GENERATE_S = 24 * 3600.0
+"""Longest time for one answer. What asks has a shorter bound of its own, and the end of the server cuts it off."""
+CALL_S = 60.0
+READY_S = 5.0
+HEALTH_S = 30.0
+ABORTS_AT_ONCE = 32
+MAX_REASON_CHARS = 500
+
+
+class SglangClient:
+    """One server. Raises UnavailableError if it is away, RequestError, EngineError or ConfigError (a wrong key)."""
+
+    def __init__(self, url: str, *, api_key: str = "", admin_key: str = "") -> None:
+        self.url = url
+        self.api_key = api_key
+        self.admin_key = admin_key
+        self._admin = _bearer(admin_key or api_key)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=_bearer(api_key),
+            timeout=httpx.Timeout(CALL_S, connect=READY_S, pool=GENERATE_S),
+            # A connection that the server closes while it is idle must not look like the death of a server.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
+            trust_env=False,
+        )
+        self._aborts = asyncio.Semaphore(ABORTS_AT_ONCE)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """The answer's JSON. Numbers that are not finite arrive as null."""
+        return await self._call("POST", "/generate", body, timeout=httpx.Timeout(GENERATE_S, connect=READY_S))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        async def one(request_id: str) -> None:
+            async with self._aborts:
+                await self._call("POST", "/abort_request", {"rid": request_id}, admin=True)
+
+        await asyncio.gather(*map(one, request_ids))
+
+    async def is_ready(self) -> bool:
+        """Accepts requests; does not say that it would answer them."""
+        try:
+            return (await self._http.get("/ready", timeout=READY_S)).status_code == HTTPStatus.OK
+        except httpx.HTTPError:
+            return False
+
+    async def is_healthy(self) -> bool:
+        """Has just generated a token, for this question if need be. Takes about a second."""
+        try:
+            return (await self._http.get("/health", timeout=HEALTH_S)).status_code == HTTPStatus.OK
+        except httpx.HTTPError:
+            return False
+
+    async def server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = await self._call("GET", "/server_info")
+        return info
+
+    async def served(self) -> tuple[Path, str]:
+        """Folder and version of its weights, as it was told."""
+        info = await self._call("GET", "/model_info")
+        return Path(info["model_path"]), info["weight_version"]
+
+    async def num_running(self) -> int:
+        """Samples that have a first token and not yet a last one."""
+        answer = await self._call("GET", "/v1/loads?include=core")
+        return sum(load["num_running_reqs"] for load in answer["loads"])
+
+    async def pause(self) -> None:
+        """What is in flight goes back into the server's queue, without its cache."""
+        await self._call("POST", "/pause_generation", {"mode": "retract"}, admin=True)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {"torch_empty_cache": False}, admin=True)
+
+    async def load(self, folder: Path, version: str, timeout_s: float) -> str:
+        """Loads a folder into a paused server and empties its cache. Why not, or "" if it did."""
+        body = {"model_path": _absolute(folder), "weight_version": version, "flush_cache": True}
+        response = await self._send("POST", "/update_weights_from_disk", body, True, httpx.Timeout(timeout_s))
+        if response.status_code == HTTPStatus.BAD_REQUEST:
+            return _reason(response)
+        _check(response)
+        return ""
+
+    async def flush(self) -> None:
+        await self._call("POST", "/flush_cache", {}, admin=True)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        admin: bool = False,
+        timeout: httpx.Timeout | None = None,
+    ) -> Any:
+        response = await self._send(method, path, body, admin, timeout)
+        _check(response)
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return from_json(response.content) if is_json else None
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, admin: bool, timeout: httpx.Timeout | None
+    ) -> httpx.Response:
+        try:
+            return await self._http.request(
+                method,
+                path,
+                json=body,
+                headers=self._admin if admin else None,
+                timeout=timeout or httpx.USE_CLIENT_DEFAULT,
+            )
+        except (httpx.HTTPError, RuntimeError) as error:  # httpx raises RuntimeError once the client is closed
+            raise UnavailableError(
+                f"SGLang at {self.url} did not answer {path}: {str(error) or type(error).__name__}"
+            ) from None
+
+
+def _check(response: httpx.Response) -> None:
+    status, path = response.status_code, response.request.url.path
+    if status == HTTPStatus.OK:
+        return
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise ConfigError(f"SGLang refuses the key for {path}: set sglang.api_key and sglang.admin_key to the server's")
+    if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
+        raise RequestError(f"SGLang refuses the request: {_reason(response)}")
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        raise UnavailableError(f"SGLang is not available: {_reason(response)}")
+    raise EngineError(f"SGLang answered {path} with {status}: {_reason(response)}")
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own words, whichever of its forms they have."""
+    try:
+        body = from_json(response.content)
+    except ValueError:
+        body = response.text
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict):
+            body = body.get(key, body)
+    return str(body).strip()[:MAX_REASON_CHARS]
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _absolute(folder: Path) -> str:
+    """The server has a working directory of its own."""
+    return str(folder.absolute())

@@ -1,0 +1,30 @@
+"""Runs inside SGLang's interpreter, by path and with the standard library only: `python sglang_launch.py FLAGS`.
+
+Ends with the process that started it, however that one ends, and takes further flags (the keys) as a JSON list from its
+standard input: a command line can be read by everybody on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    del sys.path[0]  # this folder: its modules would hide installed packages of the same name
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(1)  # the parent died before the line above took effect
+    sys.argv = ["sglang.launch_server", *sys.argv[1:], *json.loads(line)]
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a weight folder holds, read without a model: names, shapes and dtypes, and whether every number is finite.
+
+SGLang takes the weights of a folder one by one as they come. It leaves out what is missing, ignores what it does not
+know, and when one does not fit the ones before it are already in place. So a folder is compared with the one that is
+served before SGLang sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from services.contract.errors import WeightError
+
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""What may take each other's place; bfloat16 is looked at as bits."""
+BF16_EXPONENT = np.uint16(0x7F80)
+"""All ones in infinity and NaN."""
+BLOCK = 1 << 20
+TIED = "lm_head.weight"
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: bytes [start, end)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_layout(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the folder's safetensors files by name; reads headers only. Raises WeightError."""
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise WeightError(f"weight folder {folder}: no *.safetensors file in it")
+        return {name: stored for file in files for name, stored in _read_header(file)}
+    except OSError as error:
+        raise WeightError(f"weight folder {folder}: {error}") from None
+
+
+def check_layout(folder: Path, served: dict[str, Stored]) -> None:
+    """Raises WeightError naming file and tensor unless the folder's tensors are those of `served`, by name, shape and
+    kind of number, and finite. Reads every byte."""
+    layout = read_layout(folder)
+    optional = {TIED} if _is_tied(folder) else set()
+    if missing := sorted(served.keys() - layout.keys() - optional):
+        raise WeightError(f"weight folder {folder}: {missing[0]} is missing ({len(missing)} in all)")
+    if unknown := sorted(layout.keys() - served.keys() - optional):
+        raise WeightError(f"weight folder {folder}: {unknown[0]} is not in the model served ({len(unknown)} in all)")
+    for name, stored in layout.items():
+        _check_tensor(name, stored, served.get(name, stored))
+
+
+def _check_tensor(name: str, stored: Stored, served: Stored) -> None:
+    what = f"{stored.file}: {name}"
+    if stored.shape != served.shape:
+        raise WeightError(f"{what} has shape {list(stored.shape)}, the model needs {list(served.shape)}")
+    if stored.dtype != served.dtype and not (stored.dtype in FLOATS and served.dtype in FLOATS):
+        names = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
+        raise WeightError(
+            f"{what} is {names.get(stored.dtype, stored.dtype)}, the model needs {served.dtype} or another float type"
+        )
+    if stored.dtype in FLOATS and not _is_finite(stored):
+        raise WeightError(f"{what} holds NaN or infinity")
+
+
+def _is_finite(stored: Stored) -> bool:
+    if stored.start == stored.end:
+        return True
+    dtype = np.dtype(FLOATS[stored.dtype]).newbyteorder("<")
+    count = (stored.end - stored.start) // dtype.itemsize
+    numbers = np.memmap(stored.file, dtype, "r", offset=stored.start, shape=(count,))
+    blocks = (numbers[i : i + BLOCK] for i in range(0, count, BLOCK))
+    if stored.dtype == "BF16":
+        return all(((block & BF16_EXPONENT) != BF16_EXPONENT).all() for block in blocks)
+    return all(np.isfinite(block).all() for block in blocks)
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
+    try:
+        with safe_open(file, framework="np"):
+            pass  # checks lengths, offsets and types
+    except SafetensorError as error:
+        raise WeightError(f"{file}: not a complete safetensors file: {error}") from None
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            yield name, Stored(file, entry["dtype"], tuple(entry["shape"]), start, end)
+
+
+def _is_tied(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{folder / 'config.json'}: {error}") from None
+    return bool(config.get("tie_word_embeddings"))

@@ -1,0 +1,10 @@
+"""What runs inside SGLang: there the ordinary request parameter `min_p` gives the constrained policy and its log-probs.
+
+    plugin      what SGLang loads through the entry point `sglang.srt.plugins`; the only module that imports SGLang
+    pruning     the set, the kept mass and the kept count of a batch of logits
+    kept        how the two reach the response without waiting for the device
+    versions    which SGLang it was tested with
+
+With services/dvp also a wheel of its own, `dvp-sglang` (deploy/dvp-sglang), under the package name `dvp_sglang`; hence
+relative imports, and nothing but torch.
+"""

@@ -1,0 +1,71 @@
+"""The entry point, and the hook on SGLang's sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from .kept import meta_info
+from .pruning import prune
+from .versions import installed_version, refusal
+
+SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+CHECK = "sglang.srt.server_args.ServerArgs.check_server_args"
+ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""SGLang's switch for log-probs before temperature."""
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """SGLang calls it in each of its processes, before it reads the model.
+
+    Raises SystemExit if it cannot work here. SGLang only logs other exceptions of a plugin and serves on without it:
+    the log-probs of its answers would silently be those of another policy.
+    """
+    if reason := refusal(installed_version()):
+        raise SystemExit(reason)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(SAMPLER, constrain_sampler, HookType.AROUND)
+    HookRegistry.register(CHECK, refuse_bypasses, HookType.BEFORE)
+    logger.info("dvp-sglang: min_p gives constrained log-probs, kept_mass and kept_count")
+
+
+def constrain_sampler(
+    forward: Callable[..., Any], sampler: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Prunes the rows with min_p before SGLang's sampler sees them; its softmax then is the constrained policy.
+
+    Grammar masks, penalties and logit biases are in the logits by now; custom logit processors are applied here, so
+    that the set is taken from what is really sampled. top_k and top_p act on the pruned distribution and, as in SGLang
+    without the plugin, do not enter the log-probs. A batch without min_p goes through as it is.
+    """
+    if not sampling_info.need_min_p_sampling:
+        return forward(sampler, logits_output, sampling_info, *args, **kwargs)
+    logits = logits_output.next_token_logits
+    if sampling_info.has_custom_logit_processor:
+        from sglang.srt.layers.sampler import apply_custom_logit_processor
+
+        apply_custom_logit_processor(logits, sampling_info)
+    kept = prune(logits, sampling_info.min_ps, sampling_info.temperatures)
+    logits_output.customized_info = (logits_output.customized_info or {}) | meta_info(kept)
+    pruned = dataclasses.replace(sampling_info, need_min_p_sampling=False, has_custom_logit_processor=False)
+    return forward(sampler, logits_output, pruned, *args, **kwargs)
+
+
+def refuse_bypasses(server_args: Any) -> None:
+    """Raises SystemExit for settings under which tokens or log-probs do not come from the hooked sampler."""
+    bypasses = {
+        "--speculative-algorithm": server_args.speculative_algorithm,
+        "--enable-watermark": server_args.enable_watermark,
+        ORIGINAL_LOGPROB: os.environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true"),
+    }
+    if used := [name for name, value in bypasses.items() if value]:
+        raise SystemExit(
+            f"dvp-sglang does not work together with {', '.join(used)}: the log-probs would not be those of the "
+            "constrained policy. Leave that out, or set SGLANG_PLUGINS=none to serve without dvp-sglang"
+        )

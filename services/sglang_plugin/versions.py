@@ -1,0 +1,24 @@
+"""Which SGLang this plugin was tested with."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+TESTED = ("0.5.23",)
+ANY_VERSION = "DVP_SGLANG_ANY_VERSION"
+"""Environment variable: 1 tries another version."""
+
+
+def refusal(installed: str) -> str | None:
+    """Why the plugin does not run inside this SGLang."""
+    if installed in TESTED or os.environ.get(ANY_VERSION) == "1":
+        return None
+    return (
+        f"dvp-sglang is tested with SGLang {', '.join(TESTED)}; this is {installed}. "
+        f"Install a tested version, set {ANY_VERSION}=1 to try this one, or set SGLANG_PLUGINS=none to serve without it"
+    )
+
+
+def installed_version() -> str:
+    return version("sglang")

@@ -1,0 +1,126 @@
+"""The compose file under a project name of its own, on whatever engine `docker` reaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.client import Client
+from services.transport.embedded import free_port
+
+REPOSITORY = Path(__file__).parents[2]
+BUILD_S = 1500.0
+COMMAND_S = 300.0
+
+
+def require_compose() -> None:
+    """Skips the test, and says why, where there is no compose 2; an engine is not needed for that."""
+    if shutil.which("docker") is None:
+        pytest.skip("NOT TESTED: no docker command here")
+    _require("docker", "compose", "version")
+
+
+def require_engine() -> None:
+    """Skips the test, and says why, where there is no engine with compose 2."""
+    require_compose()
+    _require("docker", "info", "--format={{.ServerVersion}}")
+
+
+def _require(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        reason = " ".join((done.stderr or done.stdout).split())
+        pytest.skip(f"NOT TESTED: {' '.join(command)}: {reason}")
+
+
+class Stack:
+    def __init__(self, **variables: str) -> None:
+        self.project, self.port, self.token = f"dvp-e2e-{os.getpid()}", free_port(), secrets.token_hex(16)
+        self.killed: list[str] = []
+        """Services whose main process was killed and came back."""
+        self._environment = {
+            "PIP_FLAGS": "",
+            **os.environ,
+            "DVP_API_TOKEN": self.token,
+            "REDIS_PASSWORD": secrets.token_hex(16),
+            "DVP_PORT": str(self.port),
+            **variables,
+        }
+
+    def compose(self, *arguments: str, timeout: float = COMMAND_S) -> str:
+        return self._run(
+            "docker", "compose", "--env-file=.env.example", f"-p{self.project}", *arguments, timeout=timeout
+        )
+
+    def docker(self, *arguments: str) -> str:
+        return self._run("docker", *arguments, timeout=COMMAND_S)
+
+    def _run(self, *command: str, timeout: float) -> str:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=self._environment, capture_output=True, text=True, timeout=timeout
+        )
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
+    def containers(self, service: str) -> list[str]:
+        return self.compose("ps", "--all", "--quiet", service).split()
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        (found,) = json.loads(self.docker("inspect", container))
+        return dict(found)
+
+    def scale(self, replicas: int) -> None:
+        """Returns when all of them are ready; nothing else is touched."""
+        self.compose("up", "--detach", "--wait", "--no-deps", f"--scale=rollout={replicas}", "rollout")
+
+    def kill(self, container: str) -> None:
+        """SIGKILL from outside to the main process, as a crash would be: for `docker kill` the engine restarts nothing.
+        Returns when the container runs again."""
+        before = self.inspect(container)
+        pid = str(before["State"]["Pid"])
+        self.docker("run", "--rm", "--pid=host", "--user=root", "--entrypoint=sh", "redis:7", "-c", f"kill -9 {pid}")
+        self.wait_until(
+            lambda: self.inspect(container)["RestartCount"] > before["RestartCount"], f"{container} is restarted", 60
+        )
+        if "Health" in before["State"]:
+            self.wait_until(lambda: self.is_healthy(container), f"{container} is healthy", 120)
+        self.killed.append(before["Config"]["Labels"]["com.docker.compose.service"])
+
+    def is_healthy(self, container: str) -> bool:
+        return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
+
+    def step(self) -> int:
+        """Of the trainer; 0 before the first one ends."""
+        return max(map(int, re.findall(r"step +(\d+)/", self.compose("logs", "--no-log-prefix", "trainer"))), default=0)
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(
+                    f"waited {timeout_s:g} s, and it is not so that {what}\n{self.compose('logs', '--tail=40')}"
+                )
+            time.sleep(1)
+
+    def client(self, token: str | None = None) -> Client:
+        return Client(f"http://127.0.0.1:{self.port}", token=self.token if token is None else token)
+
+
+@contextmanager
+def running(stack: Stack) -> Iterator[None]:
+    try:
+        stack.compose("up", "--detach", "--build", "--wait", timeout=BUILD_S)
+        yield
+    finally:
+        stack.compose("down", "--volumes", "--remove-orphans", "--timeout=5")

@@ -1,0 +1,105 @@
+"""A real SGLang server for tests, one at a time: a start takes half a minute and two processor cores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import httpx
+import pytest
+
+from services.transport.embedded import free_port
+
+PYTHON = Path(__file__).parents[3] / ".sglang" / "bin" / "python"
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--max-total-tokens", "65536", "--max-running-requests", "64", "--context-length", "1024"),
+    *("--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
+)
+START_S, STOP_S, ANSWER_S = 180.0, 15.0, 120.0
+
+Answer: TypeAlias = dict[str, Any]
+
+
+class Server:
+    """`python -m sglang.launch_server`, as the README says."""
+
+    def __init__(self, folder: Path, log: Path, flags: Sequence[str], environment: dict[str, str]) -> None:
+        self.url, self._log = f"http://127.0.0.1:{free_port()}", log
+        where = ("--model-path", str(folder), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2])
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [PYTHON, "-m", "sglang.launch_server", *where, *FLAGS, *flags],
+                stdout=output,
+                stderr=output,
+                cwd=log.parent,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+        self.http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                pytest.fail(f"SGLang did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.http.get("/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: Sequence[dict[str, Any]]) -> list[Answer]:
+        """One batch request: prompt i under settings i. With n > 1 the answers of a prompt follow each other."""
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": [{"ignore_eos": True, **setting} for setting in settings],
+            "return_logprob": True,
+        }
+        return self.post("/generate", body)  # type: ignore[return-value]
+
+    def post(self, path: str, body: dict[str, Any]) -> Answer | list[Answer]:
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        found: Answer | list[Answer] = response.json()
+        return found
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to what is left of the group that this process leads."""
+        self.http.close()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Servers:
+    """The one that runs, or another one in its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._running, self._key = folder, None, None  # type: tuple[Path, Server | None, object]
+
+    def get(self, model: Path, *flags: str, dtype: str = "float32", **environment: str) -> Server:
+        key = (model, flags, dtype, tuple(environment.items()))
+        if self._running is None or key != self._key:
+            self.stop()
+            self._running = Server(model, self._folder / "sglang.log", [*flags, "--dtype", dtype], environment)
+            self._key = key
+            self._running.wait_ready()
+        return self._running
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+        self._running = None

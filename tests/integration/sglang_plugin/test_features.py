@@ -1,0 +1,170 @@
+"""Everything that SGLang does around its sampler, together with min_p, on one server."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.integration.engines.oracle import Oracle
+from tests.models import EOS_ID
+
+from .checks import Answer, check_constrained, check_unconstrained, read
+from .server import Server, Servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPT = [5, 6, 7, 8]
+LOG_MIN_P = -3.0
+RHO = {"min_p": math.exp(LOG_MIN_P)}
+
+
+@pytest.fixture(scope="module")
+def oracle(oracles: dict[str, Oracle]) -> Oracle:
+    return oracles["qwen3"]
+
+
+@pytest.fixture
+def server(servers: Servers, folders: dict[str, Path]) -> Server:
+    return servers.get(folders["qwen3"])
+
+
+def logits_of(oracle: Oracle, answer: Answer, prompt: list[int] = PROMPT) -> NDArray[np.float64]:
+    return oracle.logits(np.array(prompt), read(answer).token_ids)
+
+
+def test_mixed_batch(server: Server, oracle: Oracle) -> None:
+    """Requests with and without min_p, greedy ones, and temperatures of their own side by side."""
+    kinds: list[dict[str, Any]] = [RHO, {}, RHO | {"temperature": 0.7}, {"temperature": 1.3}, RHO | {"temperature": 0}]
+    settings = [kind | {"max_new_tokens": 24 + i % 9} for i, kind in enumerate(kinds * 6)]
+    answers = server.generate([PROMPT] * len(settings), settings)
+    for setting, answer in zip(settings, answers, strict=True):
+        logits, temperature = logits_of(oracle, answer), setting.get("temperature", 1.0)
+        if "min_p" in setting:
+            # SGLang reports greedy requests at temperature 1.
+            check_constrained(answer, logits, LOG_MIN_P, temperature or 1.0, at_least=0.8)
+        else:
+            check_unconstrained(answer, logits, temperature)
+        if temperature == 0:
+            assert read(answer).token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_several_samples_of_one_prompt(server: Server, oracle: Oracle) -> None:
+    answers = server.generate([PROMPT], [RHO | {"n": 8, "max_new_tokens": 32}])
+    assert len({tuple(answer["output_ids"]) for answer in answers}) == 8
+    for answer in answers:
+        check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 1.0, at_least=0.8)
+
+
+def test_streaming(server: Server, oracle: Oracle) -> None:
+    """Every chunk so far is complete: as many kept masses as log-probs."""
+    body = {"input_ids": PROMPT, "sampling_params": RHO | {"max_new_tokens": 40, "ignore_eos": True}}
+    with server.http.stream("POST", "/generate", json=body | {"return_logprob": True, "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert len(chunks) > 3
+    for chunk in chunks:
+        reading = read(chunk)
+        assert len(reading.kept_mass) == len(reading.kept_count) == len(reading.logprobs)
+    assert len(read(chunks[-1]).logprobs) == 40
+    check_constrained(chunks[-1], logits_of(oracle, chunks[-1]), LOG_MIN_P, 1.0, at_least=0.8)
+
+
+def test_grammar_masks_come_first(server: Server, oracle: Oracle) -> None:
+    """Kept mass and count are those of the tokens that the grammar allows."""
+    (answer,) = server.generate([PROMPT], [RHO | {"regex": "[0-9]{12}", "max_new_tokens": 12, "ignore_eos": False}])
+    assert len(answer["text"]) == 12
+    assert set(answer["text"]) <= set(string.digits)
+    logits = logits_of(oracle, answer)
+    forbidden = np.ones(logits.shape[-1], bool)
+    forbidden[5:15] = False  # where tests.models has the digits
+    logits[:, forbidden] = -np.inf
+    check_constrained(answer, logits, LOG_MIN_P, 1.0, at_least=0.8)
+
+
+def test_retracted_requests_keep_one_number_per_token(server: Server, oracle: Oracle) -> None:
+    """As a weight swap does it: pause, go on; what was generated before is prefilled again."""
+    answers: list[Answer] = []
+    settings = [RHO | {"max_new_tokens": 400}] * 8
+    running = threading.Thread(target=lambda: answers.extend(server.generate([PROMPT] * 8, settings)))
+    running.start()
+    while running.is_alive() and not any(answer["meta_info"]["num_retractions"] for answer in answers):
+        server.post("/pause_generation", {"mode": "retract"})
+        server.post("/continue_generation", {})
+        running.join(0.3)
+    running.join()
+    assert max(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    for answer in answers:
+        assert len(answer["meta_info"]["kept_mass"]) == len(answer["output_ids"]) == 400
+        check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 1.0, at_least=0.8)
+
+
+def test_top_log_probs_are_those_of_the_set(server: Server, oracle: Oracle) -> None:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": RHO | {"max_new_tokens": 16, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 96,
+    }
+    answer = server.post("/generate", body)
+    assert isinstance(answer, dict)
+    for row, count, top in zip(
+        logits_of(oracle, answer), read(answer).kept_count, answer["meta_info"]["output_top_logprobs"], strict=True
+    ):
+        inside = [(logprob, token) for logprob, token, _ in top if logprob > -1e30]
+        assert len(inside) == count
+        assert {token for _, token in inside} == set(np.argsort(row)[-len(inside) :].tolist())
+        assert math.fsum(math.exp(logprob) for logprob, _ in inside) == pytest.approx(1, abs=1e-4)
+
+
+def test_end_of_text_is_counted(server: Server, oracle: Oracle) -> None:
+    """The end token is a token like the others: with its own log-prob, kept mass and kept count."""
+    answers = server.generate([PROMPT] * 32, [RHO | {"max_new_tokens": 200, "ignore_eos": False}] * 32)
+    ended = [answer for answer in answers if answer["output_ids"][-1] == EOS_ID]
+    assert ended
+    for answer in ended:
+        check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 1.0, at_least=0.7)
+
+
+OPENAI_CLIENT = """
+import json, sys
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none")
+answer = client.completions.create(
+    model="default", prompt=json.loads(sys.argv[2]), max_tokens=48, temperature=0.7, logprobs=0,
+    extra_body={"min_p": float(sys.argv[3]), "ignore_eos": True},
+)
+found = answer.choices[0].logprobs
+print(json.dumps({"tokens": found.tokens, "logprobs": found.token_logprobs}))
+"""
+
+
+def test_openai_sdk_gets_constrained_log_probs(
+    server: Server, oracle: Oracle, sglang_python: Path, folders: dict[str, Path]
+) -> None:
+    """A client that nobody here wrote."""
+    arguments = [server.url, json.dumps(PROMPT), str(RHO["min_p"])]
+    done = subprocess.run(
+        [sglang_python, "-c", OPENAI_CLIENT, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    vocabulary = json.loads((folders["qwen3"] / "tokenizer.json").read_text())
+    added = {entry["content"]: entry["id"] for entry in vocabulary["added_tokens"]}
+    ids = {token.replace("Ġ", " ").replace("Ċ", "\n"): i for token, i in vocabulary["model"]["vocab"].items()} | added
+    token_ids = np.array([ids[token] for token in found["tokens"]])
+    logits = oracle.logits(np.array(PROMPT), token_ids) / 0.7
+    scaled = logits - logits.max(-1, keepdims=True)
+    kept = (np.exp(scaled) * (scaled >= LOG_MIN_P)).sum(-1)
+    clear = (np.abs(scaled - LOG_MIN_P) > 2e-4).all(-1)
+    expected = scaled[np.arange(48), token_ids] - np.log(kept)
+    np.testing.assert_allclose(np.array(found["logprobs"])[clear], expected[clear], atol=5e-5, rtol=0)
+    assert clear.sum() >= 40

@@ -1,0 +1,57 @@
+"""Constrained log-probs of a real SGLang, in float32, against a full forward of the same folder in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.engines.oracle import Oracle
+
+from .checks import check_constrained, read
+from .server import Servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LOG_MIN_PS = (-13.0, -6.0, -3.0, math.log(0.1))
+TEMPERATURES = (0.5, 0.7, 1.0, 1.3, 1.5)
+SAMPLES, TOKENS = 2, 96
+GOAL = 10_000
+SCHEDULING = {"qwen3": (), "qwen2": (), "llama": ("--disable-overlap-schedule",)}
+checked: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("family", SCHEDULING)
+def test_every_number_equals_the_float64_oracle(
+    family: str, servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    """All settings in one batch, several prompt lengths, n = 2."""
+    settings = [(log_min_p, temperature) for log_min_p in LOG_MIN_PS for temperature in TEMPERATURES]
+    prompts = [list(range(5, 8 + i)) for i in range(len(settings))]
+    answers = servers.get(folders[family], *SCHEDULING[family]).generate(
+        prompts,
+        [
+            {"min_p": math.exp(log_min_p), "temperature": temperature, "max_new_tokens": TOKENS, "n": SAMPLES}
+            for log_min_p, temperature in settings
+        ],
+    )
+    assert len(answers) == SAMPLES * len(settings)
+    total, pruned = 0, 0.0
+    for i, answer in enumerate(answers):
+        prompt, (log_min_p, temperature) = prompts[i // SAMPLES], settings[i // SAMPLES]
+        reading = read(answer)
+        logits = oracles[family].logits(np.array(prompt), reading.token_ids)
+        total += check_constrained(answer, logits, log_min_p, temperature, at_least=0.9)
+        pruned += sum(count < logits.shape[-1] for count in reading.kept_count if count is not None)
+    assert total >= 0.98 * TOKENS * len(answers)
+    assert pruned >= 0.5 * TOKENS * len(answers)
+    checked[family] = total
+
+
+def test_enough_tokens_were_compared() -> None:
+    """Of all families together."""
+    if len(checked) < len(SCHEDULING):
+        pytest.skip("not all families ran")
+    assert sum(checked.values()) >= GOAL

@@ -1,0 +1,123 @@
+"""The plugin in SGLang's own processes: loaded, refused, and its wheel in an environment that is not ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from services.sglang_plugin.versions import ANY_VERSION
+
+from .server import FLAGS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REPOSITORY = Path(__file__).parents[3]
+PROJECT = REPOSITORY / "deploy" / "dvp-sglang"
+LAUNCH = ("-m", "sglang.launch_server")
+UNTESTED = "import dvp_sglang.sglang_plugin.versions as v; v.TESTED = ('0.0.1',); "
+LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); "
+IS_HOOKED = "from sglang.srt.layers.sampler import Sampler; print('hooked', hasattr(Sampler.forward, '__wrapped__'))"
+
+
+def run(python: Path, *arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Outside of the checkout, so that only what is installed can be imported."""
+    return subprocess.run(
+        [python, *arguments],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_server_refuses_to_start_with_another_version(sglang_python: Path, tmp_path: Path) -> None:
+    """A plugin that raised any other exception would be left out, and log-probs would silently be stock."""
+    launch = f"import runpy, sys; sys.argv[1:] = []; runpy.run_module('{LAUNCH[1]}', run_name='__main__')"
+    done = run(sglang_python, "-c", UNTESTED + launch, folder=tmp_path)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(part in last for part in ("dvp-sglang", "0.5.23", "0.0.1", ANY_VERSION, "SGLANG_PLUGINS"))
+
+
+@pytest.mark.parametrize(("environment", "hooked"), [({ANY_VERSION: "1"}, True), ({"SGLANG_PLUGINS": "none"}, False)])
+def test_both_ways_out_of_the_refusal(
+    environment: dict[str, str], hooked: bool, sglang_python: Path, tmp_path: Path
+) -> None:
+    done = run(sglang_python, "-c", UNTESTED + LOAD + IS_HOOKED, folder=tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert f"hooked {hooked}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("used", "flags", "environment"),
+    [
+        ("--speculative-algorithm", ("--speculative-algorithm", "NGRAM"), {}),
+        ("--enable-watermark", ("--enable-watermark",), {}),
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", (), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}),
+    ],
+)
+def test_server_refuses_settings_under_which_log_probs_would_be_wrong(
+    used: str,
+    flags: tuple[str, ...],
+    environment: dict[str, str],
+    sglang_python: Path,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    model = ("--model-path", folders["qwen3"])
+    done = run(sglang_python, *LAUNCH, *model, *FLAGS, *flags, folder=tmp_path, **environment)
+    assert done.returncode == 1
+    assert f"does not work together with {used}:" in done.stderr.strip().splitlines()[-1]
+
+
+def test_seeded_rows_with_min_p(sglang_python: Path, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("seeded.py")
+    done = run(sglang_python, script, folder=tmp_path, TORCHDYNAMO_DISABLE="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    done = run(sglang_python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, PROJECT, folder=folder)
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_wheel_holds_one_package_and_wants_nothing(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        (metadata,) = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        sources = {name: archive.read(name) for name in names}
+    assert {name.partition("/")[0] for name in names} == {"dvp_sglang"}
+    assert "Requires-Dist" not in metadata
+    for package in ("dvp", "sglang_plugin"):
+        for file in (REPOSITORY / "services" / package).glob("*.py"):
+            assert sources[f"dvp_sglang/{package}/{file.name}"] == file.read_bytes()
+
+
+def test_wheel_in_a_foreign_environment(wheel: Path, sglang_python: Path, tmp_path: Path) -> None:
+    """pip moves nothing else there, and a SGLang that finds the wheel by its entry point runs the wheel's code."""
+    plan = run(
+        sglang_python,
+        *("-m", "pip", "install", "--dry-run", "--quiet", "--report", tmp_path / "plan.json", "--force-reinstall"),
+        wheel,
+        folder=tmp_path,
+    )
+    assert plan.returncode == 0, plan.stderr
+    assert (tmp_path / "plan.json").read_text().count('"download_info"') == 1
+    target = tmp_path / "site"
+    done = run(sglang_python, "-m", "pip", "install", "--quiet", "--target", target, wheel, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in target.iterdir() if path.suffix != ".dist-info") == ["dvp_sglang"]
+    origin = "; import sys; print(sys.modules['dvp_sglang'].__file__, 'services' in sys.modules)"
+    found = run(sglang_python, "-c", LOAD + IS_HOOKED + origin, folder=tmp_path, PYTHONPATH=str(target))
+    assert "hooked True" in found.stdout, found.stderr
+    assert f"{target / 'dvp_sglang' / '__init__.py'} False" in found.stdout

@@ -1,0 +1,151 @@
+"""The hook's tensor code alone, against services.dvp and a float64 oracle of the set."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.dvp.policy import constrained_logprobs, safe_set
+from services.sglang_plugin.kept import meta_info
+from services.sglang_plugin.pruning import ROUNDING, prune, read_log_min_p
+
+VOCAB = 500
+LOG_MIN_PS = (-13.0, -6.0, -3.0, -0.5)
+TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
+
+
+def as_requests(log_min_ps: list[float], temperatures: list[float]) -> tuple[Tensor, Tensor]:
+    """min_ps [batch] and temperatures [batch, 1] as SGLang holds them; -inf is a request without min_p."""
+    return torch.tensor([math.exp(x) for x in log_min_ps]), torch.tensor(temperatures).view(-1, 1)
+
+
+def make_logits(rows: int, *, spread: float = 4.0, seed: int = 0) -> Tensor:
+    return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def bits(logits: Tensor) -> Tensor:
+    """Compares NaN with NaN, and 0.0 apart from -0.0."""
+    return logits.view(torch.int32)
+
+
+@pytest.mark.parametrize("log_min_p", LOG_MIN_PS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_exactly_the_complement_of_the_safe_set_is_removed(log_min_p: float, temperature: float) -> None:
+    logits = make_logits(64)
+    # The temperature that both sides work with is the float32 one.
+    min_ps, temperatures = as_requests([log_min_p] * 64, [temperature] * 64)
+    keep = safe_set(logits, log_min_p=log_min_p, temperature=temperatures.view(-1))
+    pruned = logits.clone()
+    kept = prune(pruned, min_ps, temperatures)
+    assert (pruned[~keep] == -math.inf).all()
+    assert (bits(pruned)[keep] == bits(logits)[keep]).all()
+    tokens = pruned.argmax(-1)
+    expected = constrained_logprobs(logits, tokens, log_min_p=log_min_p, temperature=temperatures.view(-1))
+    assert torch.equal(kept.kept_count, expected.kept_count)
+    torch.testing.assert_close(kept.kept_mass, expected.kept_mass, atol=0, rtol=0)
+
+
+def test_softmax_of_what_is_left_is_the_constrained_policy() -> None:
+    """What SGLang does next: log(softmax(z / T)) of the drawn token."""
+    logits, settings = make_logits(16), [(p, t) for p in LOG_MIN_PS for t in TEMPERATURES]
+    min_ps, temperatures = as_requests([p for p, _ in settings], [t for _, t in settings])
+    pruned = logits.clone()
+    prune(pruned, min_ps, temperatures)
+    drawn = torch.multinomial((pruned / temperatures).softmax(-1), 1, generator=torch.Generator().manual_seed(1))
+    theirs = (pruned / temperatures).softmax(-1).log().gather(-1, drawn).squeeze(-1)
+    exact = [
+        constrained_logprobs(row.double(), token, log_min_p=log_min_p, temperature=temperature)
+        for row, token, (log_min_p, temperature) in zip(logits, drawn.squeeze(-1), settings, strict=True)
+    ]
+    assert all(each.inside for each in exact)
+    torch.testing.assert_close(theirs.double(), torch.stack([each.logprobs for each in exact]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("log_min_p", [-13.0, -6.5, -3.0])
+def test_ties_at_the_threshold_stay(log_min_p: float) -> None:
+    """bfloat16 logits lie on a grid, and min_p in float32 does not say exactly -13."""
+    logits = torch.full((1, 100), -40.0)
+    logits[0, :3] = torch.tensor([2.0, 2.0 + log_min_p, 2.0 + log_min_p - 2**-8])
+    min_ps, temperatures = as_requests([log_min_p], [1.0])
+    kept = prune(logits, min_ps, temperatures)
+    assert logits.isfinite().nonzero()[:, 1].tolist() == [0, 1]
+    assert kept.kept_count.tolist() == [2]
+
+
+def test_rows_without_min_p_stay_bit_for_bit() -> None:
+    """In one batch with pruned ones, whatever they hold."""
+    logits = make_logits(8)
+    logits[1, 3], logits[3, 5], logits[5, 7:] = math.nan, math.inf, -math.inf
+    logits[7] = -0.0
+    min_ps, temperatures = as_requests([-3.0, -math.inf] * 4, [0.5] * 8)
+    before = logits.clone()
+    kept = prune(logits, min_ps, temperatures)
+    assert torch.equal(bits(logits)[1::2], bits(before)[1::2])
+    assert (kept.kept_count[1::2] == 0).all()
+    assert (kept.kept_count[0::2] > 0).any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_are_left_to_sglang(value: float) -> None:
+    logits = make_logits(3)
+    logits[1, 9] = value
+    before = logits.clone()
+    kept = prune(logits, *as_requests([-3.0] * 3, [1.0] * 3))
+    assert torch.equal(bits(logits)[1], bits(before)[1])
+    assert [bool(count) for count in kept.kept_count] == [True, False, True]
+
+
+def test_tokens_that_a_grammar_forbids_stay_forbidden() -> None:
+    """They are -inf already; the set, its mass and its count are those of the allowed ones."""
+    logits = make_logits(1)
+    logits[0, 40:] = -math.inf
+    allowed = logits[:, :40].clone()
+    settings = as_requests([-3.0], [1.0])
+    kept, alone = prune(logits, *settings), prune(allowed, *settings)
+    assert torch.equal(logits[:, :40], allowed)
+    assert (logits[:, 40:] == -math.inf).all()
+    assert torch.equal(kept.kept_count, alone.kept_count)
+    torch.testing.assert_close(kept.kept_mass, alone.kept_mass)
+
+
+def test_large_batches_are_worked_through_in_blocks() -> None:
+    logits = make_logits(3000)
+    settings = as_requests([-3.0, -13.0, -math.inf] * 1000, [0.7, 1.0, 1.3] * 1000)
+    whole = logits.clone()
+    kept = prune(whole, *settings)
+    assert kept.kept_mass.shape == kept.kept_count.shape == (3000,)
+    part = logits[1500:1503].clone()
+    again = prune(part, *(setting[1500:1503] for setting in settings))
+    assert torch.equal(whole[1500:1503], part)
+    assert torch.equal(kept.kept_mass[1500:1503], again.kept_mass)
+
+
+@pytest.mark.parametrize("meant", [-13.0, -6.0, -3.0, -2.5, -1 / 1024, 0.0, -math.inf])
+def test_round_numbers_survive_float32(meant: float) -> None:
+    assert read_log_min_p(torch.tensor([math.exp(meant)])).item() == meant
+
+
+@given(st.floats(-80.0, 0.0))
+def test_other_numbers_survive_it_within_rounding(meant: float) -> None:
+    """Once from float32, once from a round number nearby."""
+    assert abs(read_log_min_p(torch.tensor([math.exp(meant)])).item() - meant) <= 2 * ROUNDING * 1.001
+
+
+def test_response_has_plain_numbers_and_null_for_other_rows() -> None:
+    logits = make_logits(3)
+    logits[2, 0] = math.nan
+    kept = prune(logits, *as_requests([-3.0, -math.inf, -3.0], [1.0] * 3))
+    columns = meta_info(kept)
+    rows = [{name: column[row] for name, column in columns.items()} for row in range(3)]
+    assert json.loads(json.dumps(rows)) == [
+        {"kept_mass": kept.kept_mass[0].item(), "kept_count": kept.kept_count[0].item()},
+        {"kept_mass": None, "kept_count": None},
+        {"kept_mass": None, "kept_count": None},
+    ]
+    assert type(rows[0]["kept_count"]) is int
