@@ -14,7 +14,6 @@ from .broker import Broker
 
 PAGE = 64
 """Letters per script call, so that one call never holds the broker for long."""
-NEWEST = "+"
 
 
 class Prospect(StrEnum):
@@ -71,13 +70,12 @@ class DeadLetters:
 
     async def page(self, count: int = PAGE, *, before: str | None = None) -> list[Letter]:
         """Newest first; `before`: the entry id that ended the page before."""
-        start = NEWEST if before is None else f"({checked(before)}"
-        return [_letter(*fields) for fields in await self.broker.script("letters", start, count)]
+        return await self._read("XREVRANGE", "+" if before is None else f"({checked(before)}", "-", count)
 
     async def get(self, entry_id: str) -> Letter:
         """Raises NotFoundError."""
-        found = [_letter(*fields) for fields in await self.broker.script("letters", checked(entry_id), 1)]
-        if not found or found[0].entry_id != entry_id:
+        found = await self._read("XRANGE", checked(entry_id), entry_id, 1)
+        if not found:
             raise NotFoundError(f"no dead letter {entry_id}: {EXPLANATIONS[Outcome.GONE]}, or never there")
         return found[0]
 
@@ -95,11 +93,16 @@ class DeadLetters:
         return [Outcome(answer.decode()) for answer in await self.broker.script("discard", *ids)] if ids else []
 
     async def pages(self) -> AsyncIterator[list[Letter]]:
-        """All that are there now, newest first. What dies meanwhile is newer and does not come up."""
-        before: str | None = None
-        while page := await self.page(before=before):
-            yield page
-            before = page[-1].entry_id
+        """All that are there now, oldest first, so that replayed jobs keep their order. What dies meanwhile does not
+        come up."""
+        start = "-"
+        for newest in await self.page(1):
+            while page := await self._read("XRANGE", start, newest.entry_id, PAGE):
+                yield page
+                start = f"({page[-1].entry_id}"
+
+    async def _read(self, order: str, start: str, end: str, count: int) -> list[Letter]:
+        return [_letter(*fields) for fields in await self.broker.script("letters", order, start, end, count)]
 
 
 def checked(entry_id: str) -> str:
@@ -115,7 +118,5 @@ def _letter(entry_id: bytes, data: bytes, job: bytes, prospect: bytes) -> Letter
         decoded = Job.from_bytes(job) if job else None
     except RequestError:
         decoded = None
-    open_ = Prospect(prospect.decode())
-    return Letter(
-        entry_id.decode(), DeadLetter.from_bytes(data), decoded, open_ if decoded is not None else Prospect.NO_JOB
-    )
+    outlook = Prospect.NO_JOB if decoded is None else Prospect(prospect.decode())
+    return Letter(entry_id.decode(), DeadLetter.from_bytes(data), decoded, outlook)
