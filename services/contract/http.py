@@ -190,6 +190,7 @@ class Verdict(StrEnum):
     REPLICAS_STARVED = "replicas_starved"
     DEAD_LETTERS = "dead_letters"
     BROKER_MEMORY = "broker_memory"
+    CLOSED = "closed"
 
 
 class Reason(Body):

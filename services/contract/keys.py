@@ -14,6 +14,11 @@ TRAINER = "trainer"
 class Keys:
     run_id: str
 
+    @property
+    def everything(self) -> str:
+        """Pattern of all keys of the run."""
+        return self._key("*")
+
     def _key(self, name: str) -> str:
         return f"dvp:{{{self.run_id}}}:{name}"
 
@@ -74,7 +79,7 @@ class Keys:
 
     @property
     def counters(self) -> str:
-        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, acked."""
+        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, replayed, acked."""
         return self._key("counters")
 
     @property
@@ -86,6 +91,11 @@ class Keys:
     def trainer(self) -> str:
         """Hash: what the trainer last said of itself."""
         return self._key("trainer")
+
+    @property
+    def closed(self) -> str:
+        """Exists while the queue is drained: why no jobs are admitted."""
+        return self._key("closed")
 
     def job(self, job_id: str) -> str:
         """Hash of one job's state: state, sink, deliveries, error. The dedupe key."""

@@ -1,4 +1,4 @@
-"""The HTTP API. Bodies are in services.contract.http; every error is answered by problems.py."""
+"""The HTTP API. Bodies are in services.contract.http; every error is answered by services.http.problems."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from services.contract.http import (
     RolloutResponse,
     WeightStatus,
 )
+from services.http import problems
+from services.http.guard import Guard
 
-from . import problems
-from .guard import Guard
 from .loops import race
 from .metrics import CountedRequests
 from .service import Service
@@ -38,7 +38,7 @@ def create_app(service: Service, tokens: Sequence[str]) -> FastAPI:
     app = FastAPI(title="dvp-rollout", version=API_VERSION, description="Rollouts under the constrained policy.")
     app.state.service = service
     app.include_router(router)
-    problems.install(app)
+    problems.install(app, {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest})
     app.add_middleware(Guard, tokens=tokens)
     app.add_middleware(CountedRequests, metrics=service.metrics)
     return app

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import shlex
 import socket
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import SettingsConfigDict
 
-from services.contract.errors import ConfigError
 from services.contract.weights import RUN_ID
-from services.logs import LogFormat, LogLevel
-from services.settings import Section, Settings
+from services.http.settings import ListenSettings, RedisUrl
+from services.settings import Section
 
 
 class EngineName(StrEnum):
     TRANSFORMERS = "transformers"
     SGLANG = "sglang"
     FAKE = "fake"
-
-
-def is_loopback(host: str) -> bool:
-    """True for localhost and loopback addresses; a name that only resolves to one does not count."""
-    host = host.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _replica_id() -> str:
@@ -88,30 +77,19 @@ class SglangSettings(Section):
         return extra_args
 
 
-class RolloutSettings(Settings):
+class RolloutSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_ROLLOUT__", cli_prog_name="dvp-rollout")
 
     model: Path
     """Folder of a Hugging Face causal LM: config, tokenizer, safetensors."""
     engine: EngineName = EngineName.TRANSFORMERS
     """What generates: transformers in this process, a SGLang server beside it, or fake for load tests."""
-    redis_url: str | None = None
+    redis_url: RedisUrl | None = None
     """redis://[:password@]host:port/db of the broker. Without it only HTTP is served."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run whose jobs are taken."""
     replica_id: Annotated[str, Field(pattern=RUN_ID)] = Field(default_factory=_replica_id)
     """Name of this replica, unique within the run. Default: host, process id and a random part."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs a token."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 takes a free port: see the log, or --port-file."""
-    port_file: Path | None = None
-    """Where to write the port once it is bound; removed at exit."""
-    token: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Accepted API tokens, several for rotation; comma-separated in the environment."""
-    token_file: Path | None = None
-    """File with one accepted API token per line."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """What the model computes in."""
@@ -140,46 +118,3 @@ class RolloutSettings(Settings):
     """Longest time for one job, waiting for its weights included."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 3.0
     """At SIGTERM: how long jobs may still finish before they are given back."""
-
-    log_format: LogFormat = LogFormat.TEXT
-    log_level: LogLevel = LogLevel.INFO
-
-    @field_validator("token", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, (list, tuple)):
-            raise ValueError("expected a token or a list of tokens")
-        if not all(isinstance(item, (str, SecretStr)) for item in values):
-            raise ValueError("every token must be a string")
-        tokens = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in values]
-        return tuple(part.strip() for item in tokens for part in item.split(",") if part.strip())
-
-    @field_validator("redis_url")
-    @classmethod
-    def _scheme(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
-        return url
-
-    @model_validator(mode="after")
-    def _closed(self) -> Self:
-        if not is_loopback(self.host) and not self.token and self.token_file is None:
-            raise ValueError(
-                f"host {self.host!r} is reachable from other machines: set a token "
-                "(DVP_ROLLOUT__TOKEN or --token-file), or listen on 127.0.0.1"
-            )
-        return self
-
-    def tokens(self) -> tuple[str, ...]:
-        """Every accepted token. Raises ConfigError if the token file is unreadable or empty."""
-        listed = tuple(token.get_secret_value() for token in self.token)
-        if self.token_file is None:
-            return listed
-        try:
-            lines = self.token_file.read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file {self.token_file}: {error}") from None
-        if not lines:
-            raise ConfigError(f"token_file {self.token_file}: holds no token; expected one per line")
-        return (*listed, *lines)

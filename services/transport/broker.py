@@ -52,7 +52,7 @@ RETRY_AFTER_MEMORY_S = 5.0
 
 _KEYS = (
     *("jobs", "groups", "evals", "dead", "versions"),
-    *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer"),
+    *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
 )
 """What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 
@@ -72,16 +72,16 @@ class Broker:
         return self.keys.run_id
 
     @classmethod
-    async def connect(cls, url: str, run_id: str) -> Self:
+    async def connect(cls, url: str, run_id: str, *, create: bool = True) -> Self:
         """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the
-        password."""
+        password. `create=False` leaves a run that does not exist alone: for those who only watch."""
         if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
         redis = _client(url)
         where = _address(redis)
         broker = cls(redis, Keys(run_id), where)
         try:
-            await broker.ensure_groups()
+            await (broker.ensure_groups() if create else broker.ping())
         except ConfigError:
             await broker.close()
             raise
@@ -131,6 +131,11 @@ class Broker:
             raise UnavailableError(f"Redis at {self._where} refuses: {error}") from None
         except RedisError as error:
             raise UnavailableError(f"Redis at {self._where}: {error}") from None
+
+    async def ping(self) -> None:
+        """Raises UnavailableError, or ConfigError for a wrong password."""
+        async with self.call():
+            await self.redis.ping()
 
     async def ensure_groups(self) -> None:
         """Creates the consumer groups that do not exist: at connect, and again after a broker was wiped."""

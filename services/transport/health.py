@@ -6,8 +6,8 @@ One read-only script takes the numbers, so that they belong together; the rules 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from services.contract.http import (
@@ -55,6 +55,10 @@ class Snapshot:
     """0: no limit."""
     since_commit_s: float | None
     """Since a replica last finished a job; None when none ever did."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """What happened since the run began, by name."""
+    closed: str = ""
+    """Why no jobs are admitted; "" when they are."""
 
     @property
     def live(self) -> tuple[ReplicaHealth, ...]:
@@ -83,6 +87,16 @@ def broker_memory(s: Snapshot) -> Reason | None:
         verdict=Verdict.BROKER_MEMORY,
         detail=f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory; no new jobs are admitted",
         remedy="let the trainer catch up, or raise maxmemory",
+    )
+
+
+def closed(s: Snapshot) -> Reason | None:
+    if not s.closed:
+        return None
+    return Reason(
+        verdict=Verdict.CLOSED,
+        detail=f"no new jobs are admitted ({s.closed}); {s.num_jobs} are still queued or running",
+        remedy="open it again when the work is done: dvp-queue open",
     )
 
 
@@ -136,7 +150,7 @@ def dead_letters(s: Snapshot) -> Reason | None:
     return Reason(
         verdict=Verdict.DEAD_LETTERS,
         detail=f"{s.dead} jobs were given up; each dead letter holds its error",
-        remedy="read the errors in the dead-letter stream, mend the cause, then replay or drop them",
+        remedy="read the errors (dvp-queue dead list), mend the cause, then replay or drop them",
     )
 
 
@@ -172,6 +186,7 @@ RULES: tuple[Rule, ...] = (
     no_replicas,
     no_trainer,
     stalled,
+    closed,
     replicas_behind,
     dead_letters,
     replicas_starved,
@@ -211,15 +226,21 @@ async def take_snapshot(broker: Broker) -> Snapshot:
         used_memory=found["used_memory"],
         maxmemory=found["maxmemory"],
         since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
+        counters=counters,
+        closed=found["closed"],
     )
 
 
 async def queue_health(broker: Broker) -> QueueHealth:
     """One read-only script, so the numbers belong together. Cheap enough to poll."""
-    snapshot = await take_snapshot(broker)
+    return report(broker.run_id, await take_snapshot(broker))
+
+
+def report(run_id: str, snapshot: Snapshot) -> QueueHealth:
+    """The numbers with their verdict."""
     verdict, reasons = judge(snapshot)
     return QueueHealth(
-        run_id=broker.run_id,
+        run_id=run_id,
         jobs=snapshot.jobs,
         groups=snapshot.groups,
         uncheckpointed=snapshot.uncheckpointed,

@@ -13,6 +13,7 @@ from services.contract.job import Job, JobState, Sink
 from .broker import MEMORY_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
 RETRY_AFTER_BACKLOG_S = 2.0
+RETRY_AFTER_CLOSED_S = 30.0
 BATCH = 64
 """Jobs per script call, so that one call never holds the broker for long."""
 
@@ -26,7 +27,8 @@ class Submitted(StrEnum):
     DONE = "done"
     DEAD = "dead"
     REFUSED = "refused"
-    """Not admitted: `limit` jobs are in flight, or the broker's memory is above 70 %. Submit again later."""
+    """Not admitted: `limit` jobs are in flight, the broker's memory is above 70 %, or the queue is closed. Submit again
+    later."""
 
 
 class JobReport(NamedTuple):
@@ -67,6 +69,8 @@ class Submission:
         reply = (await self.broker.script("submit_client", job.job_id, job.to_bytes(), limit)).decode()
         if reply == "backlog":
             raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
+        if reply == "closed":
+            raise OverloadedError("the queue is being drained: no new jobs until dvp-queue open", RETRY_AFTER_CLOSED_S)
         if reply == "memory":
             raise OverloadedError(f"the broker's memory is {MEMORY_SHARE:.0%} full", RETRY_AFTER_MEMORY_S)
         return Submitted(reply)

@@ -3,7 +3,8 @@
 What follows the language in a fence's first line says how:
 
     (nothing)        here and now; a failure fails the test
-    serve            started in the background for the blocks after it; the test puts a free port in the place of 8000
+    serve            started in the background for the blocks after it; the test puts free ports in the place of 8000
+                     and 8080, and a broker that knows the run in the place of redis://127.0.0.1:6379/0
     slow             by the slow tests: `make demo` for real, `make test` only as far as collecting itself
     file=NAME        the block is that file
     needs=gpu,hub    as far as it can: our commands and TOML files with --dry-run, other commands with --help
@@ -12,6 +13,7 @@ What follows the language in a fence's first line says how:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -25,6 +27,7 @@ import pytest
 
 from services.client import Client
 from services.contract.errors import DvpError
+from services.transport.broker import Broker
 from services.transport.embedded import free_port
 
 from .stack import require_compose
@@ -67,9 +70,10 @@ SLOW = [block for block in BLOCKS if "slow" in block.marks]
 class Reader:
     """Does what the page says, in a copy-like folder of its own, block after block."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
-        self.server: subprocess.Popen[bytes] | None = None
+    def __init__(self, folder: Path, broker_url: str) -> None:
+        self.folder, self.broker_url = folder, broker_url
+        self.ports = {"8000": str(free_port()), "8080": str(free_port())}
+        self.servers: list[subprocess.Popen[bytes]] = []
         for name in ("deploy", "services", "trainer"):
             (folder / name).symlink_to(REPOSITORY / name)
 
@@ -100,19 +104,20 @@ class Reader:
         return None
 
     def _serve(self, block: Block) -> None:
-        log = (self.folder / "server.log").open("wb")
         command = shlex.split(self._adapt(block.text))
-        self.server = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=self._environment())
-        log.close()
-        with Client(f"http://127.0.0.1:{self.port}") as client:
+        log = self.folder / f"{block.name}.log"
+        with log.open("wb") as out:
+            server = subprocess.Popen(command, cwd=self.folder, stdout=out, stderr=out, env=self._environment())
+        self.servers.append(server)
+        with Client(f"http://127.0.0.1:{command[command.index('--port') + 1]}") as client:
             for _ in range(20):  # each try retries by itself
                 try:
                     client.ready()
                 except DvpError:
-                    assert self.server.poll() is None, (self.folder / "server.log").read_text()
+                    assert server.poll() is None, log.read_text()
                 else:
                     return
-        pytest.fail(f"{block.name}: the server is not ready\n{(self.folder / 'server.log').read_text()}")
+        pytest.fail(f"{block.name}: the server is not ready\n{log.read_text()}")
 
     def _succeed(self, command: list[str], *, prints: bool) -> None:
         done = subprocess.run(
@@ -122,16 +127,24 @@ class Reader:
         assert done.stdout.strip() or not prints, f"{shlex.join(command)} printed nothing"
 
     def _adapt(self, text: str) -> str:
-        """The reader's machine: its own port, and the virtual environment that runs this test."""
-        return text.replace("8000", str(self.port)).replace(".venv/bin/", f"{BIN}/").strip()
+        """The reader's machine: its own ports, and the virtual environment that runs this test."""
+        for port, own in self.ports.items():
+            text = text.replace(port, own)
+        return text.replace(".venv/bin/", f"{BIN}/").strip()
 
     def _environment(self) -> dict[str, str]:
-        return os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(self.folder)}
+        urls = {f"DVP_{name}__REDIS_URL": self.broker_url for name in ("QUEUE", "MONITOR")}
+        return os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(self.folder), **urls}
 
     def close(self) -> None:
-        if self.server is not None:
-            self.server.terminate()
-            assert self.server.wait(20) == 0
+        for server in self.servers:
+            server.terminate()
+        assert [server.wait(20) for server in self.servers] == [0] * len(self.servers)
+
+
+async def make_run(broker_url: str, run_id: str) -> None:
+    """What the first trainer or replica of a run does."""
+    await (await Broker.connect(broker_url, run_id)).close()
 
 
 def attempt(words: list[str]) -> list[str]:
@@ -142,8 +155,9 @@ def attempt(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    reader = Reader(tmp_path_factory.mktemp("reader"))
+def reader(tmp_path_factory: pytest.TempPathFactory, broker_url: str) -> Iterator[Reader]:
+    asyncio.run(make_run(broker_url, "qwen3-math"))
+    reader = Reader(tmp_path_factory.mktemp("reader"), broker_url)
     yield reader
     reader.close()
 

@@ -17,7 +17,7 @@ if sink == 'client' then
   redis.call('SET', RESULT .. id, data, 'EX', RESULT_TTL_S)
   redis.call('EXPIRE', hash, RESULT_TTL_S)
 else
-  redis.call('XADD', sink == 'eval' and EVALS or GROUPS, '*',
+  redis.call('XADD', inbox(sink), '*',
     'kind', 'group', 'id', id, 'sink', sink, 'data', data, 'at', now_ms())
 end
 count('committed')

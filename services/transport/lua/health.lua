@@ -2,30 +2,24 @@
 -- One consistent picture of the run, as JSON. ARGV: most replicas to list.
 local now = now_ms()
 
-local function table_of(flat)
-  local fields = {}
-  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
-  return fields
-end
-
 local function stream_of(stream, group)
   local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   local length, waiting = redis.call('XLEN', stream), unread(stream, group)
   -- A job that came back keeps its first time in `at`.
-  local at = oldest and tonumber(table_of(oldest[2]).at) or oldest and tonumber(string.match(oldest[1], '^%d+'))
+  local at = oldest and tonumber(fields_of(oldest[2]).at) or oldest and tonumber(string.match(oldest[1], '^%d+'))
   return {backlog = waiting, pending = length - waiting, oldest_ms = at and now - at or -1}
 end
 
 local replicas = {}
 local seen = redis.call('ZREVRANGE', REPLICAS, 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #seen, 2 do
-  local fields = table_of(redis.call('HGETALL', REPLICA .. seen[i]))
+  local fields = fields_of(redis.call('HGETALL', REPLICA .. seen[i]))
   fields.id, fields.age_ms = seen[i], now - seen[i + 1]
   replicas[#replicas + 1] = fields
 end
 local memory = redis.call('INFO', 'memory')
 local last = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
-local announced = last and table_of(last[2]) or {}
+local announced = last and fields_of(last[2]) or {}
 return cjson.encode({
   now_ms = now,
   jobs = stream_of(JOBS, REPLICA_GROUP),
@@ -33,11 +27,12 @@ return cjson.encode({
   in_flight = redis.call('SCARD', IN_FLIGHT),
   uncheckpointed = redis.call('SCARD', UNCHECKPOINTED),
   dead = redis.call('XLEN', DEAD),
-  counters = table_of(redis.call('HGETALL', COUNTERS)),
+  counters = fields_of(redis.call('HGETALL', COUNTERS)),
   replicas = replicas,
-  trainer = table_of(redis.call('HGETALL', TRAINER)),
+  trainer = fields_of(redis.call('HGETALL', TRAINER)),
   used_memory = tonumber(string.match(memory, 'used_memory:(%d+)')),
   maxmemory = tonumber(string.match(memory, 'maxmemory:(%d+)')),
   version = announced.version or '',
   min_seq = tonumber(announced.min_seq or 0),
+  closed = redis.call('GET', CLOSED) or '',
 })

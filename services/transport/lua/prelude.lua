@@ -26,13 +26,17 @@ local function not_owner(id)
   return redis.error_reply('LEASELOST the lease of entry ' .. id .. ' ran out or its job has ended')
 end
 
+local function fields_of(flat)
+  local fields = {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
+end
+
 -- The fields of an entry as a table; nil when it does not exist.
 local function read(stream, id)
   local entry = redis.call('XRANGE', stream, id, id)[1]
   if not entry then return nil end
-  local fields = {}
-  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  return fields
+  return fields_of(entry[2])
 end
 
 -- Acknowledged entries are deleted, so that XLEN minus pending is the true backlog.
@@ -63,6 +67,11 @@ local function enqueue(job_id, sink, data, at)
   redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink)
 end
 
+-- The stream on which the trainer hears of a job.
+local function inbox(sink)
+  return sink == 'eval' and EVALS or GROUPS
+end
+
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
 local function bury(stream, group, id, fields, message, replica_id)
   local job_id, now = fields.id or '', now_ms()
@@ -72,18 +81,32 @@ local function bury(stream, group, id, fields, message, replica_id)
     job_id = job_id, run_id = RUN_ID, sink = sink, error = message, replica_id = replica_id, died_at = now / 1000,
     deliveries = tonumber(redis.call('HGET', hash, 'deliveries') or 0),
   }})
-  redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'data', letter, 'job', fields.data or '', 'at', now)
+  local tombstone = ''
+  if job_id ~= '' and sink ~= 'client' then
+    tombstone = redis.call('XADD', inbox(sink), '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'at', now)
+  end
+  redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'job', fields.data or '',
+    'tombstone', tombstone, 'at', now)
   count('dead')
   drop(stream, group, id)
   if job_id == '' then return end
   redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message)
   redis.call('SREM', IN_FLIGHT, job_id)
-  if sink == 'client' then
-    redis.call('EXPIRE', hash, RESULT_TTL_S)
-  else
-    redis.call('XADD', sink == 'eval' and EVALS or GROUPS, '*',
-      'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'at', now)
-  end
+  if sink == 'client' then redis.call('EXPIRE', hash, RESULT_TTL_S) end
+end
+
+-- What can become of a dead letter: 'open' (it can be replayed), 'no_job', 'again' (a job of the same id was submitted
+-- since) or 'closed' (the trainer has counted it, and another prompt took its place).
+local function prospect(letter)
+  if (letter.id or '') == '' or (letter.job or '') == '' then return 'no_job' end
+  if (redis.call('HGET', JOB .. letter.id, 'state') or 'dead') ~= 'dead' then return 'again' end
+  if letter.sink == 'client' then return 'open' end
+  local stream = inbox(letter.sink)
+  if (letter.tombstone or '') == '' or not read(stream, letter.tombstone) then return 'closed' end
+  -- What a trainer that is gone had read, its successor reads again: only the one that holds the run has closed its books.
+  local reader = owner(stream, TRAINER_GROUP, letter.tombstone)
+  local holder = redis.call('HGET', LEASE, 'token')
+  return reader and holder and reader == 'trainer/' .. holder and 'closed' or 'open'
 end
 
 -- Back to the end of the queue, with the age it has.
@@ -101,6 +124,11 @@ local function memory_full()
   local info = redis.call('INFO', 'memory')
   local used, limit = string.match(info, 'used_memory:(%d+)'), string.match(info, 'maxmemory:(%d+)')
   return tonumber(limit) > 0 and tonumber(used) >= MEMORY_SHARE * tonumber(limit)
+end
+
+-- True while the queue takes no new jobs.
+local function closed()
+  return redis.call('EXISTS', CLOSED) == 1
 end
 
 -- Entries that no consumer has read. Never the stream's `lag`, which becomes NULL after one out-of-order delete.

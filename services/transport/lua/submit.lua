@@ -7,7 +7,7 @@ for i = 3, #ARGV, 3 do
   local conflict = taken(ARGV[i], ARGV[i + 1])
   if conflict then return conflict end
 end
-local room, full = ARGV[2] - redis.call('SCARD', IN_FLIGHT), memory_full()
+local room, full = ARGV[2] - redis.call('SCARD', IN_FLIGHT), memory_full() or closed()
 local outcomes, now = {}, now_ms()
 for i = 3, #ARGV, 3 do
   local id, sink, data = ARGV[i], ARGV[i + 1], ARGV[i + 2]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.contract.errors import ConfigError
+from services.http.server import bound, port_file
+from services.http.settings import is_loopback
 from services.rollout.__main__ import main
-from services.rollout.server import bound, port_file
-from services.rollout.settings import RolloutSettings, is_loopback
+from services.rollout.settings import RolloutSettings
 from tests.integration.rollout.process import run
 
 

@@ -16,6 +16,8 @@ from services.contract.group import EngineFacts, FinishReason, Group, LogprobKin
 from services.contract.job import job_position
 from services.contract.sampling import Sampling
 from services.transport.broker import Broker
+from services.transport.dead_letters import DeadLetters
+from services.transport.dead_letters import Outcome as Replay
 from services.transport.embedded import EmbeddedBroker
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
@@ -193,7 +195,9 @@ async def test_a_dead_job_is_replaced_by_the_next_prompt(broker_url: str, opened
         assert outcomes(run) == [((0, 0), "dead")]
 
 
-async def test_nothing_but_dead_letters_stops_the_run_with_the_last_error(broker_url: str, opened: Open) -> None:
+async def test_nothing_but_dead_letters_stops_the_run_until_they_are_replayed(
+    broker_url: str, run_id: str, opened: Open
+) -> None:
     async def all_die(player: Player) -> None:
         for _ in range(2 * GROUPS):
             (lease,) = await player.claim(1)
@@ -206,6 +210,16 @@ async def test_nothing_but_dead_letters_stops_the_run_with_the_last_error(broker
     assert stopped is not None
     assert "4 jobs died in a row" in repr(stopped)
     assert "on fire" in repr(stopped)
+    # The cause is mended, the letters are replayed: the same positions are trained after all.
+    async with await Broker.connect(broker_url, run_id) as broker:
+        letters = DeadLetters(broker)
+        outcomes = [outcome async for page in letters.pages() for outcome in await letters.replay(page)]
+    assert outcomes == [Replay.REPLAYED] * 2 * GROUPS
+    async with opened(broker_url) as (run, player):
+        playing = asyncio.create_task(player.play(10**6))
+        assert ids_of(await both(run)) == [(0, 0), (1, 0)]
+        assert run.feeder.metrics()["groups/dead"] == 0
+        playing.cancel()
 
 
 async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url: str, opened: Open) -> None:

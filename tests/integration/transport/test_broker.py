@@ -14,7 +14,8 @@ from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, free_port
 
 SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")
-ADMISSION = {"submit", "submit_client"}
+ADMISSION = {"submit", "submit_client", "replay"}
+READING = {"health", "letters", "pending"}
 
 
 async def test_nobody_listens() -> None:
@@ -64,7 +65,7 @@ async def test_two_runs_share_nothing(broker_url: str, run_id: str) -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_every_script_that_drains_runs_with_the_memory_full(path: Path) -> None:
     shebang = path.read_text().partition("\n")[0]
-    if path.stem == "health":
+    if path.stem in READING:
         assert shebang == "#!lua flags=no-writes"
     else:
         assert shebang == ("#!lua" if path.stem in ADMISSION else "#!lua flags=allow-oom")

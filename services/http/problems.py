@@ -24,7 +24,7 @@ from services.contract.errors import (
     UnavailableError,
     WeightError,
 )
-from services.contract.http import FieldError, JobRequest, Problem, RolloutRequest
+from services.contract.http import Body, FieldError, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ MAX_VALUE_CHARS = 200
 
 OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
     (RequestError, 422, "The request breaks the contract"),
-    (ConfigError, 422, "The request does not fit this replica"),
-    (NotFoundError, 404, "No such job"),
+    (ConfigError, 422, "The request does not fit this service"),
+    (NotFoundError, 404, "No such thing here"),
     (OverloadedError, 429, "Too much in flight"),
     (UnavailableError, 503, "Not available now"),
     (WeightError, 409, "The weights were not loaded"),
@@ -44,13 +44,15 @@ OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
 )
 
 
-def install(app: FastAPI) -> None:
-    """Makes `respond` the handler of everything that can go wrong, 404, 405 and bugs included."""
+def install(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
+    """Makes `respond` the handler of everything that can go wrong, 404, 405 and bugs included.
+
+    `bodies`: by path, what is posted there; its schema says what would have been allowed.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
-            body = JobRequest if request.url.path == "/v1/jobs" else RolloutRequest
-            return _answer(_invalid(error.errors(), body), {})
+            return _answer(_invalid(error.errors(), bodies.get(request.url.path, Body)), {})
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error = HTTPException(error.status_code, _unrouted(request, error), error.headers)
         return respond(error)
@@ -79,7 +81,7 @@ def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
             headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, OverloadedError) else {}
             return Problem(title=title, status=status, detail=str(error), errors=errors), headers
     logger.error("unexpected error while answering a request", exc_info=error)
-    return Problem(title="Internal error", status=500, detail="see the replica's log"), {}
+    return Problem(title="Internal error", status=500, detail="see this service's log"), {}
 
 
 def _unrouted(request: Request, error: HTTPException) -> str:
@@ -94,7 +96,7 @@ def _phrase(error: HTTPException) -> str:
     )
 
 
-def _invalid(items: Sequence[Mapping[str, Any]], body: type[RolloutRequest]) -> Problem:
+def _invalid(items: Sequence[Mapping[str, Any]], body: type[Body]) -> Problem:
     if items and items[0]["type"] == "json_invalid":
         return Problem(title="Not JSON", status=400, detail=f"the body is not JSON: {items[0]['ctx']['error']}")
     errors = tuple(_field_error(item, body) for item in items[:MAX_ERRORS])
@@ -103,7 +105,7 @@ def _invalid(items: Sequence[Mapping[str, Any]], body: type[RolloutRequest]) -> 
     return Problem(title=OUTCOMES[0][2], status=422, detail="; ".join(lines + more), errors=errors)
 
 
-def _field_error(item: Mapping[str, Any], body: type[RolloutRequest]) -> FieldError:
+def _field_error(item: Mapping[str, Any], body: type[Body]) -> FieldError:
     path = [part for part in item["loc"] if part != "body"]
     allowed = _allowed(_schema(body), path, item["type"]) or item["msg"].removeprefix("Value error, ")
     value = None if item["type"] == "missing" else _plain(item.get("input"))
@@ -123,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 @cache
-def _schema(body: type[RolloutRequest]) -> dict[str, Any]:
+def _schema(body: type[Body]) -> dict[str, Any]:
     return body.model_json_schema()
 
 

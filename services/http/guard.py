@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 from collections.abc import Sequence
 
@@ -18,12 +20,17 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
 class Guard:
     """ASGI middleware. Without tokens the server listens on loopback only, and a Host that is not loopback means that a
-    web page reached it through DNS rebinding."""
+    web page reached it through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks
+    its user for, as the password of `Basic`."""
 
-    def __init__(self, app: ASGIApp, tokens: Sequence[str], max_body: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: Sequence[str], max_body: int = MAX_BODY_BYTES, challenge: str = "Bearer"
+    ) -> None:
+        """`challenge`: what a refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
         self._app = app
         self._tokens = [token.encode() for token in tokens]
         self._max_body = max_body
+        self._challenge = challenge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,14 +49,14 @@ class Guard:
             return None if is_loopback(name) else HTTPException(403, detail)
         if path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
             return None
-        detail = "this replica needs a token: send Authorization: Bearer <token>"
-        return HTTPException(401, detail, {"WWW-Authenticate": "Bearer"})
+        detail = "this service needs a token: send Authorization: Bearer <token>"
+        return HTTPException(401, detail, {"WWW-Authenticate": self._challenge})
 
     def _knows(self, authorization: bytes) -> bool:
-        scheme, _, token = authorization.partition(b" ")
+        token = _credential(authorization)
         # Every token is compared, in constant time, so that timing tells nothing.
-        matches = [hmac.compare_digest(token.strip(), known) for known in self._tokens]
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [hmac.compare_digest(token, known) for known in self._tokens]
+        return any(matches)
 
     def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
         length = headers.get(b"content-length", b"0")
@@ -71,3 +78,16 @@ class Guard:
             return message
 
         return counted
+
+
+def _credential(authorization: bytes) -> bytes:
+    """The token in an Authorization header; b"" if it holds none."""
+    scheme, _, rest = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return rest.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

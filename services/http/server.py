@@ -1,0 +1,103 @@
+"""Socket, HTTP server and stop signals of a service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.contract.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 512
+ANSWER_S = 2
+"""Time to send the last answers after requests were ended."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the service decides what ends when."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(app: FastAPI, drain_s: float) -> HttpServer:
+    """`drain_s`: how long requests may go on after `should_exit`."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(drain_s) + ANSWER_S,
+    )
+    return HttpServer(config)
+
+
+def stop_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT. The second one has its usual effect."""
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        logger.info("asked to stop")
+        asked_to_stop.set()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(name)
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop)
+    return asked_to_stop
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, before anything heavy happens. Raises ConfigError if the port is taken or not allowed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r}: {error.strerror}") from None
+    with listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # Two sockets may share a bound port until one of them listens.
+            listener.listen(BACKLOG)
+        except OSError as error:
+            remedy = "choose another --port, or 0 for a free one"
+            raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}; {remedy}") from None
+        yield listener
+
+
+@contextmanager
+def port_file(file: Path | None, listener: socket.socket) -> Iterator[None]:
+    """Writes the port, whole or not at all, and removes the file at the end."""
+    if file is None:
+        yield
+        return
+    try:
+        partial = file.with_name(f"{file.name}.{os.getpid()}")
+        partial.write_text(f"{listener.getsockname()[1]}\n")
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(f"port_file {file}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()

@@ -1,0 +1,1 @@
+"""Watch the queue and mend it: the live page with its Prometheus metrics, and `dvp-queue`."""

@@ -1,0 +1,150 @@
+"""The page, its stream of events, and the few things it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from services.contract.errors import UnavailableError
+from services.contract.http import Health, Problem, QueueHealth
+from services.http import problems
+from services.http.guard import Guard
+from services.transport.dead_letters import DeadLetters
+
+from .bodies import ENTRY_ID, Fate, Fates, LetterPage, Selection
+from .exporter import exposition
+from .poller import NUM_LETTERS, Poller
+
+MAX_BODY_BYTES = 64 * 1024
+PAGE = files(__package__) / "page"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
+
+
+def create_app(poller: Poller, tokens: Sequence[str]) -> FastAPI:
+    # No /docs: its page loads scripts from elsewhere.
+    app = FastAPI(title="dvp-monitor", version="1", description="The queue, live.", docs_url=None, redoc_url=None)
+    app.state.poller = poller
+    app.include_router(router)
+    problems.install(app, {"/v1/dead/replay": Selection, "/v1/dead/drop": Selection})
+    app.add_middleware(Guard, tokens=tokens, max_body=MAX_BODY_BYTES, challenge='Basic realm="dvp-monitor"')
+    return app
+
+
+def _poller(request: Request) -> Poller:
+    poller: Poller = request.app.state.poller
+    return poller
+
+
+Watched = Annotated[Poller, Depends(_poller)]
+
+
+def _letters(poller: Watched) -> DeadLetters:
+    """Only for those who showed a token."""
+    if not poller.picture.writable:
+        raise HTTPException(403, "dvp-monitor was started without a token and only watches; dvp-queue dead does it too")
+    return DeadLetters(poller.broker)
+
+
+Mended = Annotated[DeadLetters, Depends(_letters)]
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return _file("page.html", "text/html")
+
+
+@router.get("/page.css", include_in_schema=False)
+async def style() -> Response:
+    return _file("page.css", "text/css")
+
+
+@router.get("/page.js", include_in_schema=False)
+async def script() -> Response:
+    return _file("page.js", "text/javascript")
+
+
+@router.get("/v1/events", response_class=StreamingResponse)
+async def events(poller: Watched) -> Response:
+    """Server-sent events: `picture` at every look at the broker, `curves` when the trainer has logged a step."""
+    poller.feed.admit()
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(poller.feed.follow(), media_type="text/event-stream", headers=headers)
+
+
+@router.get("/v1/queue", response_model=QueueHealth)
+async def queue(poller: Watched) -> Response:
+    """As a replica answers it, from the last look."""
+    if poller.snapshot is None or poller.picture.health is None:
+        raise UnavailableError(poller.picture.error)
+    return _json(poller.picture.health)
+
+
+@router.get("/v1/dead", response_model=LetterPage)
+async def letters(
+    poller: Watched,
+    before: Annotated[str | None, Query(pattern=ENTRY_ID)] = None,
+    count: Annotated[int, Query(ge=1, le=100)] = NUM_LETTERS,
+) -> Response:
+    """Dead letters, newest first."""
+    return _json(LetterPage.of(await DeadLetters(poller.broker).page(count, before=before), count))
+
+
+@router.post("/v1/dead/replay", response_model=Fates)
+async def replay(body: Selection, letters: Mended, poller: Watched) -> Response:
+    """Puts the jobs back into the queue."""
+    wanted = [await letters.get(entry_id) for entry_id in body.entry_ids]
+    outcomes = await letters.replay(wanted)
+    poller.look_now()
+    return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
+
+
+@router.post("/v1/dead/drop", response_model=Fates)
+async def drop(body: Selection, letters: Mended, poller: Watched) -> Response:
+    """Forgets the letters."""
+    outcomes = await letters.drop(body.entry_ids)
+    poller.look_now()
+    return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
+
+
+@router.get("/healthz", response_model=Health)
+async def healthz() -> Response:
+    """This process answers."""
+    return _json(Health(status="ok"))
+
+
+@router.get("/readyz", response_model=Health)
+async def readyz(poller: Watched) -> Response:
+    """200 if the broker answers, else 503 and why not."""
+    if poller.snapshot is None:
+        return _json(Health(status="unavailable", detail=poller.picture.error), status=503)
+    return _json(Health(status="ok"))
+
+
+@router.get("/metrics")
+async def metrics(poller: Watched) -> Response:
+    return Response(exposition(lambda: poller.snapshot), media_type=CONTENT_TYPE_LATEST)
+
+
+def _file(name: str, media_type: str) -> Response:
+    return Response((PAGE / name).read_bytes(), media_type=media_type, headers=HEADERS)
+
+
+def _json(body: BaseModel, status: int = 200) -> Response:
+    return Response(body.model_dump_json(), status, media_type="application/json")

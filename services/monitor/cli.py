@@ -1,0 +1,253 @@
+"""`dvp-queue`: look at the queue of a run and mend it, while the system runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from services.contract.errors import ConfigError, RequestError, UnavailableError
+from services.settings import user_errors
+from services.transport.admission import check_run, close_queue, open_queue, purge_run
+from services.transport.broker import Broker
+from services.transport.dead_letters import DeadLetters, Outcome
+from services.transport.health import queue_health, take_snapshot
+from services.transport.pending import FIRST, Stream, pending
+
+from .bodies import Fate, Fates, LetterDetail, LetterPage
+from .settings import QueueSettings
+from .tables import show_health, show_letter, show_letters, show_outcomes, show_pending
+
+T = TypeVar("T")
+
+POLL_S = 0.5
+DONE = frozenset({Outcome.REPLAYED, Outcome.DROPPED})
+
+app = typer.Typer(
+    help="Look at the queue of a run and mend it, while the system runs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+dead = typer.Typer(help="Jobs that were given up: list, show, replay, drop.", no_args_is_help=True)
+app.add_typer(dead, name="dead")
+
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Count = Annotated[int, typer.Option(min=1, max=1000, help="Entries per page.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ENTRY]...", help="As the list shows them.")]
+All = Annotated[bool, typer.Option("--all", help="All that are there now.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def main() -> None:
+    with user_errors("dvp-queue"):
+        app()
+
+
+@app.callback(invoke_without_command=True)
+def connection(
+    context: typer.Context,
+    redis_url: Annotated[str | None, typer.Option(help="Broker; or DVP_QUEUE__REDIS_URL.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Training run; or DVP_QUEUE__RUN_ID.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings as resolved, and exit.")] = False,
+) -> None:
+    given = {"--redis-url": redis_url, "--run-id": run_id, "--config": config}
+    argv = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+    context.obj = [*argv, "--dry-run"] if dry_run else argv
+    if dry_run:
+        QueueSettings.load(context.obj)
+    if context.invoked_subcommand is None:
+        raise ConfigError("no command; see dvp-queue --help")
+
+
+@app.command()
+def status(context: typer.Context, as_json: Json = False) -> None:
+    """How the queue is, what is wrong, and what to do about it."""
+    health = _run(context, queue_health)
+    if as_json:
+        typer.echo(health.model_dump_json(indent=2))
+    else:
+        show_health(Console(), health)
+
+
+@app.command(name="pending")
+def show_held(
+    context: typer.Context,
+    stream: Annotated[Stream, typer.Option(help="Whose entries.")] = Stream.JOBS,
+    count: Count = 50,
+    after: Annotated[str, typer.Option(help="Entry that ended the page before.")] = FIRST,
+    as_json: Json = False,
+) -> None:
+    """Which replica, or trainer, holds what, and for how long."""
+    rows = _run(context, lambda broker: pending(broker, stream, count, after=after))
+    if as_json:
+        typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
+    else:
+        show_pending(Console(), rows)
+
+
+@app.command()
+def drain(
+    context: typer.Context,
+    reason: Annotated[str, typer.Option(help="Shown to whoever asks why nothing is admitted.")] = "drained by hand",
+    wait: Annotated[bool, typer.Option(help="Until nothing is queued or running.")] = True,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Longest wait.")] = 3600.0,
+) -> None:
+    """Admit no new jobs and wait until the others have ended. Lasts until `dvp-queue open`."""
+
+    async def close_and_wait(broker: Broker) -> None:
+        await close_queue(broker, reason)
+        if wait:
+            await _empty(broker, timeout_s)
+
+    _run(context, close_and_wait)
+    typer.echo("closed" + (", and nothing is queued or running" if wait else "") + "; dvp-queue open admits jobs again")
+
+
+@app.command(name="open")
+def reopen(context: typer.Context) -> None:
+    """Admit jobs again after a drain."""
+    typer.echo("open again" if _run(context, open_queue) else "was open already")
+
+
+@app.command()
+def purge(
+    context: typer.Context,
+    yes: Yes = False,
+    force: Annotated[bool, typer.Option("--force", help="Even while a trainer or replicas work on the run.")] = False,
+) -> None:
+    """Remove everything the broker holds of this run: jobs, groups, dead letters, weight versions, books."""
+    run_id = QueueSettings.load(context.obj).run_id
+    if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
+        raise RequestError("that is not its name; nothing was removed")
+    removed = _run(context, lambda broker: purge_run(broker, force=force))
+    typer.echo(f"run {run_id} is gone, with the books of {removed} jobs, results and replicas")
+
+
+@dead.command(name="list")
+def list_letters(
+    context: typer.Context,
+    count: Count = 20,
+    before: Annotated[str | None, typer.Option(help="Entry that ended the page before.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Newest first."""
+    letters = _run(context, lambda broker: DeadLetters(broker).page(count, before=before))
+    page = LetterPage.of(letters, count)
+    if as_json:
+        typer.echo(page.model_dump_json(indent=2))
+        return
+    show_letters(Console(), letters)
+    if page.next:
+        typer.echo(f"more: dvp-queue dead list --before {page.next}")
+
+
+@dead.command()
+def show(context: typer.Context, entry: str, as_json: Json = False) -> None:
+    """One letter with its whole error, and its job."""
+    letter = _run(context, lambda broker: DeadLetters(broker).get(entry))
+    if as_json:
+        typer.echo(LetterDetail.of(letter).model_dump_json(indent=2))
+    else:
+        show_letter(Console(), letter)
+
+
+@dead.command()
+def replay(
+    context: typer.Context, entries: Ids = None, everything: All = False, yes: Yes = False, as_json: Json = False
+) -> None:
+    """Put the jobs back into the queue, as if they had never died."""
+
+    async def one_by_one(broker: Broker) -> list[Fate]:
+        letters = DeadLetters(broker)
+        wanted = [await letters.get(entry) for entry in entries or ()]
+        outcomes = await letters.replay(wanted)
+        return [Fate.of(letter.entry_id, outcome) for letter, outcome in zip(wanted, outcomes, strict=True)]
+
+    async def all_of_them(broker: Broker) -> list[Fate]:
+        letters, fates = DeadLetters(broker), list[Fate]()
+        async for page in letters.pages():
+            outcomes = await letters.replay(page)
+            fates += [Fate.of(letter.entry_id, outcome) for letter, outcome in zip(page, outcomes, strict=True)]
+        return fates
+
+    _change(context, "Replay", entries, everything, yes, as_json, all_of_them if everything else one_by_one)
+
+
+@dead.command()
+def drop(
+    context: typer.Context, entries: Ids = None, everything: All = False, yes: Yes = False, as_json: Json = False
+) -> None:
+    """Forget letters, with their jobs."""
+
+    async def one_by_one(broker: Broker) -> list[Fate]:
+        outcomes = await DeadLetters(broker).drop(entries or ())
+        return [Fate.of(entry, outcome) for entry, outcome in zip(entries or (), outcomes, strict=True)]
+
+    async def all_of_them(broker: Broker) -> list[Fate]:
+        letters, fates = DeadLetters(broker), list[Fate]()
+        async for page in letters.pages():
+            ids = [letter.entry_id for letter in page]
+            fates += [Fate.of(*pair) for pair in zip(ids, await letters.drop(ids), strict=True)]
+        return fates
+
+    _change(context, "Drop", entries, everything, yes, as_json, all_of_them if everything else one_by_one)
+
+
+def _change(
+    context: typer.Context,
+    verb: str,
+    entries: Iterable[str] | None,
+    everything: bool,
+    yes: bool,
+    as_json: bool,
+    work: Callable[[Broker], Awaitable[list[Fate]]],
+) -> None:
+    """Exit code 1 if anything was left alone."""
+    if bool(entries) == everything:
+        raise RequestError("name the entries (dvp-queue dead list shows them), or say --all")
+    if everything and not yes:
+        typer.confirm(f"{verb} all dead letters?", abort=True, err=True)
+    fates = _run(context, work)
+    if as_json:
+        typer.echo(Fates(fates=tuple(fates)).model_dump_json(indent=2))
+    else:
+        show_outcomes(Console(), (fate.outcome for fate in fates))
+    if any(fate.outcome not in DONE for fate in fates):
+        raise typer.Exit(1)
+
+
+async def _empty(broker: Broker, timeout_s: float) -> None:
+    with Console(stderr=True).status("waiting") as line:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (snapshot := await take_snapshot(broker)).num_jobs:
+                    line.update(f"{snapshot.jobs.backlog} jobs wait, {snapshot.jobs.pending} run")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{snapshot.num_jobs} jobs are still queued or running after {timeout_s:g} s, and no new ones are "
+                "admitted. dvp-queue pending says who holds them; dvp-queue open takes the drain back"
+            ) from None
+
+
+def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]]) -> T:
+    """`work` with a connection to a run that exists."""
+    settings = QueueSettings.load(context.obj)
+
+    async def connected() -> T:
+        async with await Broker.connect(settings.redis_url, settings.run_id, create=False) as broker:
+            await check_run(broker)
+            return await work(broker)
+
+    return asyncio.run(connected())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The training curves, from the metrics.jsonl that the trainer writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from .bodies import Curves, Line, Panel
+
+MAX_POINTS = 240
+MAX_READ = 1 << 22
+"""Bytes per look at the file, so that a long run's file does not hold the page up."""
+
+
+class Drawn(NamedTuple):
+    title: str
+    caption: str
+    lines: dict[str, str]
+    """Metric to label."""
+
+
+PANELS = (
+    Drawn("Reward", "mean of a batch and of the held-out set", {"reward/mean": "train", "heldout/score": "held-out"}),
+    Drawn("KL between the policies", "π_infer against π_train on sampled tokens", {"mismatch/kl": "KL"}),
+    Drawn(
+        "Veto",
+        "share of sequences dropped, by reason",
+        {"veto/outside": "outside the safe set", "veto/numerical": "numerical", "veto/nan": "NaN"},
+    ),
+    Drawn("Importance masking", "share of weights above the bound", {"mis/fraction": "masked"}),
+    Drawn(
+        "Kept mass",
+        "probability that pruning leaves, mean over positions",
+        {"kept/mass_mean_train": "trainer", "kept/mass_mean_infer": "replicas"},
+    ),
+    Drawn("Staleness", "optimizer steps behind", {"staleness/mean": "mean", "staleness/max": "max"}),
+)
+WANTED = frozenset(name for panel in PANELS for name in panel.lines)
+
+
+class MetricsFile:
+    """Reads on where it stopped; a file that was replaced (a resumed run) is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget(0)
+
+    def _forget(self, inode: int) -> None:
+        self._inode, self._offset, self._damaged = inode, 0, 0
+        self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def look(self) -> Curves | None:
+        """None when nothing is new."""
+        try:
+            with self._path.open("rb") as file:
+                inode, size = self._path.stat().st_ino, self._path.stat().st_size
+                if inode != self._inode or size < self._offset:
+                    self._forget(inode)
+                file.seek(self._offset)
+                # A last line without its end is still being written.
+                whole = file.read(MAX_READ).rpartition(b"\n")[0]
+        except OSError as error:
+            changed, self._inode = self._inode != -1, -1
+            return Curves(error=f"{self._path}: {error.strerror}") if changed else None
+        if not whole:
+            return None
+        self._offset += len(whole) + 1
+        for line in whole.split(b"\n"):
+            self._take(line)
+        return self._curves()
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            step = float(record["step"])
+        except (ValueError, TypeError, KeyError):
+            self._damaged += 1
+            return
+        for name in WANTED & record.keys():
+            value = record[name]
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self._points[name].append((step, float(value)))
+
+    def _curves(self) -> Curves:
+        panels = (
+            Panel(
+                title=panel.title,
+                caption=panel.caption,
+                lines=tuple(
+                    Line(label=label, points=thinned(self._points[name]))
+                    for name, label in panel.lines.items()
+                    if name in self._points
+                ),
+            )
+            for panel in PANELS
+        )
+        error = f"{self._path}: {self._damaged} damaged lines are left out" if self._damaged else ""
+        return Curves(error=error, panels=tuple(panel for panel in panels if panel.lines))
+
+
+def thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """At most MAX_POINTS: means of neighbours."""
+    size = math.ceil(len(points) / MAX_POINTS) or 1
+    parts = (points[start : start + size] for start in range(0, len(points), size))
+    return tuple((fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts)

@@ -1,0 +1,64 @@
+"""The newest message of each kind, as server-sent events for any number of viewers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from services.contract.errors import OverloadedError
+
+SILENCE_S = 15.0
+"""Proxies cut connections that say nothing for longer."""
+STILL_HERE = b": still here\n\n"
+RETRY_AFTER_S = 10.0
+
+
+class Feed:
+    """A message is encoded once. A slow viewer skips what was overtaken; it never holds up the others."""
+
+    def __init__(self, max_viewers: int) -> None:
+        self.num_viewers = 0
+        self._max_viewers = max_viewers
+        self._messages: dict[str, tuple[int, bytes]] = {}
+        self._number = 0
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def publish(self, kind: str, data: str) -> None:
+        """`data`: one line."""
+        self._number += 1
+        self._messages[kind] = self._number, f"event: {kind}\ndata: {data}\n\n".encode()
+        self._wake()
+
+    def close(self) -> None:
+        """Ends every viewer's stream."""
+        self._closed = True
+        self._wake()
+
+    def admit(self) -> None:
+        """Raises OverloadedError when enough are watching."""
+        if self.num_viewers >= self._max_viewers:
+            raise OverloadedError(f"{self._max_viewers} viewers are watching already", RETRY_AFTER_S)
+
+    async def follow(self) -> AsyncIterator[bytes]:
+        """What there is, then what comes, until `close`."""
+        seen = 0
+        self.num_viewers += 1
+        try:
+            while not self._closed:
+                news = self._news
+                fresh = sorted(message for message in self._messages.values() if message[0] > seen)
+                for number, data in fresh:
+                    yield data
+                    seen = number
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        await news.wait()
+                except TimeoutError:
+                    yield STILL_HERE
+        finally:
+            self.num_viewers -= 1
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

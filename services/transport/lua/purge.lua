@@ -1,0 +1,12 @@
+#!lua flags=allow-oom
+-- Removes the run's streams and books; the rest goes by name. ARGV: 'idle' to refuse while anybody works on the run,
+-- ms after which a silent replica does not.
+local holder = redis.call('HGET', LEASE, 'holder')
+if ARGV[1] == 'idle' and holder then
+  return redis.error_reply('CONFLICT run ' .. RUN_ID .. ' is being trained by ' .. holder .. '; stop it, or force the purge')
+end
+local newest = redis.call('ZREVRANGE', REPLICAS, 0, 0, 'WITHSCORES')
+if ARGV[1] == 'idle' and newest[1] and now_ms() - newest[2] < tonumber(ARGV[2]) then
+  return redis.error_reply('CONFLICT replica ' .. newest[1] .. ' is serving run ' .. RUN_ID .. '; stop it, or force the purge')
+end
+for _, key in ipairs(KEYS) do redis.call('UNLINK', key) end

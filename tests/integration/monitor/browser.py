@@ -1,0 +1,126 @@
+"""A real headless Chromium, driven over its debugging socket."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from websockets.sync.client import ClientConnection, connect
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--hide-scrollbars", "--no-first-run", "--remote-debugging-port=0"),
+)
+WAIT_S = 20.0
+
+
+def chromium() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Browser:
+    """One tab."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self.problems: list[str] = []
+        """What the page's console complained of."""
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def open(self, url: str, *, width: int = 1200, dark: bool = False) -> None:
+        metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=url)
+
+    def evaluate(self, script: str) -> Any:
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def until(self, script: str) -> Any:
+        """The first true value of `script`."""
+        deadline = time.monotonic() + WAIT_S
+        while not (value := self.evaluate(script)):
+            assert time.monotonic() < deadline, f"{script} never came true\n{self.evaluate('document.body.innerText')}"
+            time.sleep(0.05)
+        return value
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_CODES[key], **text)
+
+    def screenshot(self, file: Path) -> None:
+        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
+        file.write_bytes(base64.b64decode(answer["data"]))
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=WAIT_S))
+            if message.get("id") == number:
+                assert "error" not in message, message
+                result: dict[str, Any] = message["result"]
+                return result
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.exceptionThrown":
+                self.problems.append(json.dumps(params["exceptionDetails"])[:500])
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                self.problems.append(params["entry"]["text"])
+            case "Page.javascriptDialogOpening":
+                number = next(self._numbers)
+                accept = {"id": number, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
+                self._socket.send(json.dumps(accept))
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Browser]:
+    """One browser with one tab, its profile in `folder`."""
+    binary = chromium()
+    assert binary is not None
+    profile = folder / "chromium"
+    command = [binary, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with connect(_address(process, profile / "DevToolsActivePort"), max_size=None) as socket:
+            yield Browser(socket)
+    finally:
+        process.terminate()
+        try:
+            process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _address(process: subprocess.Popen[bytes], port_file: Path) -> str:
+    """Of the tab's debugging socket."""
+    deadline = time.monotonic() + WAIT_S
+    while not (port_file.exists() and port_file.read_text().strip()):
+        assert process.poll() is None, "Chromium ended at start"
+        assert time.monotonic() < deadline, "Chromium does not start"
+        time.sleep(0.05)
+    port = port_file.read_text().splitlines()[0]
+    targets = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=WAIT_S).json()
+    return next(str(target["webSocketDebuggerUrl"]) for target in targets if target["type"] == "page")
+
+
+_CODES = {"Tab": 9, "Enter": 13}

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from services.contract.weights import Announcement
+from services.transport.broker import Broker
+from services.transport.groups import GroupQueue
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission
+from services.transport.weights import WeightRegistry
+from tests.integration.monitor.process import stage
+from tests.integration.transport.rig import Rig
+
+
+@pytest.fixture
+async def rig(broker: Broker) -> Rig:
+    fence = await TrainerLease(broker, "test").acquire()
+    return Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
+
+
+@pytest.fixture
+async def staged(rig: Rig) -> Rig:
+    """A run in the middle of its work, with three dead letters; see `stage`."""
+    await stage(rig)
+    version = f"{rig.run_id}:7:ab"
+    announcement = Announcement(version=version, step=7, folder="/weights", min_seq=7, announced_at=1.0)
+    await WeightRegistry(rig.broker).announce(announcement, fence=rig.fence)
+    return rig

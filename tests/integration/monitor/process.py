@@ -1,0 +1,131 @@
+"""A real `dvp-monitor` for tests: the server's event loop in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from services.contract.http import ReplicaState
+from services.monitor.server import serve
+from services.monitor.settings import MonitorSettings
+from services.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
+from tests.integration.transport.rig import BLOCK_MS, Rig
+
+WAIT_S = 20.0
+TOKEN = "s3cret"
+HOSTILE = "<img src=x onerror=alert(1)> [bold]\x1b[31m"
+
+
+class Monitor:
+    """`with Monitor(folder, url, run_id) as monitor:` returns when its port is bound."""
+
+    def __init__(self, folder: Path, url: str, run_id: str, *args: str, token: str | None = None) -> None:
+        self.folder = folder
+        self._port_file = folder / "port"
+        argv = ["--redis-url", url, "--run-id", run_id, "--port", "0", "--port-file", str(self._port_file)]
+        argv += ["--interval-s", "0.1", *args, *(["--token", token] if token else [])]
+        self._settings = MonitorSettings.load(argv)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=self._headers, timeout=WAIT_S)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, headers=self._headers, timeout=WAIT_S)
+
+    @contextmanager
+    def events(self) -> Iterator[Iterator[tuple[str, Any]]]:
+        """(kind, content) of each event as it comes."""
+        with httpx.stream("GET", f"{self.url}/v1/events", headers=self._headers, timeout=WAIT_S) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            yield _parse(response.iter_lines())
+
+    def until_ready(self) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self.get("/readyz").status_code != 200:
+            assert time.monotonic() < deadline, self.get("/readyz").text
+            time.sleep(0.02)
+
+    def __enter__(self) -> Self:
+        self._asked_to_stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name="monitor")
+        self._thread.start()
+        deadline = time.monotonic() + WAIT_S
+        while not self._port_file.exists():
+            assert self._thread.is_alive(), "the monitor ended at start"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self.port = int(self._port_file.read_text())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._asked_to_stop.set)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the monitor did not stop"
+
+    def _serve(self) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            runner.run(serve(self._settings, self._asked_to_stop))
+
+
+def _parse(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
+    kind = ""
+    for line in lines:
+        if line.startswith("event: "):
+            kind = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield kind, json.loads(line.removeprefix("data: "))
+
+
+async def stage(rig: Rig, *, num_replicas: int = 3, num_dead: int = 3) -> None:
+    """A run in the middle of its work: jobs that wait, run, are done and died, replicas, a trainer."""
+    await rig.submit(num_dead + 8)
+    replica = rig.replica("replica-0")
+    for number, lease in enumerate(await replica.claim(num_dead, BLOCK_MS)):
+        await replica.fail(lease, f"CUDA error {number}: {HOSTILE}", fatal=True)
+    await rig.finish(replica, 2)
+    await replica.claim(2, BLOCK_MS)
+    registry = ReplicaRegistry(rig.broker)
+    for number in range(num_replicas):
+        version = f"{rig.run_id}:{7 - number % 2}:ab"
+        await registry.beat(ReplicaBeat(f"replica-{number}", ReplicaState.SERVING, version, in_flight=16, capacity=32))
+    await registry.beat_trainer(TrainerBeat(step=42, version=f"{rig.run_id}:7:ab"), fence=rig.fence)
+
+
+def write_metrics(path: Path, steps: int) -> None:
+    records = [
+        {
+            "step": step,
+            "reward/mean": 0.9 - 0.6 * 0.98**step + 0.02 * (step * 7 % 5),
+            "mismatch/kl": 0.001 + 0.0001 * (step % 7),
+            "veto/outside": 0.002 * (step % 3),
+            "veto/numerical": 0.0,
+            "veto/nan": None,
+            "mis/fraction": 0.01,
+            "kept/mass_mean_train": 0.99 - 0.0001 * step,
+            "kept/mass_mean_infer": 0.98 - 0.0001 * step,
+            "staleness/mean": step % 2,
+            "staleness/max": 1.0,
+            **({"heldout/score": 0.5 + step / 400} if step % 25 == 0 else {}),
+        }
+        for step in range(steps)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

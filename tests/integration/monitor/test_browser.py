@@ -1,0 +1,126 @@
+"""The page as a browser shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.transport.embedded import EmbeddedBroker
+from tests.integration.monitor.browser import chromium, running
+from tests.integration.monitor.process import HOSTILE, TOKEN, Monitor, write_metrics
+from tests.integration.transport.rig import Rig
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)")
+
+LIVE = "document.getElementById('link')?.textContent === 'live'"
+CONTRAST = """
+(() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if (parse(color)[3] !== 0) return parse(color);
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("main *:not(svg *)")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || node.disabled || !node.getClientRects().length) continue;
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${node.tagName} ${node.textContent.slice(0, 30)} ${ratio.toFixed(2)}`);
+  }
+  return poor;
+})()
+"""
+UNNAMED = """
+[...document.querySelectorAll("button, [tabindex], svg[role=img], section")]
+  .filter((node) => !node.hidden && !(node.getAttribute("aria-label") || node.getAttribute("aria-labelledby")
+    || node.textContent.trim())).map((node) => node.outerHTML.slice(0, 80))
+"""
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (400, False), (400, True)])
+async def test_the_page_is_whole_legible_and_fits(
+    staged: Rig, broker_url: str, tmp_path: Path, width: int, dark: bool
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    write_metrics(metrics, 200)
+    with Monitor(tmp_path, broker_url, staged.run_id, "--metrics-file", str(metrics)) as monitor:
+        await asyncio.to_thread(_look, monitor.url, staged.run_id, tmp_path, width, dark)
+
+
+def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
+    with running(folder) as browser:
+        browser.open(url, width=width, dark=dark)
+        browser.until(LIVE)
+        browser.until("document.querySelectorAll('#curves figure').length === 6")
+        text = browser.evaluate("document.body.innerText")
+        for expected in (run_id, "replicas behind", "step 42", "v7", "replica-1", "1 (too old)", HOSTILE[:20], "KL"):
+            assert expected in text
+        assert browser.evaluate("document.querySelectorAll('#letters img').length") == 0
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(19, 20, 23)" if dark else "rgb(247, 247, 245)"
+        )
+        assert browser.evaluate(CONTRAST) == []
+        assert browser.evaluate(UNNAMED) == []
+        # Without a token nothing can be changed here.
+        assert browser.evaluate("[...document.querySelectorAll('#letters button')].every((b) => b.hidden)") is True
+        browser.screenshot(folder / "page.png")
+        assert (folder / "page.png").stat().st_size > 10_000
+        assert browser.problems == []
+
+
+async def test_letters_are_replayed_and_dropped_with_the_keyboard(staged: Rig, broker_url: str, tmp_path: Path) -> None:
+    with Monitor(tmp_path, broker_url, staged.run_id, token=TOKEN) as monitor:
+        await asyncio.to_thread(_mend, monitor)
+    assert await staged.length(staged.broker.keys.dead) == 1
+    assert (await staged.counter("replayed"), await staged.length(staged.broker.keys.jobs)) == (1, 7)
+
+
+def _mend(monitor: Monitor) -> None:
+    with running(monitor.folder) as browser:
+        browser.open(f"http://operator:{TOKEN}@127.0.0.1:{monitor.port}/")
+        browser.until(LIVE)
+        cards = "document.querySelectorAll('#letters li').length"
+        browser.until(f"{cards} === 3")
+        browser.evaluate("document.getElementById('link').focus()")
+        for _ in range(2):
+            browser.press("Tab")
+            if browser.evaluate("document.activeElement.textContent") == "Replay":
+                break
+        assert browser.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Replay job ")
+        browser.press("Enter")
+        browser.until(f"{cards} === 2")
+        assert "is back in the queue" in browser.until("document.getElementById('dead-note').textContent")
+        browser.evaluate("document.querySelectorAll('#letters button')[1].focus()")
+        browser.press("Enter")
+        browser.until(f"{cards} === 1")
+        assert "is dropped" in browser.evaluate("document.getElementById('dead-note').textContent")
+        assert browser.problems == []
+
+
+async def test_the_page_says_that_the_broker_is_away_and_comes_back(
+    own_broker: EmbeddedBroker, run_id: str, tmp_path: Path
+) -> None:
+    with Monitor(tmp_path, own_broker.url, run_id) as monitor:
+        await asyncio.to_thread(_outage, monitor, own_broker)
+
+
+def _outage(monitor: Monitor, broker: EmbeddedBroker) -> None:
+    verdict = "(document.getElementById('verdict')?.innerText ?? '')"
+    with running(monitor.folder) as browser:
+        browser.open(monitor.url)
+        browser.until(f"{verdict}.includes('idle')")
+        broker.kill()
+        browser.until(f"{verdict}.includes('broker does not answer')")
+        broker.start()
+        browser.until(f"{verdict}.includes('idle')")
+        assert browser.problems == []

@@ -1,0 +1,184 @@
+"""`dvp-queue` on a real broker, while the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+from services.contract.http import QueueHealth
+from services.monitor.cli import main
+from services.transport.admission import close_queue
+from tests.integration.monitor.process import HOSTILE
+from tests.integration.transport.rig import BLOCK_MS, Rig, make_group, until
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Cli:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str) -> None:
+        self._monkeypatch, self._capsys, self._url = monkeypatch, capsys, url
+
+    async def __call__(self, run_id: str, *args: str, answer: str = "") -> Ran:
+        """Answers a question with `answer`."""
+        self._monkeypatch.setattr("sys.argv", ["dvp-queue", "--redis-url", self._url, "--run-id", run_id, *args])
+        self._monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        code = await asyncio.to_thread(_run)
+        return Ran(code, *self._capsys.readouterr())
+
+
+def _run() -> int:
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broker_url: str) -> Cli:
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cli(monkeypatch, capsys, broker_url)
+
+
+async def test_status_says_what_is_wrong(cli: Cli, staged: Rig) -> None:
+    ran = await cli(staged.run_id, "status")
+    assert (ran.code, ran.err) == (0, "")
+    for expected in ("replicas_behind", staged.run_id, "step 42", "replica-1", "dead 3", "serving"):
+        assert expected in ran.out
+    health = QueueHealth.model_validate((await cli(staged.run_id, "status", "--json")).json)
+    assert (health.verdict, health.jobs.backlog, health.jobs.pending, health.dead) == ("replicas_behind", 4, 2, 3)
+
+
+async def test_dead_letters_are_listed_in_pages_and_shown(cli: Cli, staged: Rig) -> None:
+    ran = await cli(staged.run_id, "dead", "list", "--count", "2")
+    assert "CUDA error 2" in ran.out
+    assert "\x1b" not in ran.out
+    assert "[bold]" in ran.out
+    more = ran.out.rpartition("--before ")[2].strip()
+    page = (await cli(staged.run_id, "dead", "list", "--count", "2", "--before", more, "--json")).json
+    (letter,) = page["letters"]
+    assert (page["next"], letter["error"], letter["prospect"]) == (None, f"CUDA error 0: {HOSTILE}", "open")
+    shown = (await cli(staged.run_id, "dead", "show", letter["entry_id"], "--json")).json
+    assert shown["job"]["prompt_ids"] == [1, 2, 3]
+    text = (await cli(staged.run_id, "dead", "show", letter["entry_id"])).out
+    assert letter["job_id"] in text
+    assert "3 tokens" in text
+
+
+async def test_replay_puts_back_once_and_says_so(cli: Cli, staged: Rig) -> None:
+    entry = (await cli(staged.run_id, "dead", "list", "--json")).json["letters"][0]["entry_id"]
+    assert await cli(staged.run_id, "dead", "replay", entry) == (0, "1 replayed\n", "")
+    again = await cli(staged.run_id, "dead", "replay", entry)
+    assert (again.code, again.out) == (2, "")
+    assert f"no dead letter {entry}: replayed or dropped before" in again.err
+    assert await staged.length(staged.broker.keys.jobs) == 7
+
+
+async def test_all_asks_first(cli: Cli, staged: Rig) -> None:
+    await staged.groups.read(1, BLOCK_MS)  # the trainer counts the first death
+    for verb in ("replay", "drop"):
+        refused = await cli(staged.run_id, "dead", verb, "--all", answer="n\n")
+        assert (refused.code, refused.out.strip()) == (1, "")
+        assert await staged.length(staged.broker.keys.dead) == 3
+    ran = await cli(staged.run_id, "dead", "replay", "--all", answer="y\n")
+    assert ran.code == 1
+    assert "2 replayed\n" in ran.out
+    assert "1 left alone: the trainer has counted it as dead" in ran.out
+    dropped = await cli(staged.run_id, "dead", "drop", "--all", "--yes", "--json")
+    assert dropped.code == 0
+    assert [fate["outcome"] for fate in dropped.json["fates"]] == ["dropped"]
+
+
+async def test_pending_names_the_holders(cli: Cli, staged: Rig) -> None:
+    rows = (await cli(staged.run_id, "pending", "--json")).json
+    assert [row["holder"].partition("/")[0] for row in rows] == ["replica-0"] * 2
+    assert rows[0]["job_id"] in (await cli(staged.run_id, "pending")).out
+    assert (await cli(staged.run_id, "pending", "--stream", "groups")).out == "nothing is held\n"
+
+
+async def test_drain_waits_until_the_queue_is_empty(cli: Cli, rig: Rig) -> None:
+    await rig.submit(2)
+    replica = rig.replica("a")
+    leases = await replica.claim(2, BLOCK_MS)
+    draining = asyncio.create_task(cli(rig.run_id, "drain", "--reason", "new disks"))
+    await until(lambda: rig.broker.redis.exists(rig.broker.keys.closed))
+    for lease in leases:
+        assert not draining.done()
+        await replica.commit(lease, make_group(lease.job))
+    ran = await draining
+    assert (ran.code, ran.out) == (0, "closed, and nothing is queued or running; dvp-queue open admits jobs again\n")
+    assert "new disks" in (await cli(rig.run_id, "status")).out
+    assert (await cli(rig.run_id, "open")).out == "open again\n"
+    assert (await cli(rig.run_id, "open")).out == "was open already\n"
+
+
+async def test_a_drain_that_takes_too_long_says_who_is_in_the_way(cli: Cli, staged: Rig) -> None:
+    ran = await cli(staged.run_id, "drain", "--timeout-s", "0.1")
+    assert ran.code == 2
+    assert "6 jobs are still queued or running after 0.1 s" in ran.err
+    assert "dvp-queue open takes the drain back" in ran.err
+    assert await staged.broker.redis.exists(staged.broker.keys.closed)
+
+
+async def test_purge_needs_the_name_and_an_idle_run(cli: Cli, staged: Rig) -> None:
+    wrong = await cli(staged.run_id, "purge", answer="y\n")
+    assert (wrong.code, wrong.out.strip()) == (2, "")
+    busy = await cli(staged.run_id, "purge", answer=f"{staged.run_id}\n")
+    assert "is being trained by test" in busy.err
+    assert await staged.length(staged.broker.keys.dead) == 3
+    assert (await cli(staged.run_id, "purge", "--yes", "--force")).out.startswith(f"run {staged.run_id} is gone")
+    assert "no such run" in (await cli(staged.run_id, "status")).err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["status"], "this broker knows no such run"),
+        (["dead", "show", "nonsense"], "entry id 'nonsense': expected one like"),
+        (["dead", "replay"], "name the entries"),
+        (["dead", "drop", "1-1", "--all"], "name the entries"),
+        ([], "no command; see dvp-queue --help"),
+    ],
+)
+async def test_mistakes_are_explained(cli: Cli, rig: Rig, args: list[str], message: str) -> None:
+    ran = await cli(rig.run_id if args[:1] == ["dead"] else f"{rig.run_id}-not", *args)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("dvp-queue: error: ")
+    assert message in ran.err
+
+
+async def test_watching_by_terminal_changes_nothing(cli: Cli, staged: Rig) -> None:
+    await close_queue(staged.broker, "still")
+    keys = staged.broker.keys
+
+    async def everything() -> list[Any]:
+        redis = staged.broker.redis
+        return [await redis.xrange(keys.jobs), await redis.xrange(keys.dead), await redis.hgetall(keys.counters)]
+
+    before = await everything()
+    for args in (["status"], ["dead", "list"], ["pending"]):
+        assert (await cli(staged.run_id, *args)).code == 0
+    assert await everything() == before
+
+
+def test_nobody_answers_is_one_line_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "services.monitor.cli", "--redis-url", "redis://:pw@127.0.0.1:1/0", "status"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dvp-queue: error: Redis at 127.0.0.1:1 does not answer")
+    assert "pw" not in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,90 @@
+"""Rates, curves and the feed by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.contract.errors import OverloadedError
+from services.monitor.curves import MAX_POINTS, MetricsFile, thinned
+from services.monitor.feed import Feed
+from services.monitor.rates import WINDOW_S, Rates
+from services.monitor.tables import duration
+
+
+def test_rates_are_over_the_window() -> None:
+    rates = Rates()
+    assert rates.update(0.0, {"a": 100}) == {}
+    assert rates.update(10.0, {"a": 120, "b": 5}) == {"a": 2.0, "b": 0.5}
+    for second in range(11, 60):
+        found = rates.update(float(second), {"a": 120, "b": 5})
+    assert found == {"a": 0.0, "b": 0.0}
+    assert rates.update(60.0, {"a": 180, "b": 5})["a"] == pytest.approx(60 / WINDOW_S)
+
+
+def test_a_wiped_broker_starts_the_count_anew() -> None:
+    rates = Rates()
+    rates.update(0.0, {"a": 100})
+    assert rates.update(1.0, {}) == {}
+    assert rates.update(2.0, {"a": 3}) == {"a": 3.0}
+
+
+@pytest.mark.parametrize("count", [1, MAX_POINTS, MAX_POINTS + 1, 10_000])
+def test_thinning_keeps_the_mean(count: int) -> None:
+    points = [(float(step), 2.0 * step) for step in range(count)]
+    kept = thinned(points)
+    assert len(kept) <= MAX_POINTS
+    assert kept[0][0] <= count / MAX_POINTS
+    assert all(value == pytest.approx(2 * step) for step, value in kept)
+
+
+def test_a_replaced_file_is_read_anew_and_damage_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    missing = file.look()
+    assert missing is not None
+    assert "No such file" in missing.error
+    assert file.look() is None
+    path.write_text('{"step": 1, "reward/mean": 0.5}\nnonsense\n[]\n{"step": 2, "reward/mean": null}\n')
+    seen = file.look()
+    assert seen is not None
+    assert seen.panels[0].lines[0].points == ((1.0, 0.5),)
+    assert "2 damaged lines" in seen.error
+    assert file.look() is None
+    beside = tmp_path / "beside"
+    beside.write_text("".join(json.dumps({"step": step, "reward/mean": 1.0}) + "\n" for step in (1, 2)))
+    beside.rename(path)
+    again = file.look()
+    assert again is not None
+    assert (again.error, len(again.panels[0].lines[0].points)) == ("", 2)
+
+
+async def test_a_slow_viewer_skips_what_was_overtaken() -> None:
+    feed = Feed(max_viewers=1)
+    feed.publish("picture", "1")
+    feed.admit()
+    viewer = feed.follow()
+    assert await anext(viewer) == b"event: picture\ndata: 1\n\n"
+    with pytest.raises(OverloadedError, match="1 viewers"):
+        feed.admit()
+    for number in range(2, 9):
+        feed.publish("picture", str(number))
+    feed.publish("curves", "c")
+    assert [await anext(viewer), await anext(viewer)] == [
+        b"event: picture\ndata: 8\n\n",
+        b"event: curves\ndata: c\n\n",
+    ]
+    waiting = asyncio.ensure_future(anext(viewer, b"end"))
+    feed.close()
+    assert await waiting == b"end"
+    assert feed.num_viewers == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (1e6, "12 d")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
