@@ -270,7 +270,8 @@ class Feeder:
         if self._deaths_in_a_row >= DEATHS_PER_ROOM * self.in_flight_limit:
             raise EngineError(
                 f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id} "
-                f"on replica {letter.replica_id}: {letter.error}. Mend the cause, then resume with the same command"
+                f"on replica {letter.replica_id}: {letter.error}. Mend the cause, put them back with"
+                f" `dvp-queue dead replay --all --run-id {self.settings.run_id}`, then start the same command again"
             )
 
     def _comes_later(self, id: str) -> bool:
