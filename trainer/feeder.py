@@ -271,7 +271,7 @@ class Feeder:
             raise EngineError(
                 f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id} "
                 f"on replica {letter.replica_id}: {letter.error}. Mend the cause, put them back with"
-                f" `dvp-queue dead replay --all --run-id {self.settings.run_id}`, then start the same command again"
+                f" `dvp-queue --run-id {self.settings.run_id} dead replay --all`, then start the same command again"
             )
 
     def _comes_later(self, id: str) -> bool:
