@@ -50,5 +50,5 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install
+bench: install sglang-cpu
 	$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -94,8 +94,11 @@ class _Replica:
 class ReplicaProcess(_Replica):
     """`with ReplicaProcess(folder, "--model", ...) as replica:` returns when it is ready; ends the process after."""
 
-    def __init__(self, folder: Path, *args: str, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, folder: Path, *args: str, variables: dict[str, str] | None = None, **options: Unpack[Options]
+    ) -> None:
         super().__init__(folder, *args, **options)
+        self._environment = environment(**(variables or {}))
         self.pid = 0
         self._log = folder / "log"
 
@@ -113,7 +116,7 @@ class ReplicaProcess(_Replica):
 
     def __enter__(self) -> Self:
         with self._log.open("w") as log:
-            self._process = subprocess.Popen([*COMMAND, *self._args], env=environment(), stderr=log)
+            self._process = subprocess.Popen([*COMMAND, *self._args], env=self._environment, stderr=log)
         self.pid = self._process.pid
         try:
             until(self._answers, self._start_timeout)

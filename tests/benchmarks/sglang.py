@@ -1,0 +1,238 @@
+"""The SGLang engine as ratios of one run:
+
+    pruned    constrained sampling by the plugin against stock min-p sampling, 64 samples at once
+    replica   a rollout replica, over HTTP and over the queue, against direct calls of the same server
+    swap      how long a weight swap interrupts generation, against reading the same bytes into memory
+
+Both sides run alternately and the best of the repeats counts. No sample ends by itself. On a CPU the model is tiny, so
+that every fixed cost weighs far more than it does on a GPU. Needs `make sglang-cpu`.
+
+    python -m tests.benchmarks.sglang [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.client import AsyncClient
+from services.contract.job import Job, Sink
+from services.contract.sampling import Sampling
+from services.engines.sglang import SglangEngine
+from services.engines.sglang_client import SglangClient
+from services.engines.sglang_server import Launch, LocalServer, default_python
+from services.engines.sglang_wire import request_body
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+from services.transport.groups import GroupQueue
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission
+from tests.integration.rollout.process import ReplicaProcess
+from tests.models import EOS_ID, make_model
+
+RESULTS = Path(__file__).parent / "results" / "sglang.json"
+GOALS = {"pruned": 0.98, "replica_http": 0.97, "replica_queue": 0.97, "swap": 1.2}
+JOBS, N, NEW, CONTEXT = 8, 8, 128, 1024
+MIN_P = {"min_p": 2.2603294069810542e-06}
+START_S = 180.0
+SMALL = {"hidden": 128, "layers": 2, "vocab_size": 8192}
+LARGE = {"hidden": 768, "layers": 8, "vocab_size": 32768}
+
+Load = Callable[[], Awaitable[int]]
+"""Generates once and returns the number of tokens."""
+
+
+def jobs(run_id: str, name: str) -> list[Job]:
+    sampling = Sampling(max_tokens=NEW)
+    return [
+        Job(job_id=f"{name}:{i}", run_id=run_id, prompt_ids=range_of(i), n=N, sampling=sampling, sink=Sink.TRAIN)
+        for i in range(JOBS)
+    ]
+
+
+def range_of(i: int) -> list[int]:
+    return list(range(5 + i, 21 + i))
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, plugin: bool = True) -> AsyncIterator[SglangClient]:
+    with variable("SGLANG_PLUGINS", None if plugin else "none"):
+        server = LocalServer(Launch(python=default_python(), threads=1), CONTEXT)
+        await server.start(folder, "bench:0:aa")
+    try:
+        yield server.client
+    finally:
+        await server.stop()
+        await server.client.close()
+
+
+@contextmanager
+def variable(name: str, value: str | None) -> Iterator[None]:
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def direct(client: SglangClient) -> Load:
+    """The engine's own requests, sent by nobody but this loop."""
+
+    async def load() -> int:
+        bodies = [request_body(job, [os.urandom(8).hex() for _ in range(N)], NEW, {EOS_ID}) for job in jobs("b", "d")]
+        answers = await asyncio.gather(*(client.generate(body) for body in bodies))
+        return sum(len(sample["output_ids"]) for answer in answers for sample in answer)
+
+    return load
+
+
+def over_http(client: AsyncClient) -> Load:
+    async def load() -> int:
+        sampling = MIN_P | {"max_tokens": NEW}
+        asked = (client.rollout(prompt_ids=range_of(i), n=N, sampling=sampling, return_text=False) for i in range(JOBS))
+        return sum(len(sample.token_ids) for answer in await asyncio.gather(*asked) for sample in answer.samples)
+
+    return load
+
+
+def over_queue(broker: Broker, fence: int) -> Load:
+    rounds = iter(range(1000))
+    trainer = GroupQueue(broker, fence=fence)
+
+    async def load() -> int:
+        await Submission(broker).submit(jobs(broker.run_id, f"r{next(rounds)}"), fence=fence, limit=1000)
+        tokens = groups = 0
+        while groups < JOBS:
+            for delivery in await trainer.read(JOBS, 1000):
+                tokens, groups = tokens + delivery.item.num_tokens, groups + 1
+        return tokens
+
+    return load
+
+
+async def compare(repeats: int, **loads: Load) -> dict[str, float]:
+    """Tokens per second of each."""
+    for load in loads.values():
+        await load()
+    best = dict.fromkeys(loads, 0.0)
+    for _ in range(repeats):
+        for name, load in loads.items():
+            start = time.perf_counter()
+            tokens = await load()
+            assert tokens == JOBS * N * NEW, f"{name}: {tokens} tokens"
+            best[name] = max(best[name], tokens / (time.perf_counter() - start))
+    return best
+
+
+async def pruned(folder: Path, repeats: int) -> dict[str, float]:
+    async with serving(folder) as ours, serving(folder, plugin=False) as stock:
+        speeds = await compare(repeats, plugin=direct(ours), stock=direct(stock))
+    return speeds | {"ratio": speeds["plugin"] / speeds["stock"]}
+
+
+async def replica(folder: Path, repeats: int) -> dict[str, float]:
+    """The replica uses the server that direct calls go to."""
+    scratch = Path(tempfile.mkdtemp())
+    with EmbeddedBroker(scratch / "broker") as embedded:
+        async with serving(folder) as server, await Broker.connect(embedded.url, "bench") as broker:
+            args = ["--model", str(folder), "--engine", "sglang", "--sglang.url", server.url, "--run-id", "bench"]
+            args += ["--redis-url", embedded.url, "--max-batch", "64"]
+            keys = {"DVP_ROLLOUT__SGLANG__API_KEY": server.api_key, "DVP_ROLLOUT__SGLANG__ADMIN_KEY": server.admin_key}
+            with ReplicaProcess(scratch / "replica", *args, variables=keys, start_timeout=START_S) as process:
+                async with AsyncClient(process.url) as client:
+                    fence = await TrainerLease(broker, "bench").acquire()
+                    loads = {"http": over_http(client), "queue": over_queue(broker, fence)}
+                    speeds = await compare(repeats, direct=direct(server), **loads)
+    return speeds | {f"ratio_{name}": speeds[name] / speeds["direct"] for name in loads}
+
+
+async def swap(folders: list[Path], repeats: int) -> dict[str, float]:
+    """Seconds. The cache is warm on both sides; 64 samples are interrupted."""
+    engine = SglangEngine(folders[0], Launch(python=default_python(), threads=1), version="bench:0:aa")
+    await engine.start()
+    try:
+        pauses, reads = [], []
+        for i in range(2 * repeats):
+            sampling = Sampling(max_tokens=900)
+            busy = Job(job_id=f"b{i}", run_id="b", prompt_ids=[5], n=64, sampling=sampling, sink=Sink.TRAIN)
+            running = asyncio.create_task(engine.generate(busy))
+            while await engine._client.num_running() < 64:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.01)
+            folder = folders[(i + 1) % 2]
+            reads.append(await asyncio.to_thread(read, folder))
+            start = time.perf_counter()
+            await engine._replace(folder, f"bench:{i + 1}:aa")
+            pauses.append(time.perf_counter() - start)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    finally:
+        await engine.close()
+    return {"pause_s": min(pauses), "read_s": min(reads), "bytes": float(size(folders[0]))}
+
+
+def read(folder: Path) -> float:
+    start = time.perf_counter()
+    for file in folder.glob("*.safetensors"):
+        np.fromfile(file, np.uint8)
+    return time.perf_counter() - start
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+async def run(repeats: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        small, large = (
+            [
+                make_model(Path(name) / f"{kind}{seed}", seed=seed, context=CONTEXT, endless=True, **shape)
+                for seed in (0, 1)
+            ]
+            for kind, shape in (("small", SMALL), ("large", LARGE))
+        )
+        results: dict[str, Any] = {
+            "pruned": await pruned(small[0], repeats),
+            "replica": await replica(small[0], repeats),
+        }
+        fixed, whole = await swap(small, repeats), await swap(large, repeats)
+    results["swap"] = {
+        "small": fixed,
+        "large": whole,
+        "fixed_s": fixed["pause_s"],
+        "ratio": (whole["pause_s"] - fixed["pause_s"]) / whole["read_s"],
+    }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repeat")
+    repeats = 1 if parser.parse_args().quick else 10
+    results = asyncio.run(run(repeats))
+    ratios = {
+        "pruned": results["pruned"]["ratio"],
+        "replica_http": results["replica"]["ratio_http"],
+        "replica_queue": results["replica"]["ratio_queue"],
+        "swap": results["swap"]["ratio"],
+    }
+    for name, ratio in ratios.items():
+        goal = f"at most {GOALS[name]}" if name == "swap" else f"at least {GOALS[name]}"
+        print(f"{name:14} {ratio:6.3f}   goal: {goal}")
+    print(f"a swap has a fixed cost of {1000 * results['swap']['fixed_s']:.0f} ms")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"goals": GOALS, "ratios": ratios, **results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
