@@ -143,7 +143,7 @@ async def test_mixed_settings_share_a_batch(
     folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
     """Rows of unlike length, policy and end, more samples than rows."""
-    engine = await make_engine(folders["llama"], max_batch=7)
+    engine = await make_engine(folders["qwen3"], max_batch=7)
     jobs = [
         make_job("greedy", n=2, temperature=0.0, max_tokens=9),
         make_job("hot", [30], n=9, temperature=1.3, max_tokens=40),
@@ -153,7 +153,7 @@ async def test_mixed_settings_share_a_batch(
     ]
     results = await _all(engine, jobs)
     for job, samples in zip(jobs, results, strict=True):
-        oracles["llama"].check_all(job, samples)
+        oracles["qwen3"].check_all(job, samples)
     greedy = results[0]
     assert _tokens(greedy[:1]) == _tokens(greedy[1:])
     assert (greedy[0].logprobs == 0).all()
