@@ -12,7 +12,7 @@ import pytest
 from services.contract.errors import EngineError, UnavailableError, WeightError
 from services.engines import sglang
 from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch
+from services.engines.sglang_server import Launch, LocalServer
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
@@ -79,8 +79,10 @@ async def a_job_that_it_always_dies_of(engine: SglangEngine, monkeypatch: pytest
 
 
 def server_of(engine: SglangEngine) -> psutil.Process:
-    (server,) = (p for p in psutil.Process().children() if "sglang_launch.py" in " ".join(p.cmdline()))
-    return server
+    """Other modules' servers may be children of this process too."""
+    assert isinstance(engine._server, LocalServer)
+    assert engine._server._process is not None
+    return psutil.Process(engine._server._process.pid)
 
 
 async def back(engine: SglangEngine) -> None:
