@@ -48,6 +48,7 @@ async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
             async with _beside(run.beat(), run.feeder.run()):
                 if settings.evaluate.interval and resumed_step is None:
                     run.reporter.log(0, await run.evaluate())
+                    await run.save()  # it is the best so far, and `dvp-train eval` may ask for it
                 yield run
         finally:
             run.reporter.close()

@@ -19,7 +19,7 @@ MAX_FIELDS = 64
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -35,6 +35,7 @@ class SamplingBody(Body):
 
     min_p: Annotated[float, Field(gt=0, le=1)] = MIN_P
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """0 is greedy: the most likely token, with log-prob 0 and kept mass 1. Such samples have no importance weight."""
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16, fail_fast=True)

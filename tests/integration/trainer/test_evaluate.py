@@ -31,6 +31,7 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
     with replica(tmp_path, run_id, broker_url, deterministic=True):
         train(flags)
         printed = train(["eval", *flags, "--checkpoint-at=last"])
+        best = train(["eval", *flags])
     scores = {record["step"]: record for record in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert set(scores) == {0, 1, 2, 3}
     assert 0 < scores[3]["heldout/score"] < 1
@@ -38,5 +39,8 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
     values = dict(re.findall(r"^(\S+) (\S+)$", printed, re.MULTILINE))
     assert values["step"] == "3"
     assert float(values["heldout/score"]) == pytest.approx(scores[3]["heldout/score"], abs=1e-4)
+    score_of = {step: record["heldout/score"] for step, record in scores.items() if "heldout/score" in record}
+    assert f"step {max(score_of, key=lambda step: score_of[step])}\n" in best
+    assert f"heldout/score {max(score_of.values()):.4f}" in best
     async with await Broker.connect(broker_url, run_id) as broker:
         assert await broker.redis.xlen(broker.keys.evals) == 0
