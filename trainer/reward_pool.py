@@ -163,7 +163,7 @@ class _Worker:
         results: list[RewardResult] = []
         while len(results) < len(requests):
             try:
-                if self._process is None or self._process.returncode is not None:
+                if not self._is_alive():
                     await self.stop()
                     await self.start()
                 await self._score_rest(requests, results)
@@ -176,6 +176,17 @@ class _Worker:
                 await self.stop()
                 raise
         return results
+
+    def _is_alive(self) -> bool:
+        """Asks the kernel where it can: asyncio learns of a death a moment later, and a sample would pay for it."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return True
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
 
     async def _score_rest(self, requests: Sequence[RewardRequest], results: list[RewardResult]) -> None:
         """Appends to `results` as they come. Raises WorkerLostError at the sample that takes the process down."""
