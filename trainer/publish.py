@@ -102,10 +102,6 @@ class Publisher:
             return self.announced.step + 1
         return max(abs(self.announced.step - self._updates_of[seq]) for seq in seqs)
 
-    @property
-    def num_published(self) -> int:
-        return len(self._own)
-
     def _write(self, final: Path, seq: int, updates: int) -> Manifest:
         partial = final.with_name(f".{final.name}.partial")
         try:

@@ -76,8 +76,8 @@ def _draw(block: Block, uniforms: Float64[Tensor, "rows 1"], greedy: Bool[Tensor
 def _invert(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows 1"]) -> Int[Tensor, "rows 1"]:
     """The entry that holds `uniforms` on each row's cumulated weights, in float64.
 
-    In two levels, first the cell of CELL entries and then the entry in it: summing cells is vectorised, while a scan of
-    the whole vocabulary would be most of the sampler's time.
+    In two levels, first the cell of CELL entries and then the entry in it: summing cells is vectorised, a scan of the
+    whole vocabulary is not.
     """
     rows, vocab = weights.shape
     if vocab <= 4 * CELL:
