@@ -91,7 +91,7 @@ class BatchSection(Section):
     refill: bool = False
     """DAPO's dynamic sampling: groups without signal are replaced by further prompts."""
     refill_limit: Positive = 4
-    """At most this many batches' worth of prompts for one batch; then it is trained short."""
+    """At most this many batches' worth of prompts for one batch; then groups without signal fill it."""
     max_staleness: NonNegative = 1
     """Optimizer steps a sample may be old when it is trained. 0 is synchronous and on-policy."""
     on_stale: Literal["drop", "train"] = "drop"

@@ -142,14 +142,14 @@ class Feeder:
         """
         wanted = self.settings.batch
         taken: list[ScoredGroup] = []
-        filtered = 0
+        to_refill = wanted.groups * (wanted.refill_limit - 1) if wanted.refill else 0
         self._waiting_since = time.monotonic()
-        while len(taken) < wanted.groups and filtered < wanted.groups * (wanted.refill_limit - 1):
+        while len(taken) < wanted.groups:
             scored = await self._next_scored()
             if scored.staleness > wanted.max_staleness and wanted.on_stale == "drop":
                 await self._finish([scored.group.job_id], Outcome.STALE)
-            elif wanted.refill and not scored.has_signal:
-                filtered += 1
+            elif to_refill and not scored.has_signal:
+                to_refill -= 1
                 await self._finish([scored.group.job_id], Outcome.FILTERED)
             else:
                 taken.append(scored)

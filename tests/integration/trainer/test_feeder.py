@@ -224,12 +224,14 @@ async def test_nothing_but_dead_letters_stops_the_run_until_they_are_replayed(
 
 async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url: str, opened: Open) -> None:
     async with opened(broker_url, batch__refill="true", batch__refill_limit="2") as (run, player):
-        batch = await both(run, player.play(GROUPS + 1, lambda lease: {"right": 0 if "0:0" in lease.job.job_id else 1}))
+        first_is_wrong = player.play(GROUPS + 1, lambda lease: {"right": int(job_position(lease.job.job_id) != (0, 0))})
+        batch = await both(run, first_is_wrong)
         assert ids_of(batch) == [(1, 0), (2, 0)]
         assert run.feeder.metrics()["groups/filtered"] == 1
         await run.feeder.settle(batch)
-        hopeless = await both(run, player.play(GROUPS, lambda lease: {"right": N}))
-        assert hopeless.groups == ()
+        solved = await both(run, player.play(2 * GROUPS, lambda lease: {"right": N}))
+        assert ids_of(solved) == [(5, 0), (6, 0)]
+        assert run.learner.step(solved)["optimizer/updates"] == 0
 
 
 async def test_groups_of_a_lost_timeline_are_kept_for_their_turn(broker_url: str, opened: Open) -> None:
