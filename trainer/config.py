@@ -130,6 +130,8 @@ class CheckpointSection(Section):
 class WeightsSection(Section):
     folder: Path | None = None
     """Shared volume that the replicas read. None: out_dir/weights."""
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
+    """Where dvp-weights serves that folder (http://host:port), for replicas that do not see it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     keep_last: Positive = 2
 

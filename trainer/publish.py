@@ -47,6 +47,7 @@ class Publisher:
         self._dtype: torch.dtype = getattr(torch, settings.weights.dtype)
         self._root = settings.weights_folder.resolve() / settings.run_id
         self._root.mkdir(parents=True, exist_ok=True)
+        self._url = settings.weights.url
         self._keep_last, self._max_staleness = settings.weights.keep_last, settings.batch.max_staleness
         self._updates_of: dict[int, int] = {INITIAL_SEQ: 0}
         self._own: list[Announcement] = []
@@ -69,6 +70,7 @@ class Publisher:
             version=str(manifest.version),
             step=updates,
             folder=str(folder),
+            url=self._url and f"{self._url}/v1/weights/{self._run_id}/{folder.name}",
             min_seq=min(fresh, default=seq),
             announced_at=time.time(),
         )

@@ -12,6 +12,8 @@ from pydantic import Field
 from .record import Record
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,254}$"
+"""Of a file in a weight folder: never a path, never hidden."""
 INITIAL_SEQ = 0
 """Sequence number of weights that no trainer announced: the folder a replica was started with."""
 
@@ -35,7 +37,7 @@ class WeightVersion(NamedTuple):
 
 
 class WeightFile(Record):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: Annotated[str, Field(pattern=FILE_NAME)]
     size: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -67,6 +69,8 @@ class Announcement(Record):
     """Optimizer steps behind these weights; staleness is a difference of such steps."""
     folder: str
     """Absolute path of the HF folder on the shared volume."""
+    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Where dvp-weights serves that folder, for replicas that do not see it: GET <url>/<file>."""
     min_seq: Annotated[int, Field(ge=0)] = 0
     """Oldest seq that may still take jobs (max_staleness optimizer steps back)."""
     announced_at: float

@@ -19,7 +19,7 @@ class Metrics:
         self.tokens = self._counter("tokens", "Tokens generated")
         self.swaps = self._counter("swaps", "Weight swaps", "result")
         self.generate_seconds = self._histogram("generate_seconds", "Time to generate one group")
-        self.swap_seconds = self._histogram("swap_seconds", "Time to verify and load one weight version")
+        self.swap_seconds = self._histogram("swap_seconds", "Time to fetch, verify and load one weight version")
         self.in_flight = Gauge(
             "dvp_rollout_in_flight_samples", "Samples that generate or wait for the engine", registry=self.registry
         )

@@ -26,6 +26,7 @@ from .metrics import Metrics
 from .replica import Replica
 from .settings import RolloutSettings
 from .uplink import Uplink
+from .weight_folders import WeightFolders
 from .weights import WeightSwap
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Service:
             await engine.close()
             raise
         slots = Slots(engine.capacity, self.settings.max_waiting)
-        self._swap = WeightSwap(engine, self.metrics, self._context)
+        self._swap = WeightSwap(engine, WeightFolders.of(self.settings), self.metrics, self._context)
         self._replica = Replica(self.settings.replica_id, self.settings.run_id, engine, prompts, slots, self.metrics)
         facts = engine.facts
         logger.info("model %s is loaded: %s %s, %s", self.settings.model, facts.name, facts.version, facts.dtype)

@@ -77,6 +77,19 @@ class SglangSettings(Section):
         return extra_args
 
 
+class WeightSettings(Section):
+    """Weights that are announced with a URL and lie on no volume that this replica sees."""
+
+    cache: Path = Path("~/.cache/dvp-rl/weights")
+    """Where they are kept; replicas of one host may share it."""
+    token: SecretStr = SecretStr("")
+    """A token of dvp-weights."""
+    shared: bool = True
+    """Read the announced folder where it is visible. Off: always fetch, e.g. because that volume is slow."""
+    timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest time to fetch one version; what has arrived by then is not fetched again."""
+
+
 class RolloutSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_ROLLOUT__", cli_prog_name="dvp-rollout")
 
@@ -105,6 +118,7 @@ class RolloutSettings(ListenSettings):
 
     fake: FakeSettings = FakeSettings()
     sglang: SglangSettings = SglangSettings()
+    weights: WeightSettings = WeightSettings()
 
     max_waiting: Annotated[int, Field(ge=0)] = 128
     """Samples that may wait beyond max_batch before HTTP answers 429."""

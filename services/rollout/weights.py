@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 from services.contract.errors import UnavailableError, WeightError
 from services.contract.http import WeightStatus
 from services.contract.weights import Announcement, WeightVersion
 from services.engines.protocol import Engine
 from services.logs import LogContext
-from services.transport.weight_folder import verify_folder
+from services.transport.replicas import ReplicaRegistry
 from services.transport.weights import WeightRegistry
 
 from .metrics import Metrics
+from .weight_folders import WeightFolders
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,9 @@ MAX_PATIENCE_MS = 30_000
 class WeightSwap:
     """Serves the newest version that can be loaded. One that cannot leaves the old weights in place."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, context: LogContext) -> None:
+    def __init__(self, engine: Engine, folders: WeightFolders, metrics: Metrics, context: LogContext) -> None:
         self._engine = engine
+        self._folders = folders
         self._metrics = metrics
         self._context = context
         self._lock = asyncio.Lock()
@@ -69,7 +70,7 @@ class WeightSwap:
         """Loads the newest version now. Raises WeightError, UnavailableError."""
         newest = await registry.latest()
         if newest is not None:
-            await self._swap(newest)
+            await self._swap(newest, registry)
         return self.status
 
     async def follow(self, registry: WeightRegistry) -> None:
@@ -82,12 +83,12 @@ class WeightSwap:
         if newest is None:
             return
         try:
-            await self._swap(newest)
+            await self._swap(newest, registry)
             self._patience_ms = MIN_PATIENCE_MS
         except WeightError:
             self._patience_ms = min(2 * self._patience_ms, MAX_PATIENCE_MS)
 
-    async def _swap(self, announcement: Announcement) -> None:
+    async def _swap(self, announcement: Announcement, registry: WeightRegistry) -> None:
         async with self._lock:
             if self._newest is None or announcement.seq >= self._newest.seq:
                 self._newest = announcement
@@ -97,7 +98,7 @@ class WeightSwap:
             self._loading = announcement.version
             self._changed.set()
             try:
-                await self._load(announcement)
+                await self._load(announcement, registry)
                 self._error = None
             except WeightError as error:
                 self._error = f"{announcement.version}: {error}"
@@ -108,12 +109,10 @@ class WeightSwap:
                 self._loading = None
                 self._served()
 
-    async def _load(self, announcement: Announcement) -> None:
-        folder = Path(announcement.folder)
+    async def _load(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        in_use = ReplicaRegistry(registry.broker).seqs_in_use
         with self._metrics.swap_seconds.time():
-            manifest = await asyncio.to_thread(verify_folder, folder)
-            if str(manifest.version) != announcement.version:
-                raise WeightError(f"{folder} holds {manifest.version}, announced was {announcement.version}")
+            folder = await self._folders.find(announcement, in_use)
             await self._engine.load(folder, announcement.version)
         self._metrics.swaps.labels("loaded").inc()
         logger.info("serving %s of optimizer step %d", announcement.version, announcement.step)

@@ -23,6 +23,7 @@ from services.contract.weights import INITIAL_SEQ, Manifest, WeightFile
 
 from .failpoints import failpoint
 
+FOLDER_NAME = r"^weights-(\d{6,})$"
 MANIFEST_NAME = "dvp-manifest.json"
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 
@@ -89,11 +90,16 @@ def folder_digest(folder: Path) -> str:
 
 
 def sweep(root: Path, *, keep: Iterable[int], last: int) -> list[Path]:
-    """Deletes published folders under root, except the `last` newest and the seqs in `keep`, and what an interrupted
-    publish left. Call it between publishes only. Returns what it deleted."""
-    seqs = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(r"weights-(\d{6,})", path.name))}
+    """Deletes folders under root, except the `last` newest that are published and the seqs in `keep`, and what an
+    interrupted publish of other seqs left. Call it between publishes only. Returns what it deleted."""
+    seqs = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(FOLDER_NAME, path.name))}
     kept = set(keep) | set(sorted(seqs, reverse=True)[: max(last, 1)])
-    unfinished = [path for path in root.iterdir() if re.fullmatch(r"\.weights-\d{6,}\.(partial|old)", path.name)]
+    unfinished = [
+        path
+        for path in root.iterdir()
+        if (match := re.fullmatch(r"\.weights-(\d{6,})\.(partial|old)", path.name))
+        and (match[2] == "old" or int(match[1]) not in kept)
+    ]
     doomed = [path for seq, path in sorted(seqs.items()) if seq not in kept]
     # Out of sight first: a reader must see a whole folder or none.
     hidden = [path.rename(root / f".{path.name}.old") for path in doomed]
@@ -136,14 +142,21 @@ def _read_manifest(folder: Path) -> Manifest:
     try:
         if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise WeightError(f"{path}: a link, or larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        data = path.read_bytes()
     except OSError as error:
         raise WeightError(f"{path}: no manifest, so the folder is no finished weight version ({error})") from None
+    return parse_manifest(data, str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Raises WeightError naming `where`."""
+    try:
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        raise WeightError(describe(str(path), error)) from None
+        raise WeightError(describe(where, error)) from None
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
-        raise WeightError(f"{path}: lists a file twice")
+        raise WeightError(f"{where}: lists a file twice")
     return manifest
 
 

@@ -112,6 +112,7 @@ ANNOUNCEMENTS = st.builds(
     version=VERSIONS,
     step=st.integers(0, 2**53),
     folder=TEXT,
+    url=st.none() | TEXT.map("http://{}".format),
     min_seq=st.integers(0, 2**53),
     announced_at=TIMES,
 )

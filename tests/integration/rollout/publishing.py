@@ -13,7 +13,14 @@ from services.transport.weights import WeightRegistry
 
 
 async def announce(
-    broker: Broker, fence: int, folder: Path, model: Path, *, min_seq: int = 0, break_it: bool = False
+    broker: Broker,
+    fence: int,
+    folder: Path,
+    model: Path,
+    *,
+    min_seq: int = 0,
+    break_it: bool = False,
+    url: str | None = None,
 ) -> Announcement:
     """A copy of `model` in `folder`, as the next version. `break_it`: one bit is wrong by the time it is announced."""
     registry = WeightRegistry(broker)
@@ -23,7 +30,12 @@ async def announce(
     if break_it:
         flip_a_bit(folder / "model.safetensors")
     announcement = Announcement(
-        version=str(manifest.version), step=seq, folder=str(folder), min_seq=min_seq, announced_at=time.time()
+        version=str(manifest.version),
+        step=seq,
+        folder=str(folder),
+        url=url,
+        min_seq=min_seq,
+        announced_at=time.time(),
     )
     await registry.announce(announcement, fence=fence)
     return announcement

@@ -15,27 +15,33 @@ from safetensors.numpy import load_file, save_file
 
 from services.contract.errors import WeightError
 from services.contract.group import Group
+from services.contract.http import WeightStatus
 from services.contract.job import Job, JobState, Sink
 from services.contract.sampling import Sampling
 from services.engines.fake import FakeEngine
 from services.engines.protocol import Engine
 from services.engines.tokenizer import load_tokenizer
 from services.engines.transformers import TransformersEngine
+from services.http.server import bound, http_server
 from services.logs import LogContext
 from services.rollout.admission import Slots
 from services.rollout.loops import cancel
 from services.rollout.metrics import Metrics
 from services.rollout.prompts import Prompts
 from services.rollout.replica import Replica
+from services.rollout.weight_folders import WeightFolders
 from services.rollout.weights import WeightSwap
 from services.rollout.worker import Worker
 from services.transport.broker import Broker
+from services.transport.embedded import free_port
 from services.transport.groups import GroupQueue
 from services.transport.jobs import JobQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from services.transport.weight_folder import write_manifest
+from services.transport.weight_download import WeightCache
+from services.transport.weight_folder import folder_name, write_manifest
 from services.transport.weights import WeightRegistry
+from services.weights.app import create_app
 from tests.integration.rollout.publishing import announce, flip_a_bit
 
 WAIT_S = 20.0
@@ -69,12 +75,13 @@ async def working(
     max_deliveries: int = 2,
     job_timeout_s: float = 60.0,
     following: bool = True,
+    cache: WeightCache | None = None,
 ) -> AsyncIterator[Running]:
     await engine.start()
     slots = Slots(engine.capacity, 0)
     metrics = Metrics()
     replica = Replica(replica_id, broker.run_id, engine, Prompts(load_tokenizer(model), engine), slots, metrics)
-    swap = WeightSwap(engine, metrics, LogContext())
+    swap = WeightSwap(engine, WeightFolders(cache or WeightCache(model / "unused")), metrics, LogContext())
     queue = JobQueue(broker, replica_id, lease_ms=int(lease_s * 1000), max_deliveries=max_deliveries)
     registry = WeightRegistry(broker)
     worker = Worker(replica, swap, queue, registry, lease_s=lease_s, job_timeout_s=job_timeout_s)
@@ -320,6 +327,36 @@ async def test_a_folder_that_was_repaired_is_loaded_without_another_announcement
         hidden.rename(folder)
         await running.swap.follow(WeightRegistry(broker))
         assert running.swap.status.version == announcement.version
+
+
+async def test_weights_are_fetched_where_the_volume_is_not_seen(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    """Until they are served somewhere, the old ones serve on, and the status says what is missing."""
+    port, cache = free_port(), WeightCache(tmp_path / "cache")
+    hidden = tmp_path / broker.run_id / folder_name(1)
+    async with working(broker, fake(broker), model, following=False, cache=cache) as running:
+        before = running.swap.status.version
+        url = f"http://127.0.0.1:{port}/v1/weights/{broker.run_id}/{hidden.name}"
+        announcement = await announce(broker, fence, tmp_path / "shared", model, url=url)
+        hidden.parent.mkdir()
+        (tmp_path / "shared").rename(hidden)
+        await running.swap.follow(WeightRegistry(broker))
+        status = running.swap.status
+        assert status.version == before
+        assert status.error is not None
+        assert announcement.version in status.error
+        assert str(port) in status.error
+        await submit(broker, fence, job(broker.run_id, "still"))
+        await until(lambda: finished(broker, "still"))
+
+        with bound("127.0.0.1", port) as listener:
+            http = http_server(create_app(tmp_path, ()), drain_s=0)
+            serving = asyncio.create_task(http.serve(sockets=[listener]))
+            await running.swap.follow(WeightRegistry(broker))
+            http.should_exit = True
+            await serving
+        assert running.swap.status == WeightStatus(version=announcement.version)
 
 
 async def test_a_replica_that_is_too_old_takes_no_jobs(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:

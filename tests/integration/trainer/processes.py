@@ -79,9 +79,11 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def replica(folder: Path, run_id: str, url: str, *, deterministic: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+def replica(
+    folder: Path, run_id: str, url: str, *options: str, deterministic: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
     command = ["services.rollout", f"--model={MODEL}", f"--redis-url={url}", f"--run-id={run_id}", "--port=0"]
-    command += ["--threads=1", "--max-batch=64", "--lease-s=5"] + ["--deterministic"] * deterministic
+    command += ["--threads=1", "--max-batch=64", "--lease-s=5", *options] + ["--deterministic"] * deterministic
     with process(command, folder / f"replica-{run_id}.log") as child:
         yield child
 

@@ -1,0 +1,57 @@
+"""The files of finished weight folders, whole or in ranges. What they must hash to is in each folder's manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import Path as InPath
+from starlette.responses import FileResponse
+
+from services.contract.errors import NotFoundError
+from services.contract.http import Health, Problem
+from services.contract.weights import FILE_NAME, RUN_ID
+from services.http import problems
+from services.http.guard import Guard
+from services.transport.weight_folder import FOLDER_NAME
+
+MAX_BODY_BYTES = 0
+"""Nobody posts here."""
+
+router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
+
+
+class WeightFileResponse(FileResponse):
+    chunk_size = 1024 * 1024  # each chunk is one trip to a thread
+
+
+def create_app(root: Path, tokens: Sequence[str]) -> FastAPI:
+    app = FastAPI(title="dvp-weights", version="1", description="Weight folders.", docs_url=None, redoc_url=None)
+    app.state.root = root
+    app.include_router(router)
+    problems.install(app, {})
+    app.add_middleware(Guard, tokens=tokens, max_body=MAX_BODY_BYTES)
+    return app
+
+
+@router.get("/v1/weights/{run_id}/{folder}/{name}", response_class=FileResponse)
+def file(
+    run_id: Annotated[str, InPath(pattern=RUN_ID)],
+    folder: Annotated[str, InPath(pattern=FOLDER_NAME)],
+    name: Annotated[str, InPath(pattern=FILE_NAME)],
+    request: Request,
+) -> Response:
+    """One file of one published version; its manifest is `dvp-manifest.json`. Ranges are served."""
+    path: Path = request.app.state.root / run_id / folder / name
+    # The patterns keep a name from leaving its folder; a link could.
+    if path.is_symlink() or not path.is_file():
+        raise NotFoundError(f"{run_id}/{folder}/{name}: no such file; old versions are deleted")
+    return WeightFileResponse(path, media_type="application/octet-stream", stat_result=path.stat())
+
+
+@router.get("/healthz", response_model=Health)
+@router.get("/readyz", response_model=Health)
+async def healthz() -> Health:
+    return Health(status="ok")

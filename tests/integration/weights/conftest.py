@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.contract.weights import Announcement
+from services.http.server import bound, http_server
+from services.transport.weight_folder import folder_name, verify_folder, write_manifest
+from services.weights.app import create_app
+
+RUN_ID = "run"
+LARGE = 3_000_000
+Serve = Callable[..., AbstractAsyncContextManager[int]]
+Publish = Callable[..., Announcement]
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """What only the trainer and dvp-weights see."""
+    return tmp_path / "volume"
+
+
+@pytest.fixture
+def publish(volume: Path) -> Publish:
+    """Writes version `seq` and announces it at the server under `base`."""
+
+    def write(seq: int, base: str) -> Announcement:
+        folder = volume / RUN_ID / folder_name(seq)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text("{}")
+            (folder / "empty.txt").touch()
+            (folder / "model.safetensors").write_bytes(bytes((i * seq) % 251 for i in range(1000)) * (LARGE // 1000))
+            write_manifest(folder, RUN_ID, seq, step=seq)
+        return Announcement(
+            version=str(verify_folder(folder).version),
+            step=seq,
+            folder=str(folder),
+            url=f"{base}/v1/weights/{RUN_ID}/{folder.name}",
+            announced_at=time.time(),
+        )
+
+    return write
+
+
+@asynccontextmanager
+async def serving(root: Path, tokens: Sequence[str] = ()) -> AsyncIterator[int]:
+    """dvp-weights in this event loop; the port."""
+    with bound("127.0.0.1", 0) as listener:
+        http = http_server(create_app(root, tokens), drain_s=0)
+        task = asyncio.create_task(http.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            http.should_exit = http.force_exit = True
+            await task
+
+
+@pytest.fixture
+async def port(volume: Path) -> AsyncIterator[int]:
+    async with serving(volume) as number:
+        yield number
+
+
+def in_use(*seqs: int) -> Callable[[], Awaitable[frozenset[int]]]:
+    async def answer() -> frozenset[int]:
+        return frozenset(seqs)
+
+    return answer
