@@ -49,6 +49,8 @@ async def train(run: Run) -> None:
         if run.is_due(run.settings.checkpoint.interval) or run.is_best:
             await run.save()
         run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch))
+    run.finished = True
+    await run.tell()
 
 
 class Stopwatch:
@@ -97,6 +99,8 @@ class Run:
     best: tuple[int, float] | None = None
     """(step, held-out score)."""
     watch: Stopwatch = field(default_factory=Stopwatch)
+    finished: bool = False
+    """Nothing is left to do; nobody need miss this trainer when it is gone."""
 
     def count(self, batch: Batch, metrics: dict[str, float]) -> None:
         self.step += 1
@@ -138,6 +142,10 @@ class Run:
     async def beat(self) -> None:
         """Tells the broker how far the run is, for ever."""
         while True:
-            beat = TrainerBeat(self.step, self.publisher.announced.version, self.feeder.waiting_s())
-            await self.replicas.beat_trainer(beat, fence=self.feeder.fence)
+            await self.tell()
             await asyncio.sleep(BEAT_S)
+
+    async def tell(self) -> None:
+        version, waiting_s = self.publisher.announced.version, self.feeder.waiting_s()
+        beat = TrainerBeat(self.step, version, waiting_s, int(self.finished))
+        await self.replicas.beat_trainer(beat, fence=self.feeder.fence)

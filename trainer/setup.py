@@ -60,8 +60,10 @@ async def open_evaluation(settings: EvalSettings) -> AsyncIterator[Run]:
     """The same with the weights of one checkpoint announced, and nothing fed to the queue."""
     if settings.data.heldout is None:
         raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
-    async with _assemble(settings, settings.checkpoint_at) as run, _beside(run.beat()):
-        yield run
+    async with _assemble(settings, settings.checkpoint_at) as run:
+        run.finished = run.step >= settings.steps
+        async with _beside(run.beat()):
+            yield run
 
 
 @asynccontextmanager

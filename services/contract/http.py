@@ -192,12 +192,22 @@ class Verdict(StrEnum):
     DEAD_LETTERS = "dead_letters"
     BROKER_MEMORY = "broker_memory"
     CLOSED = "closed"
+    REPLICAS_LOST = "replicas_lost"
+    GROWING_BACKLOG = "growing_backlog"
+
+
+class Severity(StrEnum):
+    CRITICAL = "critical"
+    """Nothing gets done until somebody acts."""
+    WARNING = "warning"
+    INFO = "info"
 
 
 class Reason(Body):
     """One rule that fired: what was seen, and what to do."""
 
     verdict: Verdict
+    severity: Severity
     detail: str
     remedy: str
 

@@ -93,6 +93,11 @@ class Keys:
         return self._key("trainer")
 
     @property
+    def backlogs(self) -> str:
+        """Stream of how many jobs waited, measured at intervals by whichever replica is alive."""
+        return self._key("backlogs")
+
+    @property
     def closed(self) -> str:
         """Exists while the queue is drained: why no jobs are admitted."""
         return self._key("closed")

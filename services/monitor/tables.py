@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.contract.http import QueueHealth, StreamHealth, Verdict
+from services.contract.http import QueueHealth, Severity, StreamHealth
 from services.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
 from services.transport.pending import Pending
 
 MAX_ERROR_CHARS = 100
-GOOD = frozenset({Verdict.OK, Verdict.IDLE})
+STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold green"}
 
 
 def show_health(console: Console, health: QueueHealth) -> None:
-    style = "bold green" if health.verdict in GOOD else "bold red"
+    style = STYLES[health.reasons[0].severity if health.reasons else Severity.INFO]
     console.print(Text.assemble((health.verdict, style), f"  run {health.run_id}"))
     for reason in health.reasons:
         console.print(Text(f"  {reason.verdict}: {reason.detail}"))

@@ -53,6 +53,7 @@ RETRY_AFTER_MEMORY_S = 5.0
 _KEYS = (
     *("jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
+    "backlogs",
 )
 """What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 

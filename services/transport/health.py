@@ -15,6 +15,7 @@ from services.contract.http import (
     Reason,
     ReplicaHealth,
     ReplicaState,
+    Severity,
     StreamHealth,
     TrainerHealth,
     Verdict,
@@ -22,13 +23,15 @@ from services.contract.http import (
 from services.contract.weights import WeightVersion
 
 from .broker import MEMORY_SHARE, Broker
-from .replicas import BEAT_S, MAX_REPLICAS, MISSED_BEATS
+from .replicas import BACKLOG_EVERY_S, BEAT_S, MAX_REPLICAS, MISSED_BEATS, NUM_BACKLOGS
 
 LOST_S = BEAT_S * MISSED_BEATS
 STALLED_S = 300.0
 """Jobs that are older, with no result for as long, count as stuck."""
 STARVED_S = 15.0
 """Waiting shorter than this is the normal alternation of generating and training."""
+MISSED_S = 300.0
+"""For so long a lost replica is missed. Afterwards it only stays on the list: it may have come back as another one."""
 NAMED = 5
 """Replicas that a detail names."""
 
@@ -59,6 +62,10 @@ class Snapshot:
     """What happened since the run began, by name."""
     closed: str = ""
     """Why no jobs are admitted; "" when they are."""
+    finished: bool = False
+    """The trainer has done its last step."""
+    backlogs: tuple[int, ...] = ()
+    """Jobs that waited, every BACKLOG_EVERY_S, oldest first; the last NUM_BACKLOGS."""
 
     @property
     def live(self) -> tuple[ReplicaHealth, ...]:
@@ -77,123 +84,177 @@ class Snapshot:
         return self.groups.backlog + self.groups.pending
 
 
-Rule = Callable[[Snapshot], Reason | None]
+# What each rule sees, in numbers; "" when it does not fire.
 
 
-def broker_memory(s: Snapshot) -> Reason | None:
+def broker_memory(s: Snapshot) -> str:
     if s.maxmemory == 0 or s.used_memory < MEMORY_SHARE * s.maxmemory:
-        return None
-    return Reason(
-        verdict=Verdict.BROKER_MEMORY,
-        detail=f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory; no new jobs are admitted",
-        remedy="let the trainer catch up, or raise maxmemory",
-    )
+        return ""
+    return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory"
 
 
-def closed(s: Snapshot) -> Reason | None:
-    if not s.closed:
-        return None
-    return Reason(
-        verdict=Verdict.CLOSED,
-        detail=f"no new jobs are admitted ({s.closed}); {s.num_jobs} are still queued or running",
-        remedy="open it again when the work is done: dvp-queue open",
-    )
-
-
-def no_replicas(s: Snapshot) -> Reason | None:
+def no_replicas(s: Snapshot) -> str:
     if s.live or not (s.num_jobs or s.trainer_lives or s.replicas):
-        return None
+        return ""
     lost = _named(s.replicas)
-    return Reason(
-        verdict=Verdict.NO_REPLICAS,
-        detail=f"no replica is alive while {s.num_jobs} jobs wait" + (f"; last seen: {lost}" if lost else ""),
-        remedy="start one: dvp-rollout --model PATH --engine ... --redis-url URL --run-id ID",
-    )
+    return f"no replica is alive while {s.num_jobs} jobs wait" + (f"; last seen: {lost}" if lost else "")
 
 
-def no_trainer(s: Snapshot) -> Reason | None:
-    if s.trainer_lives or not (s.num_groups or s.in_flight or s.trainer):
-        return None
+def no_trainer(s: Snapshot) -> str:
+    if s.trainer_lives or s.finished or not (s.num_groups or s.in_flight or s.trainer):
+        return ""
     seen = "was never seen" if s.trainer is None else f"was last seen {s.trainer.last_seen_s:.0f} s ago"
-    return Reason(
-        verdict=Verdict.NO_TRAINER,
-        detail=f"the trainer {seen}, with {s.num_groups} groups waiting and {s.in_flight} jobs in flight",
-        remedy="start it again with the same config: it resumes from its last checkpoint",
-    )
+    return f"the trainer {seen}, with {s.num_groups} groups waiting and {s.in_flight} jobs in flight"
 
 
-def stalled(s: Snapshot) -> Reason | None:
+def stalled(s: Snapshot) -> str:
     age = s.jobs.oldest_age_s or 0.0
     if not s.live or age < STALLED_S or (s.since_commit_s is not None and s.since_commit_s < STALLED_S):
-        return None
-    return Reason(
-        verdict=Verdict.STALLED,
-        detail=f"the oldest job is {age:.0f} s old and no job has ended for {STALLED_S:.0f} s; alive: {_named(s.live)}",
-        remedy="look at the replicas' logs; one that hangs can be killed safely, its jobs go to another",
-    )
+        return ""
+    return f"the oldest job is {age:.0f} s old and no job has ended for {STALLED_S:.0f} s; alive: {_named(s.live)}"
 
 
-def replicas_behind(s: Snapshot) -> Reason | None:
+def closed(s: Snapshot) -> str:
+    return f"no new jobs are admitted ({s.closed}); {s.num_jobs} are still queued or running" if s.closed else ""
+
+
+def replicas_behind(s: Snapshot) -> str:
     behind = tuple(replica for replica in s.live if _seq(replica.version) < s.min_seq)
     if not behind:
-        return None
-    return Reason(
-        verdict=Verdict.REPLICAS_BEHIND,
-        detail=f"{len(behind)} of {len(s.live)} replicas serve weights too old to take jobs: {_named(behind)}",
-        remedy=f"look at why they do not load {s.newest_version}: is the weight folder on a volume they can read?",
-    )
+        return ""
+    return f"{len(behind)} of {len(s.live)} replicas do not serve {s.newest_version} or near: {_named(behind)}"
 
 
-def dead_letters(s: Snapshot) -> Reason | None:
-    if s.dead == 0:
-        return None
-    return Reason(
-        verdict=Verdict.DEAD_LETTERS,
-        detail=f"{s.dead} jobs were given up; each dead letter holds its error",
-        remedy="read the errors (dvp-queue dead list), mend the cause, then replay or drop them",
-    )
+def replicas_lost(s: Snapshot) -> str:
+    lost = tuple(replica for replica in s.replicas if LOST_S < replica.last_seen_s <= MISSED_S)
+    if not lost or not s.live:
+        return ""
+    return f"{len(lost)} of {len(s.live) + len(lost)} replicas went silent without a farewell: {_named(lost)}"
 
 
-def replicas_starved(s: Snapshot) -> Reason | None:
+def dead_letters(s: Snapshot) -> str:
+    return f"{s.dead} jobs were given up" if s.dead else ""
+
+
+def replicas_starved(s: Snapshot) -> str:
     waiting = s.groups.oldest_age_s or 0.0
-    if not s.live or s.num_jobs or not s.groups.backlog or waiting < STARVED_S:
-        return None
-    return Reason(
-        verdict=Verdict.REPLICAS_STARVED,
-        detail=f"{len(s.live)} replicas have nothing to do while {s.groups.backlog} groups wait for the trainer",
-        remedy="the trainer is the bottleneck: fewer replicas, a larger max_staleness or a faster trainer",
-    )
+    if not s.live or s.num_jobs or s.finished or not s.groups.backlog or waiting < STARVED_S:
+        return ""
+    return f"{len(s.live)} replicas have nothing to do while {s.groups.backlog} groups wait for the trainer"
 
 
-def trainer_starved(s: Snapshot) -> Reason | None:
+def trainer_starved(s: Snapshot) -> str:
     if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or s.num_groups or not s.live:
-        return None
-    return Reason(
-        verdict=Verdict.TRAINER_STARVED,
-        detail=f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are in work",
-        remedy="generation is the bottleneck: add replicas or allow more staleness",
-    )
+        return ""
+    return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are in work"
 
 
-def idle(s: Snapshot) -> Reason | None:
-    if s.num_jobs or s.num_groups or s.in_flight:
-        return None
-    return Reason(verdict=Verdict.IDLE, detail="nothing is queued and nothing runs", remedy="submit jobs")
+def growing_backlog(s: Snapshot) -> str:
+    """Even the least that waited in the younger half of the history is more than the most in the older half."""
+    half = len(s.backlogs) // 2
+    if len(s.backlogs) < NUM_BACKLOGS or not s.jobs.backlog or min(s.backlogs[half:]) <= max(s.backlogs[:half]):
+        return ""
+    minutes = NUM_BACKLOGS * BACKLOG_EVERY_S / 60
+    return f"{s.jobs.backlog} jobs wait for a replica, {s.jobs.backlog - s.backlogs[0]} more than {minutes:.0f} min ago"
+
+
+def idle(s: Snapshot) -> str:
+    if s.num_jobs or ((s.num_groups or s.in_flight) and not s.finished):
+        return ""
+    return "the run is finished and nothing is queued" if s.finished else "nothing is queued and nothing runs"
+
+
+class Rule(NamedTuple):
+    """One verdict. The page, `dvp-queue`, the alerts and the operator's page all use these words."""
+
+    verdict: Verdict
+    severity: Severity
+    meaning: str
+    remedy: str
+    see: Callable[[Snapshot], str]
 
 
 RULES: tuple[Rule, ...] = (
-    broker_memory,
-    no_replicas,
-    no_trainer,
-    stalled,
-    closed,
-    replicas_behind,
-    dead_letters,
-    replicas_starved,
-    trainer_starved,
-    idle,
+    Rule(
+        Verdict.BROKER_MEMORY,
+        Severity.CRITICAL,
+        "the broker's memory is nearly full, so that no new jobs are admitted",
+        "let the trainer catch up, or raise maxmemory",
+        broker_memory,
+    ),
+    Rule(
+        Verdict.NO_REPLICAS,
+        Severity.CRITICAL,
+        "no replica is alive, so that no job is worked on",
+        "start one: dvp-rollout --model PATH --engine ... --redis-url URL --run-id ID",
+        no_replicas,
+    ),
+    Rule(
+        Verdict.NO_TRAINER,
+        Severity.CRITICAL,
+        "the trainer is gone before its run was finished",
+        "start it again with the same config: it resumes from its last checkpoint",
+        no_trainer,
+    ),
+    Rule(
+        Verdict.STALLED,
+        Severity.CRITICAL,
+        "replicas are alive, but no job ends",
+        "look at the replicas' logs; one that hangs can be killed safely, its jobs go to another",
+        stalled,
+    ),
+    Rule(
+        Verdict.CLOSED,
+        Severity.WARNING,
+        "somebody has closed the queue, so that no new jobs are admitted",
+        "open it again when the work is done: dvp-queue open",
+        closed,
+    ),
+    Rule(
+        Verdict.REPLICAS_BEHIND,
+        Severity.WARNING,
+        "replicas serve weights that are too old to take jobs",
+        "look into their logs why they do not load the newest: can they read the folder with the weights?",
+        replicas_behind,
+    ),
+    Rule(
+        Verdict.REPLICAS_LOST,
+        Severity.WARNING,
+        "replicas died or hang; what they had leased goes to others",
+        "restart those that are not back yet; one that hangs can be killed safely",
+        replicas_lost,
+    ),
+    Rule(
+        Verdict.DEAD_LETTERS,
+        Severity.WARNING,
+        "jobs were given up; each dead letter holds its error",
+        "read the errors (dvp-queue dead list), mend the cause, then replay or drop them",
+        dead_letters,
+    ),
+    Rule(
+        Verdict.REPLICAS_STARVED,
+        Severity.WARNING,
+        "the trainer is the bottleneck: replicas have nothing to do while groups wait",
+        "run fewer replicas, allow a larger max_staleness, or make the trainer faster",
+        replicas_starved,
+    ),
+    Rule(
+        Verdict.TRAINER_STARVED,
+        Severity.WARNING,
+        "generation is the bottleneck: the trainer waits for groups",
+        "add replicas, or allow a larger max_staleness",
+        trainer_starved,
+    ),
+    Rule(
+        Verdict.GROWING_BACKLOG,
+        Severity.WARNING,
+        "jobs come in faster than the replicas finish them",
+        "add replicas, or submit more slowly",
+        growing_backlog,
+    ),
+    Rule(Verdict.IDLE, Severity.INFO, "there is nothing to do", "nothing, or submit jobs", idle),
 )
-"""Worst first: the first that fires is the verdict."""
+"""Worst first: the first that fires is the verdict; `ok` when none does."""
 
 
 class Judgement(NamedTuple):
@@ -202,7 +263,11 @@ class Judgement(NamedTuple):
 
 
 def judge(snapshot: Snapshot) -> Judgement:
-    reasons = tuple(reason for rule in RULES if (reason := rule(snapshot)))
+    reasons = tuple(
+        Reason(verdict=rule.verdict, severity=rule.severity, detail=detail, remedy=rule.remedy)
+        for rule in RULES
+        if (detail := rule.see(snapshot))
+    )
     return Judgement(reasons[0].verdict if reasons else Verdict.OK, reasons)
 
 
@@ -228,6 +293,8 @@ async def take_snapshot(broker: Broker) -> Snapshot:
         since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
         counters=counters,
         closed=found["closed"],
+        finished=bool(int(found["trainer"].get("finished", 0))),
+        backlogs=tuple(int(length) for length in found["backlogs"] or ()),
     )
 
 

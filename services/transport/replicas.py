@@ -14,6 +14,9 @@ BEAT_S = 2.0
 """Seconds between heartbeats."""
 MISSED_BEATS = 5
 """A replica, or the trainer, is lost after that many missed."""
+BACKLOG_EVERY_S = 30.0
+NUM_BACKLOGS = 10
+"""How often the backlog is measured along with a replica's heartbeat, and how many measurements are kept."""
 MAX_REPLICAS = 512
 """Listed at most; the most recently seen ones."""
 
@@ -40,6 +43,8 @@ class TrainerBeat:
     version: str
     waiting_s: float = 0.0
     """Seconds that the trainer has been waiting for groups; 0 while it trains."""
+    finished: int = 0
+    """1: it has done its last step and is about to end."""
 
 
 class ReplicaRegistry:
@@ -47,7 +52,7 @@ class ReplicaRegistry:
         self.broker = broker
 
     async def beat(self, beat: ReplicaBeat) -> None:
-        await self.broker.script("beat", beat.id, *_pairs(beat))
+        await self.broker.script("beat", beat.id, int(1000 * BACKLOG_EVERY_S), NUM_BACKLOGS, *_pairs(beat))
 
     async def beat_trainer(self, beat: TrainerBeat, *, fence: int) -> None:
         await self.broker.script("beat_trainer", fence, *_pairs(beat))

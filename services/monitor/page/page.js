@@ -1,8 +1,7 @@
 // Shows what /v1/events says. Text only ever goes through textContent: ids and errors come from other processes.
 
 const at = (id) => document.getElementById(id);
-const GOOD = ["ok", "idle"];
-const BAD = ["no_replicas", "no_trainer", "stalled", "broker_memory"];
+const TONES = { critical: "bad", warning: "warn", info: "good" };
 const FATES = { replayed: "is back in the queue", dropped: "is dropped" };
 const WHY_NOT = {
   closed: "The trainer has counted it as dead and drawn the next prompt.",
@@ -65,10 +64,10 @@ function showPicture() {
 
 function showVerdict() {
   const verdict = picture.error ? "broker does not answer" : words(picture.health.verdict);
-  const tone = picture.error || BAD.includes(picture.health.verdict) ? "bad" : GOOD.includes(picture.health.verdict) ? "good" : "warn";
   const reasons = picture.error
-    ? [{ detail: picture.error, remedy: "start the broker again; what is below is the last that was seen" }]
+    ? [{ severity: "critical", detail: picture.error, remedy: "start the broker again; what is below is the last that was seen" }]
     : picture.health.reasons;
+  const tone = TONES[reasons[0]?.severity ?? "info"];
   at("verdict").className = `card ${tone}`;
   say("verdict-name", `${{ good: "✓", warn: "!", bad: "✕" }[tone]} ${verdict}`);
   const list = at("reasons");

@@ -17,6 +17,8 @@ for i = 1, #seen, 2 do
   fields.id, fields.age_ms = seen[i], now - seen[i + 1]
   replicas[#replicas + 1] = fields
 end
+local backlogs = {}
+for i, entry in ipairs(redis.call('XRANGE', BACKLOGS, '-', '+')) do backlogs[i] = entry[2][2] end
 local memory = redis.call('INFO', 'memory')
 local last = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
 local announced = last and fields_of(last[2]) or {}
@@ -34,5 +36,6 @@ return cjson.encode({
   maxmemory = tonumber(string.match(memory, 'maxmemory:(%d+)')),
   version = announced.version or '',
   min_seq = tonumber(announced.min_seq or 0),
+  backlogs = backlogs,
   closed = redis.call('GET', CLOSED) or '',
 })

@@ -9,6 +9,7 @@ import pytest
 
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import DeadLetter, Group
+from services.contract.http import ReplicaState
 from services.contract.job import Job, JobState, Sink
 from services.transport.admission import check_run, close_queue, open_queue, purge_run
 from services.transport.broker import Broker
@@ -18,7 +19,7 @@ from services.transport.groups import GroupQueue
 from services.transport.health import queue_health
 from services.transport.lease import TrainerLease
 from services.transport.pending import Stream, pending
-from services.transport.replicas import ReplicaRegistry
+from services.transport.replicas import ReplicaBeat, ReplicaRegistry
 from services.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_group, make_job, until
 
@@ -232,7 +233,7 @@ async def test_a_purge_removes_the_run_and_nothing_else(rig: Rig, broker_url: st
         with pytest.raises(RequestError, match="is being trained by test"):
             await purge_run(rig.broker)
         await rig.broker.redis.delete(rig.broker.keys.lease)
-        await rig.broker.script("beat", "a", "state", "serving")
+        await ReplicaRegistry(rig.broker).beat(ReplicaBeat("a", ReplicaState.SERVING, "run:0:ab", in_flight=0))
         with pytest.raises(RequestError, match="replica a is serving"):
             await purge_run(rig.broker)
         await ReplicaRegistry(rig.broker).leave("a")

@@ -11,11 +11,21 @@ from services.contract.job import Sink
 from services.contract.weights import Announcement
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
-from services.transport.health import LOST_S, RULES, STALLED_S, STARVED_S, Snapshot, judge, queue_health, take_snapshot
-from services.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
+from services.transport.health import (
+    LOST_S,
+    MISSED_S,
+    RULES,
+    STALLED_S,
+    STARVED_S,
+    Snapshot,
+    judge,
+    queue_health,
+    take_snapshot,
+)
+from services.transport.replicas import BACKLOG_EVERY_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
 from services.transport.retention import sweep_broker
 from services.transport.weights import WeightRegistry
-from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig, make_group, make_job
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig, make_group, make_job
 
 
 async def _beat(rig: Rig, name: str = "a", *, seq: int = 0, loading: str = "") -> None:
@@ -156,7 +166,63 @@ async def test_replicas_behind(rig: Rig) -> None:
     assert health.verdict is Verdict.REPLICAS_BEHIND
     assert "1 of 2" in health.reasons[0].detail
     assert "old" in health.reasons[0].detail
-    assert version in health.reasons[0].remedy
+    assert version in health.reasons[0].detail
+
+
+async def test_replicas_lost(rig: Rig) -> None:
+    await _beat(rig, "here")
+    await _beat(rig, "gone")
+    await _beat_trainer(rig)
+    await rig.submit(1)
+    await _age_replica(rig, "gone", LOST_S + 1)
+    health = await _health(rig)
+    assert health.verdict is Verdict.REPLICAS_LOST
+    assert "1 of 2" in health.reasons[0].detail
+    assert "gone (lost" in health.reasons[0].detail
+    await _age_replica(rig, "gone", MISSED_S)
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_growing_backlog(rig: Rig) -> None:
+    await _beat_trainer(rig)
+    for length in (1, 1, 3, 3, 2, 5, 6, 8, 7, 9, 12):
+        await rig.submission.submit(
+            [make_job(rig.run_id, number) for number in range(length)], fence=rig.fence, limit=NO_LIMIT
+        )
+        await _let_time_pass(rig)
+        await _beat(rig)
+    assert len((await take_snapshot(rig.broker)).backlogs) == NUM_BACKLOGS
+    health = await _health(rig)
+    assert health.verdict is Verdict.GROWING_BACKLOG
+    assert "12 jobs wait" in health.reasons[0].detail
+    await _beat(rig)
+    assert (await take_snapshot(rig.broker)).backlogs[-1] == 12, "measured once per interval"
+    await rig.finish(rig.replica("a"), 11)
+    await _let_time_pass(rig)
+    await _beat(rig)
+    assert Verdict.GROWING_BACKLOG not in {reason.verdict for reason in (await _health(rig)).reasons}
+
+
+async def _let_time_pass(rig: Rig) -> None:
+    """Puts the measurements of the backlog back by one interval."""
+    key = rig.broker.keys.backlogs
+    entries = await rig.broker.redis.xrange(key)
+    await rig.broker.redis.delete(key)
+    for entry_id, fields in entries:
+        await rig.broker.redis.xadd(key, fields, id=int(entry_id.split(b"-")[0]) - int(BACKLOG_EVERY_S * 1000))
+
+
+async def test_a_finished_run_misses_no_trainer(rig: Rig) -> None:
+    await _beat(rig)
+    await rig.submit(1)
+    await rig.finish(rig.replica("a"), 1)
+    await _age_jobs(rig, rig.broker.keys.groups, STARVED_S + 1)
+    beat = TrainerBeat(step=9, version=f"{rig.run_id}:0:ab", finished=1)
+    await ReplicaRegistry(rig.broker).beat_trainer(beat, fence=rig.fence)
+    await rig.broker.redis.hincrby(rig.broker.keys.trainer, "at", -int(LOST_S + 1) * 1000)
+    health = await _health(rig)
+    assert health.verdict is Verdict.IDLE
+    assert "the run is finished" in health.reasons[0].detail
 
 
 async def test_dead_letters(rig: Rig) -> None:
@@ -222,7 +288,7 @@ def test_the_worst_reason_is_the_verdict() -> None:
     assert verdict is Verdict.BROKER_MEMORY
     assert [reason.verdict for reason in reasons] == [*fired, Verdict.TRAINER_STARVED]
     assert judge(replace(snapshot, maxmemory=0)).verdict is Verdict.STALLED
-    assert len(RULES) == len(Verdict) - 1
+    assert {rule.verdict for rule in RULES} == set(Verdict) - {Verdict.OK}
 
 
 async def test_the_seqs_in_use_are_served_or_loading(rig: Rig) -> None:
