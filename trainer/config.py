@@ -12,6 +12,7 @@ from services.contract.sampling import LOG_RHO, Sampling
 from services.contract.weights import RUN_ID
 from services.dvp.correction import Bounds, Level, Mode
 from services.dvp.denominators import Denominator
+from services.http.settings import is_loopback
 from services.logs import LogFormat, LogLevel
 from services.settings import Section, Settings
 
@@ -151,6 +152,25 @@ class ReportSection(Section):
     wandb_project: str | None = None
 
 
+class MetricsSection(Section):
+    """/metrics for Prometheus, and /healthz."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """None: nothing is served."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs a token."""
+    token: SecretStr | None = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> MetricsSection:
+        if self.port is not None and not is_loopback(self.host) and not self.token:
+            raise ValueError(
+                f"metrics.host {self.host!r} is reachable from other machines: set metrics.token "
+                "(DVP_TRAIN__METRICS__TOKEN), or listen on 127.0.0.1"
+            )
+        return self
+
+
 class TrainSettings(Settings):
     """A training run."""
 
@@ -180,6 +200,7 @@ class TrainSettings(Settings):
     weights: WeightsSection = WeightsSection()
     evaluate: EvaluateSection = EvaluateSection()
     report: ReportSection = ReportSection()
+    metrics: MetricsSection = MetricsSection()
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.TEXT
 

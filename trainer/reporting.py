@@ -21,6 +21,7 @@ Of the trainer:
     drift/kl                                       what the further updates of a batch add
     grad/norm, optimizer/lr, optimizer/updates
     staleness/mean, staleness/max                  optimizer steps
+    staleness/groups_0 .. groups_8                 groups that were so many steps old, the last with all that were older
     time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s
     time/generate_s, time/reward_s                 elsewhere: a replica per group; all reward workers per batch
     throughput/samples_per_second, throughput/tokens_per_second

@@ -24,6 +24,7 @@ from .checkpoint import Checkpoints, Progress, restore_rng
 from .config import EvalSettings, TrainSettings
 from .data import Columns, Order, Prompts, load_prompts
 from .evaluate import Evaluator
+from .exporter import PrometheusSink, exporting
 from .feeder import Feeder
 from .loop import Run
 from .model import load_model
@@ -40,10 +41,10 @@ logger = logging.getLogger(__name__)
 @asynccontextmanager
 async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
     """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running."""
-    async with _assemble(settings, None) as run:
+    async with exporting(settings.metrics) as exporter, _assemble(settings, None) as run:
         await run.feeder.restore(run.resumed_from)
         resumed_step = run.step if run.step else None
-        run.reporter = open_reporter(settings, resumed_step)
+        run.reporter = open_reporter(settings, resumed_step, exporter)
         try:
             async with _beside(run.beat(), run.feeder.run()):
                 if settings.evaluate.interval and resumed_step is None:
@@ -187,9 +188,11 @@ def restore(
     return progress
 
 
-def open_reporter(settings: TrainSettings, resumed_step: int | None) -> Reporter:
+def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: PrometheusSink | None) -> Reporter:
     out: Path = settings.out_dir
     sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step), console_sink(settings.steps)]
+    if exporter is not None:
+        sinks.append(exporter)
     if settings.report.tensorboard:
         sinks.append(TensorboardSink(out / "tensorboard", resumed_step=resumed_step))
     if settings.report.wandb_project is not None:

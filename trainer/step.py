@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+STALENESS_BINS = 8
+"""Of the histogram; one more holds all that is older."""
 
 
 class TrainLogprobs(NamedTuple):
@@ -265,6 +269,7 @@ def pruning_metrics(evidence: Evidence) -> dict[str, float]:
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
     rewards, staleness = batch.rewards, torch.tensor([scored.staleness for scored in batch.groups]).double()
+    histogram = Counter(min(scored.staleness, STALENESS_BINS) for scored in batch.groups)
     lengths = [len(sample.token_ids) for scored in batch.groups for sample in scored.group.samples]
     return {
         "reward/mean": float(rewards.mean()),
@@ -273,6 +278,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "groups/no_signal": float(sum(not scored.has_signal for scored in batch.groups)),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
+        **{f"staleness/groups_{behind}": float(count) for behind, count in sorted(histogram.items())},
         "length/mean": sum(lengths) / len(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_share": float((~batch.complete()).double().mean()),
