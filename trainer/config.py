@@ -159,16 +159,21 @@ class MetricsSection(Section):
     """None: nothing is served."""
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs a token."""
-    token: SecretStr | None = None
+    token: SecretStr = SecretStr("")
+    """What to be shown; several with commas between are all accepted."""
 
     @model_validator(mode="after")
     def _closed(self) -> MetricsSection:
-        if self.port is not None and not is_loopback(self.host) and not self.token:
+        if self.port is not None and not is_loopback(self.host) and not self.tokens:
             raise ValueError(
                 f"metrics.host {self.host!r} is reachable from other machines: set metrics.token "
                 "(DVP_TRAIN__METRICS__TOKEN), or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def tokens(self) -> list[str]:
+        return [part.strip() for part in self.token.get_secret_value().split(",") if part.strip()]
 
 
 class TrainSettings(Settings):

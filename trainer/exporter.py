@@ -131,5 +131,5 @@ def _app(sink: PrometheusSink, settings: MetricsSection) -> FastAPI:
         return Health(status="ok")
 
     problems.install(app, {})
-    app.add_middleware(Guard, tokens=[settings.token.get_secret_value()] if settings.token else [])
+    app.add_middleware(Guard, tokens=settings.tokens)
     return app

@@ -55,7 +55,7 @@ async def test_steps_add_up_to_metrics() -> None:
 
 async def test_a_token_protects_the_metrics_and_only_them() -> None:
     port = free_port()
-    settings = MetricsSection(port=port, token=SecretStr("s3cret"))
+    settings = MetricsSection(port=port, token=SecretStr("old, s3cret"))
     async with exporting(settings), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert (await client.get("/metrics")).status_code == 401
         assert (await client.get("/metrics", headers={"Authorization": "Bearer s3cret"})).status_code == 200
