@@ -119,6 +119,15 @@ class Panel(Body):
     lines: tuple[Line, ...]
 
 
+class Histogram(Body):
+    title: str
+    caption: str
+    bars: tuple[tuple[str, float], ...]
+    """(label, share of all)"""
+
+
 class Curves(Body):
     error: str = ""
     panels: tuple[Panel, ...] = ()
+    staleness: Histogram | None = None
+    """null before the first group was trained."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from .bodies import Curves, Line, Panel
+from .bodies import Curves, Histogram, Line, Panel
 
 MAX_POINTS = 240
 MAX_READ = 1 << 22
@@ -39,7 +39,11 @@ PANELS = (
     ),
     Drawn("Staleness", "optimizer steps behind", {"staleness/mean": "mean", "staleness/max": "max"}),
 )
-WANTED = frozenset(name for panel in PANELS for name in panel.lines)
+STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))
+"""Groups that were so many optimizer steps behind, in the last bin all that were older."""
+RECENT_STEPS = 100
+"""What the histogram covers."""
+WANTED = frozenset(name for panel in PANELS for name in panel.lines).union(STALENESS_BINS)
 
 
 class MetricsFile:
@@ -99,7 +103,24 @@ class MetricsFile:
             for panel in PANELS
         )
         error = f"{self._path}: {self._damaged} damaged lines are left out" if self._damaged else ""
-        return Curves(error=error, panels=tuple(panel for panel in panels if panel.lines))
+        return Curves(error=error, panels=tuple(panel for panel in panels if panel.lines), staleness=self._staleness())
+
+    def _staleness(self) -> Histogram | None:
+        recent = max((self._points[name][-1][0] for name in STALENESS_BINS if self._points[name]), default=0.0)
+        counts = [
+            sum(value for step, value in self._points[name] if step > recent - RECENT_STEPS) for name in STALENESS_BINS
+        ]
+        if not any(counts):
+            return None
+        used = max(behind for behind, count in enumerate(counts) if count) + 1
+        labels = [str(behind) for behind in range(used)]
+        if used == len(STALENESS_BINS):
+            labels[-1] += "+"
+        return Histogram(
+            title="Staleness of trained groups",
+            caption=f"share by optimizer steps behind, last {RECENT_STEPS} steps",
+            bars=tuple((label, count / sum(counts)) for label, count in zip(labels, counts, strict=False)),
+        )
 
 
 def thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

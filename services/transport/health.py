@@ -122,7 +122,7 @@ def replicas_behind(s: Snapshot) -> str:
     behind = tuple(replica for replica in s.live if _seq(replica.version) < s.min_seq)
     if not behind:
         return ""
-    return f"{len(behind)} of {len(s.live)} replicas do not serve {s.newest_version} or near: {_named(behind)}"
+    return f"{len(behind)} of {len(s.live)} replicas are too far behind {s.newest_version}: {_named(behind)}"
 
 
 def replicas_lost(s: Snapshot) -> str:

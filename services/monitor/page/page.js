@@ -41,6 +41,7 @@ function figure(value) {
 const whole = (value) => value.toLocaleString("en");
 const words = (name) => name.replaceAll("_", " ");
 const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
+const percent = (share) => (share > 0 && share < 0.01 ? "<1 %" : `${Math.round(100 * share)} %`);
 const megabytes = (bytes) => `${whole(Math.round(bytes / 1e6))} MB`;
 const seqOf = (version) => Number(version.split(":")[1] ?? 0);
 const rate = (...names) => {
@@ -219,7 +220,8 @@ at("newest").addEventListener("click", () => {
 function showCurves(curves) {
   at("curves-section").hidden = false;
   say("curves-note", curves.error || (curves.panels.length ? "" : "no step was logged yet"));
-  at("curves").replaceChildren(...curves.panels.map(draw));
+  const histogram = curves.staleness ? [drawHistogram(curves.staleness)] : [];
+  at("curves").replaceChildren(...curves.panels.map(draw), ...histogram);
 }
 
 function draw(panel) {
@@ -255,6 +257,31 @@ function draw(panel) {
   };
   const caption = element("figcaption", panel.caption, { class: "muted" });
   box.append(element("h3", panel.title), caption, legend, axis(figure(high)), svg, axis(figure(low), `step ${whole(Math.round(left))} to ${whole(Math.round(right))}`));
+  return box;
+}
+
+function drawHistogram(histogram) {
+  const box = element("figure", "", { class: "card" });
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const labels = element("div", "", { class: "bins" });
+  const width = 300 / histogram.bars.length;
+  const highest = Math.max(...histogram.bars.map(([, share]) => share));
+  const spoken = histogram.bars.map(([label, share], index) => {
+    const bar = document.createElementNS(svg.namespaceURI, "rect");
+    const height = (share / highest) * 118;
+    const place = { x: (index + 0.1) * width, y: 120 - height, width: 0.8 * width, height };
+    for (const [key, value] of Object.entries(place)) bar.setAttribute(key, value.toFixed(1));
+    svg.append(bar);
+    const bin = element("span", label);
+    bin.append(element("b", percent(share)));
+    labels.append(bin);
+    return `${percent(share)} at ${label}`;
+  });
+  svg.setAttribute("viewBox", "0 0 300 120");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `${histogram.title}: ${spoken.join("; ")}`);
+  box.append(element("h3", histogram.title), element("figcaption", histogram.caption, { class: "muted" }), svg, labels);
   return box;
 }
 

@@ -124,6 +124,8 @@ def write_metrics(path: Path, steps: int) -> None:
             "kept/mass_mean_infer": 0.98 - 0.0001 * step,
             "staleness/mean": step % 2,
             "staleness/max": 1.0,
+            "staleness/groups_0": 24.0,
+            **({"staleness/groups_1": 7.0, "staleness/groups_2": 1.0} if step % 2 else {}),
             **({"heldout/score": 0.5 + step / 400} if step % 25 == 0 else {}),
         }
         for step in range(steps)

@@ -60,7 +60,7 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
     with running(folder) as browser:
         browser.open(url, width=width, dark=dark)
         browser.until(LIVE)
-        browser.until("document.querySelectorAll('#curves figure').length === 6")
+        browser.until("document.querySelectorAll('#curves figure').length === 7")
         text = browser.evaluate("document.body.innerText")
         for expected in (run_id, "replicas behind", "step 42", "v7", "replica-1", "1 (too old)", HOSTILE[:20], "KL"):
             assert expected in text
@@ -69,6 +69,8 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == (
             "rgb(19, 20, 23)" if dark else "rgb(247, 247, 245)"
         )
+        histogram = "document.querySelector('#curves figure:last-child svg').getAttribute('aria-label')"
+        assert browser.evaluate(histogram) == "Staleness of trained groups: 86 % at 0; 13 % at 1; 2 % at 2"
         assert browser.evaluate(CONTRAST) == []
         assert browser.evaluate(UNNAMED) == []
         # Without a token nothing can be changed here.

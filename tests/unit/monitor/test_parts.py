@@ -62,6 +62,22 @@ def test_a_replaced_file_is_read_anew_and_damage_is_counted(tmp_path: Path) -> N
     assert (again.error, len(again.panels[0].lines[0].points)) == ("", 2)
 
 
+def test_the_histogram_is_of_recent_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = [{"step": 1, "staleness/groups_3": 50.0}]
+    recent = [{"step": step, "staleness/groups_0": 3.0, "staleness/groups_8": 1.0} for step in (150, 200)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in old))
+    first = MetricsFile(path).look()
+    assert first is not None
+    assert first.staleness is not None
+    assert first.staleness.bars == (("0", 0.0), ("1", 0.0), ("2", 0.0), ("3", 1.0))
+    path.write_text("".join(json.dumps(record) + "\n" for record in old + recent))
+    seen = MetricsFile(path).look()
+    assert seen is not None
+    assert seen.staleness is not None
+    assert [bar for bar in seen.staleness.bars if bar[1]] == [("0", 0.75), ("8+", 0.25)]
+
+
 async def test_a_slow_viewer_skips_what_was_overtaken() -> None:
     feed = Feed(max_viewers=1)
     feed.publish("picture", "1")
