@@ -1,9 +1,9 @@
-"""The policy that is trained: an ordinary Hugging Face causal LM, and its forward pass up to the logits."""
+"""The policy that is trained: an ordinary Hugging Face causal LM, and its forward pass."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -44,18 +44,36 @@ def load_model(section: ModelSection) -> PreTrainedModel:
     return model.to(section.device)
 
 
-def completion_logits(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens V"]:
-    """Logits that predict each model token of the micro-batch, in row-major order of `micro.mask`.
+def linear_head(model: PreTrainedModel) -> torch.nn.Linear | None:
+    """The LM head, if the logits are nothing but its product with the last hidden state; None if a soft cap or a scale
+    follows. Found out by comparing both on a few tokens, bit for bit."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        return None
+    ids = torch.arange(8, device=head.weight.device).remainder(head.out_features).unsqueeze(0)
+    with torch.no_grad():
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return head if torch.equal(head(states), model(input_ids=ids, use_cache=False).logits) else None
 
-    Logits of prompt positions are never computed.
-    """
-    T = micro.mask.shape[1]
-    output = model(
-        input_ids=micro.input_ids,
-        attention_mask=micro.attention_mask,
-        position_ids=micro.position_ids,
-        logits_to_keep=T + 1,
-        use_cache=False,
-    )
+
+def completion_states(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens hidden"]:
+    """Last hidden states that predict each model token of the micro-batch, in row-major order of `micro.mask`."""
+    output = model.base_model(**_inputs(micro))
+    states: Tensor = output.last_hidden_state[:, -micro.mask.shape[1] - 1 : -1]
+    return states[micro.mask]
+
+
+def completion_logits(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens V"]:
+    """The same for logits. Those of prompt positions are never computed."""
+    output = model(**_inputs(micro), logits_to_keep=micro.mask.shape[1] + 1)
     logits: Tensor = output.logits[:, :-1]
     return logits[micro.mask]
+
+
+def _inputs(micro: MicroBatch) -> dict[str, Any]:
+    return {
+        "input_ids": micro.input_ids,
+        "attention_mask": micro.attention_mask,
+        "position_ids": micro.position_ids,
+        "use_cache": False,
+    }

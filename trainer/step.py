@@ -25,7 +25,8 @@ from services.dvp.policy import constrained_logprobs
 from .advantages import Baseline, advantages
 from .batch import Batch, MicroBatch, TrainSequence, micro_batches
 from .config import TrainSettings
-from .model import completion_logits
+from .lm_head import head_logprobs
+from .model import completion_logits, completion_states, linear_head
 from .rewards import Overlong
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Learner:
     def __init__(self, model: PreTrainedModel, settings: TrainSettings, pad_id: int) -> None:
         self.model, self.settings, self.pad_id = model, settings, pad_id
         self.device = next(model.parameters()).device
+        self.head = linear_head(model)
         options = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -149,12 +151,23 @@ class Learner:
 
     def train_logprobs(self, micro: MicroBatch) -> TrainLogprobs:
         """The forward pass, and the constrained policy on its logits. Only model tokens ever become logits."""
-        compute_dtype = getattr(torch, self.settings.model.compute_dtype)
-        with torch.autocast(self.device.type, dtype=compute_dtype, enabled=compute_dtype is not torch.float32):
-            logits = completion_logits(self.model, micro)
-        policy = self.settings.sampling
         token_ids = micro.token_ids[micro.mask]
-        own = constrained_logprobs(logits, token_ids, log_min_p=policy.log_min_p, temperature=policy.temperature)
+        policy = self.settings.sampling
+        if self.head is None:
+            with self._autocast():
+                logits = completion_logits(self.model, micro)
+            own = constrained_logprobs(logits, token_ids, log_min_p=policy.log_min_p, temperature=policy.temperature)
+        else:
+            with self._autocast():
+                states = completion_states(self.model, micro)
+            own = head_logprobs(
+                states,
+                self.head.weight,
+                self.head.bias,
+                token_ids,
+                log_min_p=policy.log_min_p,
+                temperature=policy.temperature,
+            )
 
         def spread(values: Tensor, padding: float) -> Tensor:
             return torch.full_like(micro.mask, padding, dtype=values.dtype).masked_scatter(micro.mask, values)
@@ -207,6 +220,10 @@ class Learner:
         """Several steps would mix drift into mismatch, and a weighted baseline needs the weights first."""
         weighted = self.settings.correction.baseline is Baseline.RLOO_WEIGHTED
         return self.settings.batch.updates > 1 or weighted
+
+    def _autocast(self) -> torch.autocast:
+        dtype: torch.dtype = getattr(torch, self.settings.model.compute_dtype)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
 
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
         limit = self.settings.model.micro_batch_tokens

@@ -132,6 +132,14 @@ def constrain(rows: Float[Tensor, "rows vocab"], threshold: Tensor, temperature:
     return Block(scaled, keep, weight, weight.sum(-1, keepdim=True), total)
 
 
+def logit_gradient(
+    block: Block, token_ids: Int[Tensor, "rows 1"], slope: Float[Tensor, "rows 1"], inside: Bool[Tensor, "rows 1"]
+) -> Float[Tensor, "rows vocab"]:
+    """slope * (1[k = a] - pi_mp(k)), exactly zero off S and in rows whose token is outside. Uses up `block.weight`."""
+    partial = block.weight.mul_(-slope / block.kept).scatter_add_(-1, token_ids, slope)
+    return partial.masked_fill_(~inside, 0.0)
+
+
 def as_rows(logits: Tensor, log_min_p: Setting, temperature: Setting) -> tuple[Tensor, Tensor, Tensor]:
     """[rows, vocab] view of the logits; threshold and temperature in the working dtype, as scalars or [rows, 1]."""
     if isinstance(temperature, (int, float)) and not 0 < temperature < math.inf:
@@ -150,9 +158,10 @@ def as_column(setting: Tensor, leading: torch.Size) -> Tensor:
     return setting.expand(leading).reshape(-1, 1) if setting.dim() else setting
 
 
-def split_rows(rows: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of rows with what belongs to them; one empty block if there are no rows."""
-    size = max(1, (CPU_BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK) // rows.shape[-1])
+def split_rows(rows: Tensor, *columns: Tensor, size: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of `size` rows (None: what a cache holds) with what belongs to them; an empty one if there are no rows."""
+    if size is None:
+        size = max(1, (CPU_BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK) // rows.shape[-1])
     pieces = (torch.split(column, size) if column.dim() else repeat(column) for column in columns)
     return zip(torch.split(rows, size), *pieces, strict=False)
 
@@ -190,8 +199,5 @@ class _ConstrainedLogprobs(torch.autograd.Function):
         gradient = torch.empty_like(rows)
         blocks = split_rows(rows, gradient, upstream.unsqueeze(-1), token_ids, inside, threshold, temperature)
         for block, target, slope, ids, member, limit, tau in blocks:
-            policy = constrain(block, limit, tau)
-            slope = slope / tau
-            partial = policy.weight.mul_(-slope / policy.kept).scatter_add_(-1, ids, slope)
-            target.copy_(partial.masked_fill_(~member, 0.0))
+            target.copy_(logit_gradient(constrain(block, limit, tau), ids, slope / tau, member))
         return gradient, None, None, None

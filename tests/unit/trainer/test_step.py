@@ -186,7 +186,7 @@ def test_groups_without_signal_do_no_forward_and_are_counted(
     flat = ScoredGroup(flat.group, (1.0, 1.0, 1.0), 0)
     learner = make_learner()
     rows_seen = list[int]()
-    learner.model.register_forward_pre_hook(
+    learner.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows_seen.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     metrics = learner.step(Batch((signal, flat)))

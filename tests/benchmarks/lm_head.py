@@ -1,0 +1,192 @@
+"""Forward and backward of the LM head under the constrained policy, by kept share, against
+
+plain     logits of all tokens at once, then the same constrained log-probs
+chunked   the same in chunks of rows, logits computed again in the backward (torch.utils.checkpoint)
+floor     nothing but the three dense products: hidden W', G W, G' hidden
+
+Times are the best of alternating repeats in one process. Memory is the peak above what was there before the call,
+without the gradient of the weight, each in a process of its own.
+
+    python -m tests.benchmarks.lm_head [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from services.dvp.policy import constrained_logprobs
+from trainer.lm_head import CPU_CHUNK, head_logprobs
+
+RESULTS = Path(__file__).parent / "results" / "lm_head.json"
+SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)
+GOALS = {"ours / floor where at most 0.1 % is kept": 0.6, "ours / chunked": 1.1, "memory, ours / plain": 1 / 8}
+
+
+@dataclass(frozen=True)
+class Size:
+    tokens: int = 512
+    hidden: int = 1024
+    vocab: int = 151_936
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    hidden: Tensor
+    weight: Tensor
+    token_ids: Tensor
+    log_min_p: Tensor
+    """[tokens]: what keeps the wanted share of each row."""
+    upstream: Tensor
+
+
+def make_inputs(size: Size, share: float) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, size.dtype)
+    hidden = torch.randn(size.tokens, size.hidden, generator=generator).to(dtype)
+    weight = torch.empty(size.vocab, size.hidden).normal_(0, 2 / size.hidden**0.5, generator=generator)
+    keep = max(1, round(share * size.vocab))
+    settings, token_ids = [], []
+    for states in hidden.split(64):
+        kept = (states @ weight.to(dtype).T).float().topk(keep)
+        settings.append((kept.values[:, -1] - kept.values[:, 0]).double() - 1e-4)
+        token_ids.append(kept.indices[:, keep // 2])
+    return Inputs(
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.cat(token_ids),
+        torch.cat(settings).clamp(max=0.0),
+        torch.randn(size.tokens, generator=generator),
+    )
+
+
+def ours(x: Inputs) -> None:
+    own = head_logprobs(x.hidden, x.weight, None, x.token_ids, log_min_p=x.log_min_p, temperature=1.0)
+    own.logprobs.backward(x.upstream)
+
+
+def plain(x: Inputs) -> None:
+    _logprobs(x.hidden, x.weight, x.token_ids, x.log_min_p).backward(x.upstream)
+
+
+def chunked(x: Inputs) -> None:
+    rows = max(1, CPU_CHUNK // len(x.weight))
+    parts = zip(x.hidden.split(rows), x.token_ids.split(rows), x.log_min_p.split(rows), strict=True)
+    logprobs = [checkpoint(_logprobs, h, x.weight, ids, limit, use_reentrant=False) for h, ids, limit in parts]
+    torch.cat(logprobs).backward(x.upstream)
+
+
+def floor(x: Inputs) -> None:
+    with torch.no_grad():
+        head = x.weight.to(x.hidden.dtype)
+        gradient = x.hidden @ head.T
+        x.hidden.grad = gradient @ head
+        x.weight.grad = (gradient.T @ x.hidden).to(x.weight.dtype)
+
+
+def _logprobs(hidden: Tensor, weight: Tensor, token_ids: Tensor, log_min_p: Tensor) -> Tensor:
+    logits = hidden @ weight.to(hidden.dtype).T
+    return constrained_logprobs(logits, token_ids, log_min_p=log_min_p, temperature=1.0).logprobs
+
+
+SIDES: dict[str, Callable[[Inputs], None]] = {"ours": ours, "plain": plain, "chunked": chunked, "floor": floor}
+
+
+def run_once(side: str, inputs: Inputs) -> float:
+    inputs.hidden.grad = inputs.weight.grad = None
+    start = time.perf_counter()
+    SIDES[side](inputs)
+    return time.perf_counter() - start
+
+
+def measure_memory(side: str, inputs: Inputs) -> float:
+    """MiB at the peak above the start, the weight's gradient aside."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = _high_water()
+    run_once(side, inputs)
+    return (_high_water() - before) - inputs.weight.numel() * inputs.weight.element_size() / 2**20
+
+
+def _high_water() -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 2**10
+
+
+def memory_in_own_process(side: str, size: Size, share: float) -> float:
+    command = [sys.executable, "-m", __spec__.name, "--memory-of", side, "--share", str(share), *_as_options(size)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _as_options(size: Size) -> list[str]:
+    return [f"--{name}={value}" for name, value in asdict(size).items()]
+
+
+def run_case(size: Size, share: float, repeats: int) -> dict[str, Any]:
+    inputs = make_inputs(size, share)
+    seconds = dict.fromkeys(SIDES, float("inf"))
+    for round_ in range(repeats + 1):
+        for side in SIDES:
+            elapsed = run_once(side, inputs)
+            if round_:  # the first round warms up
+                seconds[side] = min(seconds[side], elapsed)
+    memory = {side: memory_in_own_process(side, size, share) for side in ("ours", "plain", "chunked")}
+    return {
+        "share": share,
+        "seconds": {side: round(value, 4) for side, value in seconds.items()},
+        "memory_mib": {side: round(value, 1) for side, value in memory.items()},
+        **{f"ours / {side}": round(seconds["ours"] / seconds[side], 3) for side in SIDES if side != "ours"},
+        "memory, ours / plain": round(memory["ours"] / memory["plain"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small vocabulary, and nothing written")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--share", type=float, help="one kept share instead of all")
+    parser.add_argument("--memory-of", choices=SIDES, help="print the peak memory of one side, and nothing else")
+    for name, value in asdict(Size()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    arguments = parser.parse_args()
+    size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
+    if arguments.quick:
+        size = Size(tokens=128, hidden=128, vocab=8192, dtype=size.dtype)
+    shares = SHARES if arguments.share is None else (arguments.share,)
+    if arguments.memory_of:
+        print(measure_memory(arguments.memory_of, make_inputs(size, shares[0])))
+        return
+    print(f"{size.tokens} tokens, hidden {size.hidden}, vocabulary {size.vocab}, {size.dtype}; seconds and MiB")
+    print(f"{'kept':>7} " + " ".join(f"{side:>8}" for side in SIDES) + "   /floor /chunked  memory  /plain")
+    results = []
+    for share in shares:
+        result = run_case(size, share, arguments.repeats)
+        results.append(result)
+        times = " ".join(f"{result['seconds'][side]:>8.3f}" for side in SIDES)
+        print(
+            f"{share:>7.2%} {times}   {result['ours / floor']:>6.2f} {result['ours / chunked']:>8.2f} "
+            f"{result['memory_mib']['ours']:>7.1f} {result['memory, ours / plain']:>7.3f}",
+            flush=True,
+        )
+    print("goals: " + ", ".join(f"{name} <= {goal:g}" for name, goal in GOALS.items()))
+    if not arguments.quick and arguments.share is None:
+        facts = {"size": asdict(size), "threads": torch.get_num_threads(), "torch": torch.__version__, "goals": GOALS}
+        name = RESULTS if size == Size() else RESULTS.with_stem(f"lm_head_{size.dtype}")
+        name.write_text(json.dumps(facts | {"results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

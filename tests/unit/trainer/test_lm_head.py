@@ -1,0 +1,194 @@
+"""The LM-head operation against the plain implementation: logits of everything, then the constrained policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.dvp.policy import Constrained, constrained_logprobs
+from tests.models import make_model
+from trainer.lm_head import head_logprobs
+from trainer.model import linear_head
+
+TOKENS, HIDDEN, VOCAB = 37, 16, 97
+SPARSE, MIXED, DENSE = 1.0, 0.05, 0.0
+"""max_share: how much of a block's logits may be kept for the sparse backward."""
+
+
+@dataclass
+class Case:
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    token_ids: Tensor
+    log_min_p: Tensor
+    temperature: Tensor
+    upstream: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
+
+    def ours(self, *, max_share: float, chunk: int | None) -> Constrained:
+        return head_logprobs(
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.token_ids,
+            log_min_p=self.log_min_p,
+            temperature=self.temperature,
+            max_share=max_share,
+            chunk=chunk,
+        )
+
+    def plain(self) -> Constrained:
+        dtype = self.hidden.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = torch.nn.functional.linear(self.hidden, self.weight.to(dtype), bias)
+        return constrained_logprobs(logits, self.token_ids, log_min_p=self.log_min_p, temperature=self.temperature)
+
+    def gradients(self, policy: Constrained) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(policy.logprobs, self.leaves, self.upstream)
+
+
+@pytest.fixture
+def make_case() -> Callable[..., Case]:
+    def make(dtype: torch.dtype = torch.float64, *, master: torch.dtype | None = None, bias: bool = True) -> Case:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        working = torch.float64 if dtype is torch.float64 else torch.float32
+        return Case(
+            hidden=normal(TOKENS, HIDDEN).to(dtype).requires_grad_(),
+            weight=(normal(VOCAB, HIDDEN) / 2).to(master or dtype).requires_grad_(),
+            bias=normal(VOCAB).to(master or dtype).requires_grad_() if bias else None,
+            token_ids=torch.randint(VOCAB, (TOKENS,), generator=generator),
+            log_min_p=-6 * torch.rand(TOKENS, generator=generator, dtype=torch.float64),
+            temperature=0.5 + torch.rand(TOKENS, generator=generator, dtype=torch.float64),
+            upstream=normal(TOKENS).to(working),
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("chunk", [None, 10 * VOCAB, 1])
+@pytest.mark.parametrize("max_share", [SPARSE, MIXED, DENSE])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_equal_the_plain_ones(
+    make_case: Callable[..., Case], bias: bool, max_share: float, chunk: int | None
+) -> None:
+    case = make_case(bias=bias)
+    ours, plain = case.ours(max_share=max_share, chunk=chunk), case.plain()
+    assert 0 < int(ours.inside.sum()) < TOKENS  # both kinds of row are there
+    assert torch.equal(ours.kept_count, plain.kept_count)
+    assert torch.equal(ours.inside, plain.inside)
+    torch.testing.assert_close(ours.logprobs, plain.logprobs, rtol=0, atol=1e-13)
+    torch.testing.assert_close(ours.kept_mass, plain.kept_mass, rtol=0, atol=1e-14)
+    for actual, expected in zip(case.gradients(ours), case.gradients(plain), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("max_share", [SPARSE, MIXED, DENSE])
+@pytest.mark.parametrize(
+    ("dtype", "master", "tolerance"),
+    [
+        (torch.float32, torch.float32, 5e-6),
+        (torch.bfloat16, torch.float32, 5e-2),
+        (torch.bfloat16, torch.bfloat16, 5e-2),
+    ],
+)
+def test_low_precision_equals_the_plain_implementation_within_its_rounding(
+    make_case: Callable[..., Case], dtype: torch.dtype, master: torch.dtype, tolerance: float, max_share: float
+) -> None:
+    case = make_case(dtype, master=master, bias=False)
+    ours, plain = case.ours(max_share=max_share, chunk=10 * VOCAB), case.plain()
+    assert ours.logprobs.dtype is torch.float32
+    torch.testing.assert_close(ours.logprobs, plain.logprobs, rtol=0, atol=tolerance)
+    for leaf, actual, expected in zip(case.leaves, case.gradients(ours), case.gradients(plain), strict=True):
+        assert actual.dtype is leaf.dtype
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("max_share", [SPARSE, MIXED, DENSE])
+def test_the_gradient_is_that_of_finite_differences(make_case: Callable[..., Case], max_share: float) -> None:
+    case = make_case()
+    inside = case.plain().inside.nonzero()[:6, 0]  # off the set the log-prob is a stand-in without gradient
+
+    def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return head_logprobs(
+            hidden,
+            weight,
+            bias,
+            case.token_ids[inside],
+            log_min_p=case.log_min_p[inside],
+            temperature=case.temperature[inside],
+            max_share=max_share,
+            chunk=4 * VOCAB,
+        ).logprobs
+
+    leaves = [case.hidden.detach()[inside].requires_grad_(), case.weight, case.bias]
+    assert torch.autograd.gradcheck(logprobs, leaves)
+
+
+@pytest.mark.parametrize("max_share", [SPARSE, MIXED, DENSE])
+def test_rows_without_slope_are_not_touched_by_the_backward(make_case: Callable[..., Case], max_share: float) -> None:
+    """A NaN in the hidden states of a dropped sequence would spread over the head's gradient if it were."""
+    case = make_case(bias=False)
+    dropped = torch.arange(TOKENS) % 3 == 0
+    case.upstream[dropped] = 0
+    _, expected = case.gradients(case.plain())
+    with torch.no_grad():
+        case.hidden[dropped] = torch.nan
+    hidden, weight = case.gradients(case.ours(max_share=max_share, chunk=10 * VOCAB))
+    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-13)
+    assert not hidden[dropped].any()
+
+
+def test_nothing_is_kept_for_a_backward_that_will_not_come(make_case: Callable[..., Case]) -> None:
+    case = make_case()
+    with torch.no_grad():
+        ours = case.ours(max_share=SPARSE, chunk=None)
+    torch.testing.assert_close(ours.logprobs, case.plain().logprobs, rtol=0, atol=1e-13)
+    assert ours.logprobs.grad_fn is None
+
+
+def test_no_tokens(make_case: Callable[..., Case]) -> None:
+    case = make_case()
+    own = head_logprobs(case.hidden[:0], case.weight, case.bias, case.token_ids[:0], log_min_p=-1.0, temperature=1.0)
+    gradients = torch.autograd.grad(own.logprobs.sum(), case.leaves)
+    assert own.logprobs.shape == (0,)
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_trains_alike_through_either_route(tmp_path: Path, tied: bool) -> None:
+    folder = make_model(tmp_path, tied=tied, spread=2.0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    settings = {"log_min_p": -2.0, "temperature": 0.9}
+    targets = ids[:, 1:].flatten()
+
+    head = linear_head(model)
+    assert head is not None
+    states = model.base_model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    head_logprobs(states, head.weight, None, targets, **settings).logprobs.sum().backward()
+    logits = twin(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    constrained_logprobs(logits, targets, **settings).logprobs.sum().backward()
+
+    for (name, ours), plain in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad, rtol=0, atol=1e-11, msg=name)
+
+
+def test_a_soft_cap_behind_the_head_is_noticed(tmp_path: Path) -> None:
+    capped = make_model(tmp_path, "gemma2", final_logit_softcapping=30.0)
+    assert linear_head(AutoModelForCausalLM.from_pretrained(capped, dtype=torch.float32)) is None
