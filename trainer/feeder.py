@@ -91,6 +91,7 @@ class Feeder:
         self._early: dict[str, Delivery] = {}
         self._unsent: dict[str, Job] = {}
         self._unacknowledged: list[Delivery] = []
+        self._covered: list[Delivery] = []
         self._scored: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._room = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -111,7 +112,8 @@ class Feeder:
         await self.groups.restore(self.outstanding)
 
     def books(self) -> dict[str, Any]:
-        """What `restore` needs, as fields of Progress."""
+        """What `restore` needs, as fields of Progress. `acknowledge` will cover what has ended by now, and no more."""
+        self._covered, self._unacknowledged = [*self._covered, *self._unacknowledged], []
         for ledger in (self.submitted, self.consumed):
             ledger.sync()
         return {
@@ -171,8 +173,9 @@ class Feeder:
         return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
 
     async def acknowledge(self) -> None:
-        """After a checkpoint: the broker may forget everything finished before it."""
-        covered, self._unacknowledged = self._unacknowledged, []
+        """After a checkpoint: the broker may forget everything that its books cover. What ended while it was being
+        written waits for the next one."""
+        covered, self._covered = self._covered, []
         await self.groups.acknowledge(covered)
 
     # --- out ------------------------------------------------------------------------------------------------------
@@ -236,6 +239,8 @@ class Feeder:
 
     async def _receive(self, delivery: Delivery) -> None:
         id = delivery.job_id
+        # Asked for again after it had ended, a broker that was wiped in between would start it anew.
+        self._unsent.pop(id, None)
         if id not in self.outstanding and self._comes_later(id):
             self._early[id] = delivery
         elif id not in self.outstanding or id in self._arrived:

@@ -21,6 +21,7 @@ from services.transport.dead_letters import Outcome as Replay
 from services.transport.embedded import EmbeddedBroker
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
+from tests.integration.transport.rig import until
 from trainer import feeder as feeder_module
 from trainer.batch import Batch
 from trainer.config import TrainSettings
@@ -260,6 +261,28 @@ async def test_what_a_checkpoint_covers_is_not_trained_again(broker_url: str, op
         assert run.step == 1
         assert ids_of(await both(run, player.play(GROUPS))) == [(2, 0), (3, 0)]
         assert run.feeder.metrics()["groups/duplicates"] == GROUPS
+
+
+async def test_a_death_during_a_checkpoint_waits_for_the_next_one(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        save, loop = run.checkpoints.save, asyncio.get_running_loop()
+
+        async def die() -> None:
+            (lease,) = await player.claim(1)
+            await player.jobs.fail(lease, "boom", fatal=True)
+            await until(lambda: asyncio.to_thread(outcomes, run))
+
+        def slow_save(*args: Any) -> Path:
+            asyncio.run_coroutine_threadsafe(die(), loop).result(30)
+            return save(*args)
+
+        run.step, run.checkpoints.save = 1, slow_save  # type: ignore[method-assign]
+        await run.save()
+        assert await player.jobs.broker.redis.xlen(player.jobs.broker.keys.groups) == 1
+    async with opened(broker_url) as (run, player):
+        # The checkpoint does not know of the death; its tombstone must still be there to be told of.
+        assert ids_of(await both(run, player.play(GROUPS))) == [(1, 0), (2, 0)]
+        assert outcomes(run) == [((0, 0), "dead")]
 
 
 async def _refuse(*_: object) -> None:

@@ -1,0 +1,173 @@
+"""The delivery state machine, over all interleavings of what its processes and its failures do.
+
+`make test ARGS=tests/integration/transport/test_model.py` walks small worlds completely; `make test-slow` larger ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.contract.job import Sink
+from services.transport import broker as broker_module
+from services.transport.broker import Broker
+from tests.integration.transport import world as world_module
+from tests.integration.transport.rig import make_job
+from tests.integration.transport.walk import stuck, walk
+from tests.integration.transport.world import Checkpoint, Seen, ViolationError, World, look, step
+
+logger = logging.getLogger(__name__)
+
+MAX_ENDING = 2_000
+CHOICES = st.lists(st.integers(0, 10**6), min_size=20, max_size=150)
+
+
+def small_world(
+    broker: Broker, *, jobs: int = 1, asked: int = 0, replicas: str = "AB", faults: int = 2, max_deliveries: int = 3
+) -> World:
+    return World.new(
+        broker,
+        [make_job(broker.run_id, position) for position in range(jobs)],
+        [make_job(broker.run_id, position, sink=Sink.CLIENT) for position in range(asked)],
+        replicas=replicas,
+        faults=faults,
+        max_deliveries=max_deliveries,
+    )
+
+
+async def _walk_all(world: World, at_least: int) -> None:
+    states = await walk(world)
+    done = sum(node.done for node in states.values())
+    logger.info("%d states, %d of them final", len(states), done)
+    assert len(states) >= at_least
+    assert done
+    assert [node.story for node in stuck(states)] == [], "from here no fault-free way leads to the end of all jobs"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "asked", "faults", "max_deliveries", "at_least"),
+    [(1, 0, 2, 1, 1000), (0, 1, 2, 2, 100)],
+    ids=["train", "client"],
+)
+async def test_every_state_of_a_small_world(
+    broker: Broker, jobs: int, asked: int, faults: int, max_deliveries: int, at_least: int
+) -> None:
+    world = small_world(broker, jobs=jobs, asked=asked, faults=faults, max_deliveries=max_deliveries)
+    await _walk_all(world, at_least)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("jobs", "faults", "max_deliveries", "at_least"), [(1, 3, 1, 5000), (1, 2, 3, 1000), (2, 1, 1, 2000)]
+)
+async def test_every_state_of_a_larger_world(
+    broker: Broker, jobs: int, faults: int, max_deliveries: int, at_least: int
+) -> None:
+    await _walk_all(small_world(broker, jobs=jobs, faults=faults, max_deliveries=max_deliveries), at_least)
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(choices=CHOICES)
+def test_a_long_story_ends_well(runner: asyncio.Runner, broker_url: str, run_id: str, choices: list[int]) -> None:
+    runner.run(_story(broker_url, run_id, choices))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(choices=CHOICES)
+def test_many_long_stories_end_well(runner: asyncio.Runner, broker_url: str, run_id: str, choices: list[int]) -> None:
+    runner.run(_story(broker_url, run_id, choices))
+
+
+async def _story(broker_url: str, run_id: str, choices: list[int]) -> None:
+    """As many failures as there are choices, in a larger world; then none any more, and everything ends."""
+    async with await Broker.connect(broker_url, run_id) as broker:
+        world = small_world(broker, jobs=4, asked=2, replicas="ABC", faults=len(choices))
+        if keys := (await look(broker, world.job_ids)).keys:
+            await broker.redis.delete(*keys)
+        await broker.ensure_groups()
+        seen, story = await look(broker, world.job_ids), list[str]()
+        try:
+            for choice in choices:
+                moves = world.moves(seen)
+                move = moves[choice % len(moves)]
+                story.append(move.label)
+                seen = await step(world, seen, move)
+            world.faults, dice = 0, random.Random(0)
+            while not world.is_done(seen):
+                assert len(story) < MAX_ENDING, "no end"
+                move = dice.choice(world.moves(seen))
+                story.append(move.label)
+                seen = await step(world, seen, move)
+        except AssertionError as error:
+            raise AssertionError("\n".join([str(error), *story[-200:]])) from error
+
+
+MUTANTS = {
+    "commit without the owner check": ("commit", "owner(JOBS, REPLICA_GROUP, entry) ~= consumer", "false"),
+    "renewal without the owner check": ("renew", "owner(JOBS, REPLICA_GROUP, ARGV[i]) == ARGV[1]", "true"),
+    "failure without the owner check": ("fail", "owner(JOBS, REPLICA_GROUP, entry) ~= consumer", "false"),
+    "release without the owner check": ("release", "owner(JOBS, REPLICA_GROUP, ARGV[2]) ~= ARGV[1]", "false"),
+    "commit that cannot be repeated": ("commit", "'committed') == consumer", "'committed') == 'x' .. consumer"),
+    "commit without acknowledgement": ("commit", "drop(JOBS, REPLICA_GROUP, entry)", ""),
+    "submit without the dedupe key": ("submit", "redis.call('HGET', JOB .. id, 'state')", "nil"),
+    "submit without the fencing token": ("submit", "fenced_off(ARGV[1])", "nil"),
+    "settle without the fencing token": ("settle", "fenced_off(ARGV[1])", "nil"),
+    "acknowledge without the fencing token": ("acknowledge", "fenced_off(ARGV[1])", "nil"),
+    "restore without the fencing token": ("restore", "fenced_off(ARGV[1])", "nil"),
+    "a token that does not grow": ("lease_acquire", "math.max(now, (redis.call('GET', FENCE) or 0) + 1)", "1"),
+    "a death without a tombstone": ("fail", "sink ~= 'client'", "false"),
+    "a death that stays in flight": ("fail", "redis.call('SREM', IN_FLIGHT, job_id)", ""),
+    "a replay that leaves the tombstone": ("replay", "letter.tombstone ~= ''", "false"),
+    "a replay that nobody counts": ("replay", "redis.call('SADD', IN_FLIGHT, id)", ""),
+    "a requeued job that stays": ("release", "drop(JOBS, REPLICA_GROUP, id)\n  else", "\n  else"),
+    "settle that keeps the job in flight": ("settle", "redis.call('SREM', IN_FLIGHT, ARGV[i])", ""),
+    "acknowledge that keeps the books": ("acknowledge", "redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)", ""),
+    "a trainer that recovers nothing": ("takeover", "'(' .. after, '+', wanted", "'+', '+', 1"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+async def test_the_walk_finds_a_script_that_is_wrong(name: str, broker: Broker) -> None:
+    script, text, instead = MUTANTS[name]
+    source = broker_module._source(script, broker.run_id)
+    assert source.count(text) == 1
+    broker._scripts[script] = broker.redis.register_script(source.replace(text, instead))
+    await _expect_trouble(broker)
+
+
+async def test_the_walk_finds_an_acknowledgement_before_the_checkpoint(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forgets(world: World, before: Seen, i: int) -> None:
+        trainer = world.trainers[i]
+        world.checkpoint = Checkpoint(trainer.lease.token, world.checkpoint.trained, world.checkpoint.buried)
+        trainer.covered, trainer.finished = trainer.finished, []
+
+    monkeypatch.setattr(world_module, "_save", forgets)
+    await _expect_trouble(broker)
+
+
+async def _expect_trouble(broker: Broker) -> None:
+    for faults in (1, 2):
+        try:
+            states = await walk(small_world(broker, faults=faults, max_deliveries=1))
+        except ViolationError:
+            return
+        if stuck(states):
+            return
+    pytest.fail("nobody noticed")

@@ -1,0 +1,167 @@
+"""Every state that a small world can reach, by breadth first: shortest counterexamples first.
+
+States are told apart by what the scripts and the processes decide by; entry ids, tokens and nonces count only by their
+order. The broker is put back into a state with DUMP and RESTORE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.transport.broker import Broker
+from tests.integration.transport.world import Seen, Trainer, ViolationError, World, look, step
+
+ENTRY = re.compile(r"\d{13}-\d+")
+TOKEN = re.compile(r"(?<![\d-])\d{13}(?![\d-])")
+
+Dump = dict[bytes, tuple[bytes, int]]
+
+
+@dataclass
+class Node:
+    world: World
+    seen: Seen
+    dump: Dump
+    story: tuple[str, ...]
+    next: set[str] = field(default_factory=set)
+    """States that steps without a fault lead to."""
+    done: bool = False
+
+
+async def walk(world: World, max_states: int = 10**6) -> dict[str, Node]:
+    """All states, by their canonical text. Raises ViolationError with the steps that led there."""
+    broker = world.broker
+    await _restore(broker, {}, world)
+    await broker.ensure_groups()
+    start = await look(broker, world.job_ids)
+    first = Node(world, start, await _dump(broker, start), ())
+    nodes, queue = {canonical(world, start): first}, deque([first])
+    while queue:
+        node = queue.popleft()
+        node.done = node.world.is_done(node.seen)
+        for move in node.world.moves(node.seen):
+            await _restore(broker, node.dump, node.world)
+            after = node.world.fork()
+            story = (*node.story, move.label)
+            try:
+                seen = await step(after, node.seen, move)
+            except ViolationError as violation:
+                raise ViolationError("\n".join([str(violation), *story])) from violation
+            name = canonical(after, seen)
+            if name not in nodes:
+                assert len(nodes) < max_states, f"more than {max_states} states"
+                nodes[name] = Node(after, seen, await _dump(broker, seen), story)
+                queue.append(nodes[name])
+            if not move.fault:
+                node.next.add(name)
+        node.dump = {}
+    return nodes
+
+
+def stuck(nodes: dict[str, Node]) -> list[Node]:
+    """States from which no fault-free way leads to the end of all jobs."""
+    before: dict[str, list[str]] = {name: [] for name in nodes}
+    for name, node in nodes.items():
+        for later in node.next:
+            before[later].append(name)
+    reached = {name for name, node in nodes.items() if node.done}
+    queue = deque(reached)
+    while queue:
+        for name in before[queue.popleft()]:
+            if name not in reached:
+                reached.add(name)
+                queue.append(name)
+    return [node for name, node in nodes.items() if name not in reached]
+
+
+def canonical(world: World, seen: Seen) -> str:
+    """Equal for states that differ only in names that nobody compares."""
+    names = {replica.queue.consumer: replica.name for replica in world.replicas}
+    living = {lease.entry_id for replica in world.replicas for lease in replica.leases}
+    state = (
+        [row[:3] for row in seen.jobs],
+        [(entry, names.get(owner, "gone")) for entry, owner in seen.owners.items()],
+        [row[:3] for row in seen.groups],
+        [(entry, _reader(world, seen, reader)) for entry, reader in seen.readers.items()],
+        [row[2:] for row in seen.dead],
+        sorted(seen.in_flight),
+        sorted(seen.uncheckpointed),
+        _token(world, seen, seen.fence),
+        _token(world, seen, seen.lease),
+        [
+            (b.state, b.deliveries, _committer(b.committed, names, living), b.has_result, b.ends)
+            for b in seen.books.values()
+        ],
+        [(r.name, [lease.entry_id for lease in r.leases], sorted(r.queue._held)) for r in world.replicas],
+        [_trainer(trainer) for trainer in world.trainers],
+        (_token(world, seen, str(world.checkpoint.token)), *_books(world.checkpoint)),
+        world.faults,
+        seen.readable,
+    )
+    return _ranked(TOKEN, _ranked(ENTRY, repr(state)))
+
+
+def _committer(committed: str, names: dict[str, str], living: set[str]) -> str:
+    """Only one who may commit again asks who has committed."""
+    consumer, _, entry = committed.rpartition("/")
+    return f"{names[consumer]}/{entry}" if consumer in names and entry in living else ""
+
+
+def _token(world: World, seen: Seen, token: str) -> str:
+    known = {seen.fence, seen.lease, *(str(trainer.lease.token) for trainer in world.trainers)}
+    return token if token in known else ("gone" if token and token != "0" else "")
+
+
+def _reader(world: World, seen: Seen, reader: str) -> str:
+    return _token(world, seen, reader.removeprefix("trainer/"))
+
+
+def _books(books: Trainer | object) -> tuple[object, ...]:
+    return sorted(getattr(books, "trained")), sorted(getattr(books, "buried"))  # noqa: B009
+
+
+def _trainer(trainer: Trainer) -> tuple[object, ...]:
+    inboxes = [
+        (box.recovering, box.cursor, sorted(box.delivered)) for box in list(trainer.groups._inboxes.values())[:1]
+    ]
+    return (
+        str(trainer.lease.token),
+        trainer.restored,
+        *_books(trainer),
+        sorted(trainer.outstanding),
+        sorted(trainer.unsent),
+        sorted(trainer.arrived),
+        sorted(delivery.entry_id for delivery in trainer.finished),
+        sorted(delivery.entry_id for delivery in trainer.covered),
+        inboxes,
+    )
+
+
+def _ranked(pattern: re.Pattern[str], text: str) -> str:
+    """Replaces each by its place among all."""
+    found = sorted(set(pattern.findall(text)), key=lambda name: [int(part) for part in name.split("-")])
+    places = {name: f"#{place}" for place, name in enumerate(found)}
+    return pattern.sub(lambda match: places[match[0]], text)
+
+
+async def _dump(broker: Broker, seen: Seen) -> Dump:
+    async with broker.redis.pipeline(transaction=False) as pipeline:
+        for key in seen.keys:
+            pipeline.dump(key)
+            pipeline.pttl(key)
+        reply = await pipeline.execute()
+    return {key.encode(): (reply[2 * i], max(reply[2 * i + 1], 0)) for i, key in enumerate(seen.keys)}
+
+
+async def _restore(broker: Broker, dump: Dump, world: World) -> None:
+    keys = broker.keys
+    names = ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters")
+    known = [getattr(keys, name) for name in names]
+    known += [name(job_id) for job_id in world.job_ids for name in (keys.job, keys.result)]
+    async with broker.redis.pipeline(transaction=False) as pipeline:
+        pipeline.delete(*known)
+        for key, (value, ttl_ms) in dump.items():
+            pipeline.restore(key, ttl_ms, value)
+        await pipeline.execute()

@@ -1,0 +1,624 @@
+"""A run as a machine: replicas, trainers, a client and an operator act on a real broker, one step at a time.
+
+Every step goes through the real scripts. `World.moves` says what could happen next, failures included; `World.check`
+what must hold after every step. Time is a move like any other: a lease runs out when somebody says so.
+
+The trainer here keeps the same books as `trainer.feeder`, without prompts, rewards and weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgpack
+
+from services.contract.errors import DvpError, LeaseLostError
+from services.contract.group import DeadLetter
+from services.contract.job import Job
+from services.contract.keys import TRAINER
+from services.transport.broker import Broker
+from services.transport.dead_letters import DeadLetters, Outcome, Prospect
+from services.transport.groups import Delivery, GroupQueue
+from services.transport.jobs import Committed, JobQueue, Lease
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission, Submitted
+from tests.integration.transport.rig import NO_LIMIT, make_group
+
+NO_TIME_MS = 0
+"""A lease time under which every lease has run out for whoever looks."""
+LONG_S = 3600.0
+MAX_TRAINERS = 2
+MAX_LEASES = 2
+
+LOOK = """
+local function rows(stream)
+  local found = {}
+  for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do
+    local fields = {}
+    for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+    found[#found + 1] = {entry[1], fields.kind, fields.id, fields.tombstone or ''}
+  end
+  return found
+end
+local function pending(stream, group)
+  local found, owners = redis.pcall('XPENDING', stream, group, '-', '+', 1000), {}
+  for _, item in ipairs(found.err and {} or found) do owners[#owners + 1] = {item[1], item[2]} end
+  return owners
+end
+local function sorted(key)
+  local members = redis.call('SMEMBERS', key)
+  table.sort(members)
+  return members
+end
+local function readable(stream)
+  local found = redis.pcall('XINFO', 'GROUPS', stream)
+  return not found.err and #found == 1
+end
+local jobs, groups, dead, in_flight, uncheckpointed, fence, lease = unpack(KEYS)
+local books = {}
+for i = 2, #ARGV do
+  local hash = string.gsub(jobs, 'jobs$', 'job:' .. ARGV[i])
+  local state = redis.call('HMGET', hash, 'state', 'deliveries', 'committed')
+  local result = redis.call('EXISTS', (string.gsub(jobs, 'jobs$', 'result:' .. ARGV[i])))
+  books[i - 1] = {ARGV[i], state[1] or '', state[2] or '0', state[3] or '', result, redis.call('TTL', hash) > 0}
+end
+local keys = redis.call('KEYS', ARGV[1])
+table.sort(keys)
+return cmsgpack.pack({
+  rows(jobs), pending(jobs, 'replicas'), rows(groups), pending(groups, 'trainer'), rows(dead), sorted(in_flight),
+  sorted(uncheckpointed), redis.call('GET', fence) or '', redis.call('HGET', lease, 'token') or '', books, keys,
+  {readable(jobs), readable(groups)},
+})
+"""
+
+
+class Row(NamedTuple):
+    entry: str
+    kind: str
+    job_id: str
+    tombstone: str
+
+
+class Books(NamedTuple):
+    """What the broker knows of one job."""
+
+    job_id: str
+    state: str
+    deliveries: str
+    committed: str
+    has_result: int
+    ends: bool
+    """It has a time to live."""
+
+
+class Seen(NamedTuple):
+    """Everything that the broker holds of the run, and the scripts decide by."""
+
+    jobs: tuple[Row, ...]
+    owners: dict[str, str]
+    """Consumer by entry of the jobs stream that was read."""
+    groups: tuple[Row, ...]
+    readers: dict[str, str]
+    dead: tuple[Row, ...]
+    in_flight: frozenset[str]
+    uncheckpointed: frozenset[str]
+    fence: str
+    lease: str
+    books: dict[str, Books]
+    keys: tuple[str, ...]
+    readable: tuple[bool, ...]
+    """The streams of jobs and of groups have their consumer groups."""
+
+
+async def look(broker: Broker, job_ids: list[str]) -> Seen:
+    keys = broker.keys
+    names = [keys.jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence, keys.lease]
+    packed: Any = await broker.redis.eval(LOOK, len(names), *names, f"dvp:{{{broker.run_id}}}:*", *job_ids)
+    jobs, owners, groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable = (
+        msgpack.unpackb(packed)
+    )
+    return Seen(
+        tuple(Row(*row) for row in jobs),
+        dict(owners),
+        tuple(Row(*row) for row in groups),
+        dict(readers),
+        tuple(Row(*row) for row in dead),
+        frozenset(in_flight),
+        frozenset(uncheckpointed),
+        fence,
+        lease,
+        {row[0]: Books(*row) for row in books},
+        tuple(all_keys),
+        tuple(readable),
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What survives the trainer."""
+
+    token: int = 0
+    """Fencing token of the trainer that wrote it."""
+    trained: tuple[str, ...] = ()
+    buried: frozenset[str] = frozenset()
+
+    @property
+    def finished(self) -> frozenset[str]:
+        return self.buried.union(self.trained)
+
+
+@dataclass
+class Replica:
+    """One process; `queue` is replaced when it dies and starts again."""
+
+    name: str
+    queue: JobQueue
+    leases: list[Lease] = field(default_factory=list)
+
+
+@dataclass
+class Trainer:
+    """One process. It goes with its last line when it learns that another one took over."""
+
+    lease: TrainerLease
+    groups: GroupQueue
+    trained: tuple[str, ...]
+    buried: frozenset[str]
+    restored: bool = False
+    outstanding: set[str] = field(default_factory=set)
+    unsent: set[str] = field(default_factory=set)
+    arrived: dict[str, Delivery] = field(default_factory=dict)
+    finished: list[Delivery] = field(default_factory=list)
+    """To be acknowledged after the next checkpoint."""
+    covered: list[Delivery] = field(default_factory=list)
+    """By the last checkpoint; not acknowledged yet."""
+
+
+Act = Callable[["World", Seen], Awaitable[bool | None]]
+"""From what was there before; False if the caller was turned away, and nothing may have changed."""
+
+
+class Move(NamedTuple):
+    label: str
+    fault: bool
+    """Never needed to make progress, and allowed only so often."""
+    act: Act
+
+
+@dataclass
+class World:
+    broker: Broker
+    jobs: dict[str, Job]
+    """Of the trainer."""
+    asked: dict[str, Job]
+    """Of a client."""
+    replicas: list[Replica]
+    faults: int
+    """How many more may happen."""
+    max_deliveries: int = 3
+    trainers: list[Trainer] = field(default_factory=list)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """The one that a resume takes up."""
+
+    @classmethod
+    def new(
+        cls, broker: Broker, jobs: list[Job], asked: list[Job], *, replicas: str, faults: int, max_deliveries: int
+    ) -> World:
+        world = cls(broker, _by_id(jobs), _by_id(asked), [], faults, max_deliveries)
+        world.replicas = [Replica(name, world._queue(name)) for name in replicas]
+        return world
+
+    def _queue(self, name: str) -> JobQueue:
+        return JobQueue(self.broker, name, lease_ms=NO_TIME_MS, max_deliveries=self.max_deliveries)
+
+    @property
+    def job_ids(self) -> list[str]:
+        return [*self.jobs, *self.asked]
+
+    def fork(self) -> World:
+        """A copy of every process; the broker, jobs and deliveries are shared."""
+        leases = [lease for replica in self.replicas for lease in replica.leases]
+        deliveries = [d for t in self.trainers for d in (*t.arrived.values(), *t.finished, *t.covered)]
+        shared = [self.broker, self.jobs, self.asked, *leases, *deliveries]
+        return deepcopy(self, {id(part): part for part in shared})
+
+    # --- what may happen ------------------------------------------------------------------------------------------
+
+    def moves(self, seen: Seen) -> list[Move]:
+        found = [
+            *self._client_moves(seen),
+            *(move for i, replica in enumerate(self.replicas) for move in self._replica_moves(i, replica, seen)),
+            *(move for i, trainer in enumerate(self.trainers) for move in self._trainer_moves(i, trainer, seen)),
+            *self._outside_moves(seen),
+        ]
+        return [move for move in found if self.faults > 0 or not move.fault]
+
+    def _client_moves(self, seen: Seen) -> Iterator[Move]:
+        for job_id in self.asked:
+            if not seen.books[job_id].state:
+                yield Move(f"client submits {job_id}", False, partial(_ask, job_id=job_id))
+            elif seen.books[job_id].ends:
+                yield Move(f"{job_id} is forgotten", True, partial(_forget, job_id=job_id))
+
+    def _replica_moves(self, i: int, replica: Replica, seen: Seen) -> Iterator[Move]:
+        name = replica.name
+        if len(replica.leases) < MAX_LEASES:
+            if len(seen.jobs) > len(seen.owners):
+                yield Move(f"{name} claims", False, partial(_claim, i=i))
+            if (owner := self._next_expired(replica, seen)) is not None:
+                yield Move(f"{name} takes over", self._is_alive(owner), partial(_take_over, i=i))
+        for number, lease in enumerate(replica.leases):
+            what = f"{name} {{}} {lease.job.job_id}"
+            yield Move(what.format("commits"), False, partial(_commit, i=i, number=number))
+            yield Move(what.format("commits, unheard,"), True, partial(_commit, i=i, number=number, heard=False))
+            yield Move(what.format("fails"), True, partial(_fail, i=i, number=number))
+            yield Move(what.format("gives back"), True, partial(_release, i=i, number=number))
+        if any(seen.owners.get(lease.entry_id) != replica.queue.consumer for lease in replica.leases):
+            yield Move(f"{name} renews", False, partial(_renew, i=i))
+        if replica.leases:
+            yield Move(f"{name} dies", True, partial(_die, i=i))
+            yield Move(f"{name} stops", True, partial(_stop, i=i))
+
+    def _next_expired(self, replica: Replica, seen: Seen) -> str | None:
+        """Whose entry `claim_expired` would take."""
+        held = {lease.entry_id for lease in replica.leases}
+        return next((owner for entry, owner in seen.owners.items() if entry not in held), None)
+
+    def _is_alive(self, consumer: str) -> bool:
+        return any(replica.queue.consumer == consumer for replica in self.replicas)
+
+    def _trainer_moves(self, i: int, trainer: Trainer, seen: Seen) -> Iterator[Move]:
+        yield Move(f"trainer {i} dies", True, partial(_trainer_dies, i=i))
+        yield Move(f"trainer {i} stops", True, partial(_trainer_stops, i=i))
+        if str(trainer.lease.token) != seen.lease:
+            yield Move(f"trainer {i} renews its lease", False, partial(_trainer_renews, i=i))
+        if not trainer.restored:
+            yield Move(f"trainer {i} takes up its books", False, partial(_restore, i=i))
+            return
+        if trainer.unsent:
+            yield Move(f"trainer {i} submits", False, partial(_submit, i=i))
+        if {row.entry for row in seen.groups} - {delivery.entry_id for delivery in _delivered(trainer)}:
+            yield Move(f"trainer {i} reads", False, partial(_read, i=i))
+        if len(seen.groups) > len(seen.readers):
+            yield Move(f"trainer {i} reads, unheard", True, partial(_read_unheard, i=i))
+        for job_id in trainer.arrived:
+            yield Move(f"trainer {i} trains {job_id}", False, partial(_train, i=i, job_id=job_id))
+        if trainer.finished:
+            yield Move(f"trainer {i} writes a checkpoint", False, partial(_save, i=i))
+        if trainer.covered:
+            yield Move(f"trainer {i} acknowledges", False, partial(_acknowledge, i=i))
+        if any(not seen.books[id].state for id in trainer.outstanding - trainer.unsent - set(trainer.arrived)):
+            yield Move(f"trainer {i} hears nothing", False, partial(_recheck, i=i))
+
+    def _outside_moves(self, seen: Seen) -> Iterator[Move]:
+        if not seen.lease and len(self.trainers) < MAX_TRAINERS and self.jobs:
+            yield Move("a trainer starts", bool(self.trainers), _start)
+        elif seen.lease:
+            alive = any(str(trainer.lease.token) == seen.lease for trainer in self.trainers)
+            yield Move("the trainer's lease runs out", alive, _lease_runs_out)
+        for number, row in enumerate(seen.dead):
+            yield Move(f"operator replays {row.job_id}", True, partial(_replay, number=number))
+            yield Move(f"operator drops {row.job_id}", True, partial(_drop, number=number))
+        if seen.keys:
+            yield Move("the broker is wiped", True, _wipe)
+
+    # --- what must hold -------------------------------------------------------------------------------------------
+
+    def check(self, seen: Seen) -> None:
+        """After every step, whatever happened."""
+        where = Counter(row.job_id for row in (*seen.jobs, *seen.groups))
+        for job_id in self.job_ids:
+            assert where[job_id] <= 1, f"{job_id} is there {where[job_id]} times"
+            self._check_job(seen.books[job_id], seen)
+        for entries, pending in ((seen.jobs, seen.owners), (seen.groups, seen.readers)):
+            assert pending.keys() <= {row.entry for row in entries}, "somebody holds what does not exist"
+        assert not seen.in_flight & seen.uncheckpointed, "trained, and still in flight"
+        assert seen.in_flight | seen.uncheckpointed <= self.jobs.keys()
+        for trainer in self.trainers:
+            if trainer.restored and str(trainer.lease.token) == seen.fence == seen.lease:
+                self._check_books(trainer, seen)
+        self._check_keys(seen)
+
+    def _check_job(self, books: Books, seen: Seen) -> None:
+        """A job is in exactly one place, and its end is forgotten only when a checkpoint covers it."""
+        queued = sum(row.job_id == books.job_id for row in seen.jobs)
+        kinds = [row.kind for row in seen.groups if row.job_id == books.job_id]
+        if books.state in ("queued", "running"):
+            assert (queued, kinds) == (1, []), f"{books} but {queued} in the queue and {kinds} for the trainer"
+        elif books.job_id in self.asked:
+            assert (queued, books.has_result) == (0, int(books.state == "done")), books
+        elif books.state:
+            kind = "group" if books.state == "done" else "dead"
+            told = kinds == [kind] or (not kinds and books.job_id in self.checkpoint.finished)
+            assert told, f"{books} acknowledged before a checkpoint covers it, or doubled: {kinds}"
+            assert not queued, f"{books} and queued"
+            assert books.state == "done" or books.job_id not in seen.in_flight, f"{books} counts as in flight"
+        else:
+            assert (queued, kinds) == (0, []), f"{books} is in a stream without books"
+
+    def _check_books(self, trainer: Trainer, seen: Seen) -> None:
+        """In flight = submitted less trained less dead."""
+        running = {id for id in trainer.outstanding if seen.books[id].state in ("queued", "running", "done")}
+        assert running <= seen.in_flight, f"runs uncounted: {running - seen.in_flight}"
+        ghosts = seen.in_flight - trainer.outstanding - trainer.buried
+        assert not ghosts, f"counted as in flight, and nobody waits for it: {ghosts}"
+        assert not seen.uncheckpointed & trainer.outstanding
+
+    def _check_keys(self, seen: Seen) -> None:
+        keys = self.broker.keys
+        single = {getattr(keys, name) for name in ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")}
+        single |= {keys.fence, keys.lease, keys.counters}
+        orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
+        assert not orphans, f"nobody knows {orphans}"
+
+    def is_done(self, seen: Seen) -> bool:
+        """Every job has ended, a checkpoint says so, and the broker holds nothing of it but what has a time to live."""
+        ended = self.checkpoint.finished >= self.jobs.keys()
+        answered = all(seen.books[job_id].state in ("done", "dead") for job_id in self.asked)
+        empty = not (seen.jobs or seen.groups or seen.in_flight or seen.uncheckpointed)
+        return ended and answered and empty and all(books.ends for books in seen.books.values() if books.state)
+
+
+def _by_id(jobs: list[Job]) -> dict[str, Job]:
+    return {job.job_id: job for job in jobs}
+
+
+def _delivered(trainer: Trainer) -> list[Delivery]:
+    return [*trainer.arrived.values(), *trainer.finished, *trainer.covered]
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+async def _ask(world: World, before: Seen, job_id: str) -> None:
+    job = world.asked[job_id]
+    assert await Submission(world.broker).submit_client(job, limit=NO_LIMIT) is Submitted.NEW
+
+
+async def _forget(world: World, before: Seen, job_id: str) -> None:
+    """What its time to live does."""
+    await world.broker.redis.delete(world.broker.keys.job(job_id), world.broker.keys.result(job_id))
+
+
+# --- a replica --------------------------------------------------------------------------------------------------------
+
+
+async def _claim(world: World, before: Seen, i: int) -> None:
+    replica = world.replicas[i]
+    replica.leases += await replica.queue.claim(1, 1)
+
+
+async def _take_over(world: World, before: Seen, i: int) -> None:
+    replica = world.replicas[i]
+    replica.leases += await replica.queue.claim_expired(1)
+
+
+async def _commit(world: World, before: Seen, i: int, number: int, heard: bool = True) -> bool:
+    replica, lease = world.replicas[i], world.replicas[i].leases[number]
+    repeated = before.books[lease.job.job_id].committed == f"{replica.queue.consumer}/{lease.entry_id}"
+    return await _end(
+        world,
+        before,
+        i,
+        number,
+        lambda queue: queue.commit(lease, make_group(lease.job, replica.name)),
+        repeated,
+        heard,
+    )
+
+
+async def _fail(world: World, before: Seen, i: int, number: int) -> bool:
+    lease = world.replicas[i].leases[number]
+    return await _end(world, before, i, number, lambda queue: queue.fail(lease, "boom"))
+
+
+async def _release(world: World, before: Seen, i: int, number: int) -> bool:
+    lease = world.replicas[i].leases[number]
+    return await _end(world, before, i, number, lambda queue: queue.release(lease))
+
+
+async def _end(
+    world: World,
+    before: Seen,
+    i: int,
+    number: int,
+    call: Callable[[JobQueue], Awaitable[object]],
+    repeated: bool = False,
+    heard: bool = True,
+) -> bool:
+    """One of the ways to end a lease. Only its owner is heard, or one who says again what was done before; unless the
+    answer is `heard`, the caller goes on as if it had said nothing."""
+    replica = world.replicas[i]
+    lease = replica.leases[number]
+    owner = before.owners.get(lease.entry_id) == replica.queue.consumer
+    queue = replica.queue if heard else deepcopy(replica.queue, {id(world.broker): world.broker})
+    try:
+        answer = await call(queue)
+    except LeaseLostError:
+        assert not owner, "an owner was turned away"
+        assert not repeated, "what was done is told differently the second time"
+    else:
+        assert owner or repeated, "heard without a lease"
+        assert answer is not Committed.DUPLICATE
+    if heard:
+        replica.leases.pop(number)
+    return owner
+
+
+async def _renew(world: World, before: Seen, i: int) -> bool:
+    replica = world.replicas[i]
+    lost = await replica.queue.renew(replica.leases)
+    replica.leases = [lease for lease in replica.leases if lease not in lost]
+    assert all(before.owners.get(lease.entry_id) == replica.queue.consumer for lease in replica.leases)
+    return False
+
+
+async def _die(world: World, before: Seen, i: int) -> None:
+    name = world.replicas[i].name
+    world.replicas[i] = Replica(name, world._queue(name))
+
+
+async def _stop(world: World, before: Seen, i: int) -> None:
+    await world.replicas[i].queue.close()
+    await _die(world, before, i)
+
+
+# --- a trainer --------------------------------------------------------------------------------------------------------
+
+
+async def _start(world: World, before: Seen) -> None:
+    lease = TrainerLease(world.broker, "model", ttl_s=LONG_S)
+    token = await lease.acquire()
+    assert all(token > trainer.lease.token for trainer in world.trainers), "a token that does not grow"
+    assert token > world.checkpoint.token
+    groups = GroupQueue(world.broker, fence=token)
+    world.trainers.append(Trainer(lease, groups, world.checkpoint.trained, world.checkpoint.buried))
+
+
+async def _as_trainer(world: World, before: Seen, i: int, call: Callable[[Trainer], Awaitable[object]]) -> bool:
+    """False if the trainer was fenced off, and ended."""
+    trainer = world.trainers[i]
+    newest = before.fence in ("", str(trainer.lease.token))
+    try:
+        await call(trainer)
+    except LeaseLostError:
+        assert not newest, "the newest trainer was turned away"
+        del world.trainers[i]
+        return False
+    assert newest, "a trainer that another one replaced was heard"
+    return True
+
+
+async def _restore(world: World, before: Seen, i: int) -> bool:
+    trainer = world.trainers[i]
+    outstanding = world.jobs.keys() - set(trainer.trained) - trainer.buried
+    heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.restore(sorted(outstanding)))
+    trainer.outstanding, trainer.unsent, trainer.restored = set(outstanding), set(outstanding), True
+    return heard
+
+
+async def _submit(world: World, before: Seen, i: int) -> bool:
+    jobs = [job for job_id, job in world.jobs.items() if job_id in world.trainers[i].unsent]
+
+    async def send(trainer: Trainer) -> None:
+        outcomes = await Submission(world.broker).submit(jobs, fence=trainer.lease.token, limit=len(world.jobs))
+        assert Submitted.REFUSED not in outcomes, "there was room"
+        trainer.unsent.clear()
+
+    return await _as_trainer(world, before, i, send)
+
+
+async def _read(world: World, before: Seen, i: int) -> None:
+    trainer = world.trainers[i]
+    try:
+        deliveries = await trainer.groups.read(1, 1)
+    except LeaseLostError:
+        del world.trainers[i]
+        return
+    for delivery in deliveries:
+        trainer.unsent.discard(delivery.job_id)
+        if delivery.job_id not in trainer.outstanding or delivery.job_id in trainer.arrived:
+            trainer.finished.append(delivery)
+        elif isinstance(delivery.item, DeadLetter):
+            trainer.outstanding.discard(delivery.job_id)
+            trainer.buried |= {delivery.job_id}
+            trainer.finished.append(delivery)
+        else:
+            trainer.arrived[delivery.job_id] = delivery
+
+
+async def _read_unheard(world: World, before: Seen, i: int) -> None:
+    """Also what a trainer does that is stopped between the look at its token and the read."""
+    reader = f"trainer/{world.trainers[i].lease.token}"
+    await world.broker.read_group(world.broker.keys.groups, TRAINER, reader, 1, 1)
+
+
+async def _train(world: World, before: Seen, i: int, job_id: str) -> bool:
+    trainer = world.trainers[i]
+    assert job_id not in trainer.trained, f"{job_id} is trained twice"
+    heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.settle(trained=[job_id]))
+    trainer.outstanding.discard(job_id)
+    trainer.trained += (job_id,)
+    trainer.finished.append(trainer.arrived.pop(job_id))
+    return heard
+
+
+async def _save(world: World, before: Seen, i: int) -> None:
+    """Nothing fences a file system: one who comes late finds the checkpoint of a newer trainer, and gives up."""
+    trainer = world.trainers[i]
+    if world.checkpoint.token > trainer.lease.token:
+        del world.trainers[i]
+        return
+    world.checkpoint = Checkpoint(trainer.lease.token, trainer.trained, trainer.buried)
+    trainer.covered, trainer.finished = [*trainer.covered, *trainer.finished], []
+
+
+async def _acknowledge(world: World, before: Seen, i: int) -> bool:
+    trainer = world.trainers[i]
+    heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.acknowledge(trainer.covered))
+    trainer.covered = []
+    return heard
+
+
+async def _recheck(world: World, before: Seen, i: int) -> None:
+    trainer = world.trainers[i]
+    trainer.unsent |= trainer.outstanding - set(trainer.arrived)
+
+
+async def _trainer_renews(world: World, before: Seen, i: int) -> bool:
+    return await _as_trainer(world, before, i, lambda trainer: trainer.lease.renew())
+
+
+async def _trainer_dies(world: World, before: Seen, i: int) -> None:
+    del world.trainers[i]
+
+
+async def _trainer_stops(world: World, before: Seen, i: int) -> None:
+    trainer = world.trainers.pop(i)
+    await trainer.lease.release()
+
+
+# --- the rest of the world --------------------------------------------------------------------------------------------
+
+
+async def _lease_runs_out(world: World, before: Seen) -> None:
+    await world.broker.redis.delete(world.broker.keys.lease)
+
+
+async def _replay(world: World, before: Seen, number: int) -> None:
+    letters = DeadLetters(world.broker)
+    letter = (await letters.page())[::-1][number]
+    (outcome,) = await letters.replay([letter])
+    assert (outcome is Outcome.REPLAYED) == (letter.prospect is Prospect.OPEN), outcome
+
+
+async def _drop(world: World, before: Seen, number: int) -> None:
+    letters = DeadLetters(world.broker)
+    letter = (await letters.page())[::-1][number]
+    assert await letters.drop([letter.entry_id]) == [Outcome.DROPPED]
+
+
+async def _wipe(world: World, before: Seen) -> None:
+    await world.broker.redis.delete(*before.keys)
+
+
+class ViolationError(AssertionError):
+    """What went wrong."""
+
+
+async def step(world: World, before: Seen, move: Move) -> Seen:
+    """Does one move. Raises ViolationError."""
+    try:
+        world.faults -= move.fault
+        heard = await move.act(world, before)
+        seen = await look(world.broker, world.job_ids)
+        assert heard is not False or seen == before, "one who was turned away has changed something"
+        world.check(seen)
+    except (AssertionError, DvpError) as error:
+        raise ViolationError(f"{move.label}: {error}") from error
+    return seen
