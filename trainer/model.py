@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
+from services.dvp.policy import Constrained, constrained_logprobs
 
 from .batch import MicroBatch
 from .config import ModelSection
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
+from .lm_head import head_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +41,37 @@ def load_model(section: ModelSection) -> PreTrainedModel:
     return model.to(section.device)
 
 
+class Policy(torch.nn.Module):
+    """pi_train_mp: from the token ids of a micro-batch to the constrained log-probs of its completions."""
+
+    def __init__(self, model: PreTrainedModel, compute_dtype: str, *, log_min_p: float, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self.head = linear_head(model)
+        self._dtype: torch.dtype = getattr(torch, compute_dtype)
+        self._log_min_p, self._temperature = log_min_p, temperature
+
+    def forward(self, micro: MicroBatch) -> Constrained:
+        """One entry per model token, in row-major order of `micro.mask`. Prompt positions never become logits."""
+        inputs = {name: getattr(micro, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        token_ids, T = micro.token_ids[micro.mask], micro.mask.shape[1]
+        with torch.autocast(micro.mask.device.type, dtype=self._dtype, enabled=self._dtype is not torch.float32):
+            if self.head is None:
+                logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
+            else:
+                states = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -T - 1 : -1][micro.mask]
+        if self.head is None:
+            return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
+        return head_logprobs(
+            states,
+            self.head.weight,
+            self.head.bias,
+            token_ids,
+            log_min_p=self._log_min_p,
+            temperature=self._temperature,
+        )
+
+
 def linear_head(model: PreTrainedModel) -> torch.nn.Linear | None:
     """The LM head, if the logits are nothing but its product with the last hidden state; None if a soft cap or a scale
     follows. Found out by comparing both on a few tokens, bit for bit."""
@@ -54,26 +82,3 @@ def linear_head(model: PreTrainedModel) -> torch.nn.Linear | None:
     with torch.no_grad():
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return head if torch.equal(head(states), model(input_ids=ids, use_cache=False).logits) else None
-
-
-def completion_states(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens hidden"]:
-    """Last hidden states that predict each model token of the micro-batch, in row-major order of `micro.mask`."""
-    output = model.base_model(**_inputs(micro))
-    states: Tensor = output.last_hidden_state[:, -micro.mask.shape[1] - 1 : -1]
-    return states[micro.mask]
-
-
-def completion_logits(model: PreTrainedModel, micro: MicroBatch) -> Float[Tensor, "tokens V"]:
-    """The same for logits. Those of prompt positions are never computed."""
-    output = model(**_inputs(micro), logits_to_keep=micro.mask.shape[1] + 1)
-    logits: Tensor = output.logits[:, :-1]
-    return logits[micro.mask]
-
-
-def _inputs(micro: MicroBatch) -> dict[str, Any]:
-    return {
-        "input_ids": micro.input_ids,
-        "attention_mask": micro.attention_mask,
-        "position_ids": micro.position_ids,
-        "use_cache": False,
-    }

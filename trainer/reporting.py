@@ -19,7 +19,7 @@ Of the trainer:
     pruned/share, pruned/mass                      positions that lost >= 1e-3 of their probability; mean loss
     mismatch/kl_unmasked                           the same tokens under both full softmaxes
     drift/kl                                       what the further updates of a batch add
-    grad/norm, optimizer/lr, optimizer/updates
+    grad/norm, loss/surrogate, optimizer/lr, optimizer/updates
     staleness/mean, staleness/max                  optimizer steps
     staleness/groups_0 .. groups_8                 groups that were so many steps old, the last with all that were older
     time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s

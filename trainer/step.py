@@ -20,13 +20,12 @@ from services.dvp.correction import Correction, correct
 from services.dvp.denominators import denominator
 from services.dvp.metrics import MetricBatch, mismatch_metrics
 from services.dvp.objective import surrogate_loss
-from services.dvp.policy import constrained_logprobs
+from services.dvp.policy import Constrained
 
 from .advantages import Baseline, advantages
 from .batch import Batch, MicroBatch, TrainSequence, micro_batches
 from .config import TrainSettings
-from .lm_head import head_logprobs
-from .model import completion_logits, completion_states, linear_head
+from .model import Policy
 from .rewards import Overlong
 
 if TYPE_CHECKING:
@@ -82,13 +81,26 @@ class Evidence:
         return cls(**{field.name: whole(field.name) for field in fields(cls)})
 
 
+class Update(NamedTuple):
+    """What came of one optimizer step."""
+
+    seen: list[Evidence]
+    loss: float
+    """The scalar whose negative gradient is the estimator. Its value says little: it is no measure of progress."""
+    grad_norm: float | None
+    """Before clipping; None if there was nothing to learn from and the weights are unchanged."""
+
+
 class Learner:
     """The policy in training and its optimizer. `step` is synchronous and heavy: call it in a thread."""
 
     def __init__(self, model: PreTrainedModel, settings: TrainSettings, pad_id: int) -> None:
         self.model, self.settings, self.pad_id = model, settings, pad_id
         self.device = next(model.parameters()).device
-        self.head = linear_head(model)
+        policy = settings.sampling
+        self.policy = Policy(
+            model, settings.model.compute_dtype, log_min_p=policy.log_min_p, temperature=policy.temperature
+        )
         options = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -116,26 +128,24 @@ class Learner:
         sequences = batch.sequences_with_signal()
         before = self.look(sequences) if self._needs_first_pass and sequences else None
         A = self.batch_advantages(batch, before)
-        seen, totals = [], {"optimizer/updates": 0.0, "grad/norm": 0.0}
-        for part in batch.split(self.settings.batch.updates):
-            evidence, grad_norm = self.update(part.sequences_with_signal(), A, part.num_sequences)
-            seen += evidence
-            totals["optimizer/updates"] += grad_norm is not None
-            totals["grad/norm"] = max(totals["grad/norm"], grad_norm or 0.0)
-        return totals | self._metrics(batch, A, before, seen)
+        parts = batch.split(self.settings.batch.updates)
+        updates = [self.update(part.sequences_with_signal(), A, part.num_sequences) for part in parts]
+        totals = {
+            "optimizer/updates": float(sum(update.grad_norm is not None for update in updates)),
+            "grad/norm": max(update.grad_norm or 0.0 for update in updates),
+            "loss/surrogate": sum(update.loss for update in updates) / len(updates),
+        }
+        return totals | self._metrics(batch, A, before, [seen for update in updates for seen in update.seen])
 
-    def update(
-        self, sequences: list[TrainSequence], A: Float[Tensor, " N"], total: int
-    ) -> tuple[list[Evidence], float | None]:
+    def update(self, sequences: list[TrainSequence], A: Float[Tensor, " N"], total: int) -> Update:
         """One optimizer step on `sequences`, out of `total` with those that have no signal. The gradient is
 
             1/D  sum_y  w(y) A(y) grad log pi_train_mp(y | x)
 
-        accumulated over micro-batches and divided by D at the end, when the number of kept sequences is known. Returns
-        the gradient's norm before clipping; None if there was nothing to learn from and the weights are unchanged.
+        accumulated over micro-batches and divided by D at the end, when the number of kept sequences is known.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        seen, num_kept = [], 0
+        seen, num_kept, loss_sum = [], 0, 0.0
         for micro in self._micro_batches(sequences):
             own = self.train_logprobs(micro)
             evidence = Evidence.of(micro, own)
@@ -144,30 +154,14 @@ class Learner:
             loss.backward()  # type: ignore[no-untyped-call]
             seen.append(evidence)
             num_kept += int(correction.kept_sequences.sum())
+            loss_sum += float(loss.detach())
         if num_kept == 0:
-            return seen, None
+            return Update(seen, 0.0, None)
         D = denominator(self.settings.correction.denominator, total=total, kept=num_kept)
-        return seen, self._apply(D)
+        return Update(seen, loss_sum / D, self._apply(D))
 
     def train_logprobs(self, micro: MicroBatch) -> TrainLogprobs:
-        """The forward pass, and the constrained policy on its logits. Only model tokens ever become logits."""
-        token_ids = micro.token_ids[micro.mask]
-        policy = self.settings.sampling
-        if self.head is None:
-            with self._autocast():
-                logits = completion_logits(self.model, micro)
-            own = constrained_logprobs(logits, token_ids, log_min_p=policy.log_min_p, temperature=policy.temperature)
-        else:
-            with self._autocast():
-                states = completion_states(self.model, micro)
-            own = head_logprobs(
-                states,
-                self.head.weight,
-                self.head.bias,
-                token_ids,
-                log_min_p=policy.log_min_p,
-                temperature=policy.temperature,
-            )
+        own: Constrained = self.policy(micro)
 
         def spread(values: Tensor, padding: float) -> Tensor:
             return torch.full_like(micro.mask, padding, dtype=values.dtype).masked_scatter(micro.mask, values)
@@ -220,10 +214,6 @@ class Learner:
         """Several steps would mix drift into mismatch, and a weighted baseline needs the weights first."""
         weighted = self.settings.correction.baseline is Baseline.RLOO_WEIGHTED
         return self.settings.batch.updates > 1 or weighted
-
-    def _autocast(self) -> torch.autocast:
-        dtype: torch.dtype = getattr(torch, self.settings.model.compute_dtype)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
 
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
         limit = self.settings.model.micro_batch_tokens
