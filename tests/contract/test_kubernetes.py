@@ -1,0 +1,301 @@
+"""deploy/kubernetes as far as that can be told without a cluster: rendered, and held against the API's schemas.
+
+Kubernetes' own schemas come from PyPI's kubernetes-validate, in their strict form: an unknown field is an error.
+keda-scaledobject.json is written after config/crd/bases/keda.sh_scaledobjects.yaml and the documentation of the
+redis-streams scaler, github.com/kedacore/keda and keda-docs (Apache-2.0), and as strict.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from services.contract.keys import Keys
+from services.monitor.settings import MonitorSettings
+from services.rollout.settings import EngineName, RolloutSettings
+from services.weights.settings import WeightServerSettings
+from trainer.config import SamplingSection, TrainSettings
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "deploy" / "kubernetes"
+BASE = sorted(path for path in (FOLDER / "base").glob("*.yaml") if path.name != "kustomization.yaml")
+VERSIONS = ("1.30", "1.37")
+"""Oldest and newest that the manifests are meant for."""
+SCALED_OBJECT = json.loads((Path(__file__).parent / "keda-scaledobject.json").read_text())
+OVERLAYS = pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
+
+Manifest = dict[str, Any]
+
+
+def renderer() -> list[str]:
+    """Skips the test, and says so, where there is neither command; the base is checked without."""
+    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
+        if shutil.which(command[0]):
+            return command
+    pytest.skip("NOT TESTED: neither kustomize nor kubectl here")
+
+
+class Rendered:
+    """What `kubectl apply -k` would send."""
+
+    def __init__(self, overlay: str, text: str) -> None:
+        self.overlay = overlay
+        self.manifests: list[Manifest] = list(yaml.safe_load_all(text))
+
+    def all(self, *kinds: str) -> list[Manifest]:
+        return [manifest for manifest in self.manifests if manifest["kind"] in kinds]
+
+    def one(self, kind: str, prefix: str) -> Manifest:
+        (found,) = [manifest for manifest in self.all(kind) if manifest["metadata"]["name"].startswith(prefix)]
+        return found
+
+    def pods(self) -> dict[str, Manifest]:
+        """Spec of every workload's pods."""
+        workloads = self.all("Deployment", "StatefulSet", "Job")
+        return {workload["metadata"]["name"]: workload["spec"]["template"]["spec"] for workload in workloads}
+
+    def container(self, pod: str, name: str) -> Manifest:
+        spec = self.pods()[pod]
+        (found,) = [one for one in spec["containers"] + spec.get("initContainers", []) if one["name"] == name]
+        return dict(found)
+
+    def environment(self, pod: str, name: str) -> dict[str, str]:
+        """As the container would see it: references resolved, $(NAME) put in."""
+        resolved: dict[str, str] = {}
+        for entry in self.container(pod, name)["env"]:
+            value = self._referenced(entry["valueFrom"]) if "valueFrom" in entry else entry["value"]
+            resolved[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: resolved[match[1]], value)
+        return resolved
+
+    def _referenced(self, source: Manifest) -> str:
+        ((kind, reference),) = source.items()
+        field = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap"}[kind]
+        value = str(self.one(field, reference["name"])["data"][reference["key"]])
+        return base64.b64decode(value).decode() if field == "Secret" else value
+
+
+@pytest.fixture(scope="module")
+def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    command = renderer()
+    folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
+    shutil.copytree(FOLDER, folder)
+    overlay = folder / "overlays" / request.param
+    shutil.copy(overlay / "secrets.env.example", overlay / "secrets.env")
+    done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return Rendered(request.param, done.stdout)
+
+
+def check(manifest: Manifest, version: str) -> None:
+    if manifest["apiVersion"].startswith("keda.sh/"):
+        jsonschema.Draft7Validator(SCALED_OBJECT).validate(manifest)
+    else:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def all_containers(rendered: Rendered) -> Iterator[Manifest]:
+    for spec in rendered.pods().values():
+        yield from spec["containers"] + spec.get("initContainers", [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", BASE, ids=lambda path: path.stem)
+def test_base_follows_the_schemas(path: Path, version: str) -> None:
+    for manifest in yaml.safe_load_all(path.read_text()):
+        check(manifest, version)
+
+
+@OVERLAYS
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_applied_follows_the_schemas(rendered: Rendered, version: str) -> None:
+    assert len(rendered.manifests) > 15
+    for manifest in rendered.manifests:
+        check(manifest, version)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("rollout", "readinessProbe", "readynessProbe"),
+        ("redis", "periodSeconds: 2", "periodSeconds: soon"),
+        ("scaling", "streamLength", "streamlength"),
+        ("trainer", "action: Ignore", "acton: Ignore"),
+    ],
+)
+def test_schemas_refuse_what_is_mistyped(name: str, old: str, new: str) -> None:
+    text = (FOLDER / "base" / f"{name}.yaml").read_text()
+    assert old in text
+    manifests = [*yaml.safe_load_all(text.replace(old, new))]
+    with pytest.raises(jsonschema.ValidationError):
+        list(map(check, manifests, VERSIONS[-1:] * len(manifests)))
+
+
+@OVERLAYS
+def test_pods_are_restricted_and_bounded(rendered: Rendered) -> None:
+    """What the namespace's label `restricted` enforces, and a read-only root."""
+    assert (
+        rendered.one("Namespace", "dvp-rl")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    )
+    for spec in rendered.pods().values():
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in all_containers(rendered):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+
+
+@OVERLAYS
+def test_all_that_stays_up_is_probed(rendered: Rendered) -> None:
+    stays = [one for one in all_containers(rendered) if one["name"] != "inputs"]
+    assert {one["name"] for one in stays} == {"redis", "rollout", "trainer", "weights", "monitor"}
+    for container in stays:
+        assert {"startupProbe", "livenessProbe"} <= container.keys()
+        ports = {port["name"] for port in container["ports"]}
+        probes = [container[key] for key in container if key.endswith("Probe")]
+        assert all("exec" in probe or probe["httpGet"]["port"] in ports for probe in probes)
+
+
+@OVERLAYS
+def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
+    labels = {
+        workload["metadata"]["name"]: workload["spec"]["template"]["metadata"]["labels"]
+        for workload in rendered.all("Deployment", "StatefulSet", "Job")
+    }
+    for service in rendered.all("Service"):
+        name = service["metadata"]["name"]
+        assert service["spec"]["selector"].items() <= labels[name].items()
+        spec = rendered.pods()[name]
+        open_ports = {
+            port["name"]: port["containerPort"]
+            for one in spec["containers"] + spec.get("initContainers", [])
+            for port in one.get("ports", [])
+        }
+        assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == open_ports
+    for budget in rendered.all("PodDisruptionBudget"):
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels[budget["metadata"]["name"]].items()
+
+
+@OVERLAYS
+def test_replicas_understand_their_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RolloutSettings.load(given(rendered, "rollout", "rollout", monkeypatch))
+    assert settings.redis_url == "redis://:change-me@redis:6379/0"
+    assert settings.tokens() == ("change-me",)
+    assert settings.run_id == run(rendered)["RUN_ID"]
+    assert str(settings.model) == run(rendered)["MODEL"]
+    assert settings.engine is (EngineName.SGLANG if rendered.overlay == "gpu" else EngineName.TRANSFORMERS)
+    assert settings.device == ("cuda" if rendered.overlay == "gpu" else "cpu")
+    (pause,) = rendered.container("rollout", "rollout")["lifecycle"]["preStop"]["exec"]["command"][1:]
+    assert rendered.pods()["rollout"]["terminationGracePeriodSeconds"] > int(pause) + settings.drain_s + 10
+
+
+@OVERLAYS
+def test_the_trainer_serves_the_weights_that_it_announces(
+    rendered: Rendered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text((REPOSITORY / "deploy" / "demo" / "config.toml").read_text())
+    trainer = TrainSettings.load(given(rendered, "trainer", "trainer", monkeypatch), tmp_path / "config.toml")
+    weights = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
+    assert trainer.run_id == run(rendered)["RUN_ID"]
+    assert trainer.weights_folder == weights.folder
+    assert trainer.weights.url == f"http://trainer:{weights.port}"
+    assert trainer.metrics.port == 9100
+    assert trainer.model.device == ("cuda" if rendered.overlay == "gpu" else "cpu")
+    replica = rendered.environment("rollout", "rollout")
+    assert replica["DVP_ROLLOUT__WEIGHTS__TOKEN"] in weights.tokens()
+    assert replica["DVP_ROLLOUT__WEIGHTS__TOKEN"] != replica["DVP_ROLLOUT__TOKEN"]
+    assert rendered.container("trainer", "weights")["restartPolicy"] == "Always", (
+        "a sidecar: the job ends with the trainer"
+    )
+
+
+@OVERLAYS
+def test_the_monitor_understands_its_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = MonitorSettings.load(given(rendered, "monitor", "monitor", monkeypatch))
+    assert (settings.port, settings.run_id) == (8080, run(rendered)["RUN_ID"])
+
+
+def given(rendered: Rendered, pod: str, container: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sets the container's environment; no arguments."""
+    for name, value in rendered.environment(pod, container).items():
+        if name.startswith("DVP_"):
+            monkeypatch.setenv(name, value)
+    return []
+
+
+def run(rendered: Rendered) -> dict[str, str]:
+    return dict(rendered.one("ConfigMap", "run-")["data"])
+
+
+@OVERLAYS
+def test_replicas_scale_with_the_jobs_that_exist(rendered: Rendered) -> None:
+    spec = rendered.one("ScaledObject", "rollout")["spec"]
+    (trigger,) = spec["triggers"]
+    assert trigger["metadata"]["stream"] == Keys(run(rendered)["RUN_ID"]).jobs
+    assert "consumerGroup" not in trigger["metadata"], "KEDA would look at pending entries instead"
+    environment = rendered.environment("rollout", "rollout")
+    assert environment[trigger["metadata"]["passwordFromEnv"]] == "change-me"
+    at_once = int(environment["DVP_ROLLOUT__MAX_BATCH"]) // SamplingSection().n
+    assert int(trigger["metadata"]["streamLength"]) == at_once
+    assert "replicas" not in rendered.one("Deployment", "rollout")["spec"], "each apply would undo KEDA's choice"
+
+
+@OVERLAYS
+def test_nobody_reaches_the_broker_but_those_who_need_it(rendered: Rendered) -> None:
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in rendered.all("NetworkPolicy")}
+    assert policies["deny-all"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    reaching = [
+        peer
+        for spec in policies.values()
+        for rule in spec.get("ingress", [])
+        if any(port["port"] == 6379 for port in rule["ports"])
+        for peer in rule["from"]
+    ]
+    pods, namespace = reaching
+    assert pods["podSelector"]["matchExpressions"][0]["values"] == ["rollout", "trainer", "monitor"]
+    assert namespace["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+
+
+@OVERLAYS
+def test_gpus_are_asked_for_where_they_are_used(rendered: Rendered) -> None:
+    asking = {one["name"] for one in all_containers(rendered) if "nvidia.com/gpu" in one["resources"]["limits"]}
+    assert asking == ({"rollout", "trainer"} if rendered.overlay == "gpu" else set())
+
+
+@OVERLAYS
+def test_images_are_ours_or_the_broker(rendered: Rendered) -> None:
+    stages = set(re.findall(r" AS (\w+)$", (REPOSITORY / "deploy/docker/Dockerfile").read_text(), re.MULTILINE))
+    for container in all_containers(rendered):
+        name = container["image"].split(":")[0]
+        assert name == "redis" or name.removeprefix("dvp-rl/") in stages | {"inputs", "rollout-sglang"}
+
+
+def test_no_secret_is_committed() -> None:
+    """Without secrets.env, which git ignores, there is nothing to render."""
+    command = renderer()
+    listed = subprocess.run(
+        ["git", "check-ignore", "deploy/kubernetes/overlays/cpu/secrets.env"], cwd=REPOSITORY, capture_output=True
+    )
+    assert listed.returncode == 0
+    assert not any("kind: Secret" in path.read_text() for path in BASE)
+    overlay = FOLDER / "overlays" / "cpu"
+    if not (overlay / "secrets.env").exists():
+        done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0
+        assert "secrets.env" in done.stderr
