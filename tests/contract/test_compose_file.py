@@ -6,7 +6,9 @@ compose-spec.json is the schema of the Compose specification, from github.com/co
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,8 @@ import jsonschema
 import pytest
 import yaml
 
-from services.rollout.settings import RolloutSettings
+from services.monitor.settings import MonitorSettings
+from services.rollout.settings import EngineName, RolloutSettings
 from trainer.config import TrainSettings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -47,6 +50,10 @@ SERVICES: dict[str, dict[str, Any]] = FILE["services"]
 EVERY = pytest.mark.parametrize("service", SERVICES.values(), ids=list(SERVICES))
 
 
+def in_profile(profile: str) -> dict[str, dict[str, Any]]:
+    return {name: service for name, service in SERVICES.items() if service.get("profiles") == [profile]}
+
+
 def seconds(duration: str) -> int:
     return int(duration.removesuffix("s"))
 
@@ -57,6 +64,19 @@ def test_file_follows_the_compose_specification() -> None:
     jsonschema.Draft7Validator(schema).validate(FILE)
     with pytest.raises(jsonschema.ValidationError, match="restrat"):
         jsonschema.Draft7Validator(schema).validate({"services": {"redis": {"restrat": "always"}}})
+
+
+@pytest.mark.parametrize("profile", ["", "observability", "gpu", "*"])
+def test_compose_itself_reads_it(profile: str) -> None:
+    """Needs the command, no engine."""
+    command = ["docker", "compose", "--env-file=.env.example", f"--profile={profile}", "config", "--services"]
+    if shutil.which("docker") is None or subprocess.run([*command[:2], "version"], capture_output=True).returncode:
+        pytest.skip("NOT TESTED: no docker compose here")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    wanted = {name for name, one in SERVICES.items() if profile == "*" or one.get("profiles", [profile]) == [profile]}
+    assert set(done.stdout.split()) == wanted
 
 
 @EVERY
@@ -75,13 +95,20 @@ def test_containers_restart_by_themselves(name: str) -> None:
     assert SERVICES[name]["restart"] == ("on-failure" if name.startswith("trainer") else "unless-stopped")
 
 
-def test_only_the_gateway_is_published_and_only_on_loopback() -> None:
+def test_what_is_published_is_published_on_loopback_only() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"gateway": ["127.0.0.1:8000:8000"]}
+    assert published == {
+        "gateway": ["127.0.0.1:8000:8000"],
+        "monitor": ["127.0.0.1:8080:8080"],
+        "prometheus": ["127.0.0.1:9090:9090"],
+        "grafana": ["127.0.0.1:3000:3000"],
+    }
 
 
-def test_broker_is_out_of_the_gateways_reach() -> None:
-    assert not set(SERVICES["gateway"]["networks"]) & set(SERVICES["redis"]["networks"])
+def test_broker_is_reached_by_those_who_need_it() -> None:
+    (network,) = SERVICES["redis"]["networks"]
+    reaching = {name for name, service in SERVICES.items() if network in service["networks"]}
+    assert reaching == {"redis", "rollout", "rollout-gpu", "trainer", "trainer-gpu", "monitor"}
 
 
 def test_start_waits_for_health() -> None:
@@ -99,7 +126,7 @@ def test_stop_leaves_time_to_drain() -> None:
     assert seconds(SERVICES["gateway"]["stop_grace_period"]) > int(hard_stop[1])
 
 
-@pytest.mark.parametrize("secret", ["DVP_API_TOKEN", "REDIS_PASSWORD"])
+@pytest.mark.parametrize("secret", ["DVP_API_TOKEN", "REDIS_PASSWORD", "GRAFANA_PASSWORD"])
 def test_without_a_secret_nothing_starts(secret: str) -> None:
     with pytest.raises(KeyError, match=secret):
         resolve(DEFAULTS | {secret: ""})
@@ -128,6 +155,15 @@ def test_replicas_understand_their_environment(name: str, monkeypatch: pytest.Mo
     assert settings.tokens() == ("change-me",)
     assert settings.redis_url == "redis://:change-me@redis:6379/0"
     assert settings.device == ("cuda" if name == "rollout-gpu" else "cpu")
+    assert settings.engine is (EngineName.SGLANG if name == "rollout-gpu" else EngineName.TRANSFORMERS)
+
+
+def test_the_monitor_understands_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment("monitor", monkeypatch)
+    settings = MonitorSettings.load([])
+    assert settings.run_id == SERVICES["rollout"]["environment"]["DVP_ROLLOUT__RUN_ID"]
+    assert settings.metrics_file == Path("/runs/demo/metrics.jsonl")
+    assert settings.tokens() == ("change-me",)
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-gpu"])
@@ -138,10 +174,32 @@ def test_trainers_understand_their_environment(name: str, monkeypatch: pytest.Mo
     assert settings.out_dir == Path("/runs/demo")
     assert settings.weights_folder == Path("/weights")
     assert settings.model.device == ("cuda" if name == "trainer-gpu" else "cpu")
+    assert settings.metrics.tokens == ["change-me"]
 
 
-def set_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in SERVICES[name]["environment"].items():
+def test_several_tokens_are_accepted_so_that_they_can_be_rotated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    services = resolve(DEFAULTS | {"DVP_API_TOKEN": "new,old"})["services"]
+    for name in ("rollout", "monitor", "trainer"):
+        set_environment(name, monkeypatch, services)
+    assert RolloutSettings.load([]).tokens() == MonitorSettings.load([]).tokens() == ("new", "old")
+    assert TrainSettings.load([], REPOSITORY / SERVICES["trainer"]["command"][0]).metrics.tokens == ["new", "old"]
+    assert token_of_prometheus(services["prometheus"], tmp_path) == "new"
+
+
+def token_of_prometheus(service: dict[str, Any], folder: Path) -> str:
+    """What its container writes for itself before it starts."""
+    write, start = service["command"][0].replace("$$", "$").split("\n", 1)
+    assert start.startswith("exec prometheus")
+    assert service["tmpfs"] == ["/run/secrets:mode=1777,size=64k"], "the rest of the container is read-only"
+    command = [*service["entrypoint"], write.replace("/run/secrets/dvp_token", str(folder / "token"))]
+    subprocess.run(command, env=service["environment"] | {"PATH": os.environ["PATH"]}, check=True, timeout=10)
+    return (folder / "token").read_text()
+
+
+def set_environment(name: str, monkeypatch: pytest.MonkeyPatch, services: dict[str, dict[str, Any]] = SERVICES) -> None:
+    for key, value in services[name]["environment"].items():
         monkeypatch.setenv(key, str(value))
 
 
@@ -156,14 +214,53 @@ def test_weights_are_written_by_trainers_only() -> None:
 
 
 def test_gpu_profile_reserves_devices_and_takes_the_place_of_the_cpus() -> None:
-    gpu = {name: service for name, service in SERVICES.items() if "profiles" in service}
+    gpu = in_profile("gpu")
     assert gpu.keys() == {"rollout-gpu", "trainer-gpu"}
     for service in gpu.values():
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    assert gpu["rollout-gpu"]["networks"]["api"]["aliases"] == ["rollout"]
+    for network in ("api", "metrics"):
+        assert gpu["rollout-gpu"]["networks"][network]["aliases"] == ["rollout"]
+    assert gpu["trainer-gpu"]["networks"]["metrics"]["aliases"] == ["trainer"]
     without = resolve(DEFAULTS | {"CPU_REPLICAS": "0", "CPU_TRAINERS": "0"})["services"]
     assert [without[name]["deploy"]["replicas"] for name in ("rollout", "trainer")] == [0, 0]
+
+
+def test_replicas_on_gpus_have_what_sglang_asks_for() -> None:
+    service = SERVICES["rollout-gpu"]
+    assert (REPOSITORY / service["build"]["dockerfile"]).name == "sglang.Dockerfile"
+    assert service["shm_size"] == "32g"
+    assert service["ulimits"] == {"memlock": -1, "stack": 67108864}
+    assert service["tmpfs"] == ["/tmp:exec"], "kernels are compiled there"
+
+
+def test_prometheus_finds_what_it_is_told_to_scrape() -> None:
+    """Names and ports, and the file that its container writes the token to."""
+    told = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    names = {name for name, service in SERVICES.items() if "metrics" in service["networks"]}
+    for job in told["scrape_configs"]:
+        assert f"> {job['authorization']['credentials_file']}" in SERVICES["prometheus"]["command"][0]
+        targets = {target for static in job.get("static_configs", []) for target in static["targets"]}
+        targets |= {f"{name}:{dns['port']}" for dns in job.get("dns_sd_configs", []) for name in dns["names"]}
+        assert {target.partition(":")[0] for target in targets} <= names
+        ports = {"monitor": 8080, "rollout": 8000, "trainer": 9100}
+        assert all(int(target.partition(":")[2]) == ports[target.partition(":")[0]] for target in targets)
+    assert [job["job_name"] for job in told["scrape_configs"]] == ["monitor", "rollout", "trainer"]
+
+
+def test_observability_brings_pinned_images_and_what_they_are_provisioned_with() -> None:
+    services = in_profile("observability")
+    assert services.keys() == {"prometheus", "grafana"}
+    for service in services.values():
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
+        assert service["networks"] == ["metrics"]
+        mounts = {volume["target"]: volume for volume in service["volumes"] if volume["type"] == "bind"}
+        assert all(mount["read_only"] and (REPOSITORY / mount["source"]).is_dir() for mount in mounts.values())
+    (provider,) = yaml.safe_load((REPOSITORY / "deploy/grafana/provisioning/dashboards/dvp.yml").read_text())[
+        "providers"
+    ]
+    mounted = {volume["target"] for volume in services["grafana"]["volumes"]}
+    assert provider["options"]["path"] in mounted
 
 
 def test_images_install_only_what_is_pinned() -> None:

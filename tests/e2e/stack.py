@@ -1,4 +1,4 @@
-"""The compose file under a project name of its own, on whatever engine `docker` reaches."""
+"""A fresh clone, and its compose file under a project name of its own, on whatever engine `docker` reaches."""
 
 from __future__ import annotations
 
@@ -44,31 +44,43 @@ def _require(*command: str) -> None:
         pytest.skip(f"NOT TESTED: {' '.join(command)}: {reason}")
 
 
+def clone(folder: Path) -> Path:
+    """What git would clone if all that is here were committed, and nothing else: no environment, no build."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60).stdout
+    for name in filter(None, names.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
 class Stack:
-    def __init__(self, **variables: str) -> None:
-        self.project, self.port, self.token = f"dvp-e2e-{os.getpid()}", free_port(), secrets.token_hex(16)
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder, self.project = folder, f"dvp-e2e-{os.getpid()}"
+        self.port, self.monitor_port, self.token = free_port(), free_port(), secrets.token_hex(16)
         self.killed: list[str] = []
         """Services whose main process was killed and came back."""
         self._environment = {
             "PIP_FLAGS": "",
             **os.environ,
+            "COMPOSE_PROJECT_NAME": self.project,
             "DVP_API_TOKEN": self.token,
             "REDIS_PASSWORD": secrets.token_hex(16),
             "DVP_PORT": str(self.port),
+            "MONITOR_PORT": str(self.monitor_port),
             **variables,
         }
 
     def compose(self, *arguments: str, timeout: float = COMMAND_S) -> str:
-        return self._run(
-            "docker", "compose", "--env-file=.env.example", f"-p{self.project}", *arguments, timeout=timeout
-        )
+        return self.run("docker", "compose", *arguments, timeout=timeout)
 
     def docker(self, *arguments: str) -> str:
-        return self._run("docker", *arguments, timeout=COMMAND_S)
+        return self.run("docker", *arguments)
 
-    def _run(self, *command: str, timeout: float) -> str:
+    def run(self, *command: str, timeout: float = COMMAND_S) -> str:
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=self._environment, capture_output=True, text=True, timeout=timeout
+            command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=timeout
         )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         return done.stdout
@@ -81,8 +93,8 @@ class Stack:
         return dict(found)
 
     def scale(self, replicas: int) -> None:
-        """Returns when all of them are ready; nothing else is touched."""
-        self.compose("up", "--detach", "--wait", "--no-deps", f"--scale=rollout={replicas}", "rollout")
+        """As the README does; returns when all of them are ready."""
+        self.compose("up", "--detach", "--wait", "--no-recreate", f"--scale=rollout={replicas}", "rollout")
 
     def kill(self, container: str) -> None:
         """SIGKILL from outside to the main process, as a crash would be: for `docker kill` the engine restarts nothing.
@@ -113,14 +125,17 @@ class Stack:
                 )
             time.sleep(1)
 
-    def client(self, token: str | None = None) -> Client:
-        return Client(f"http://127.0.0.1:{self.port}", token=self.token if token is None else token)
+    def client(self, *, token: str | None = None, port: int | None = None) -> Client:
+        """Of the gateway, or of what listens on `port`."""
+        return Client(f"http://127.0.0.1:{port or self.port}", token=self.token if token is None else token)
 
 
 @contextmanager
-def running(stack: Stack) -> Iterator[None]:
+def running(stack: Stack, *options: str) -> Iterator[None]:
+    """The README's two commands."""
     try:
-        stack.compose("up", "--detach", "--build", "--wait", timeout=BUILD_S)
+        stack.run("cp", ".env.example", ".env")
+        stack.compose("up", "-d", "--build", "--wait", *options, timeout=BUILD_S)
         yield
     finally:
         stack.compose("down", "--volumes", "--remove-orphans", "--timeout=5")

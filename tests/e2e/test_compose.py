@@ -1,10 +1,13 @@
-"""`docker compose up` for real: the demo model trained by containers that are scaled and killed meanwhile."""
+"""`docker compose up` for real: the demo model trained by containers that are scaled, killed and replaced meanwhile."""
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 
@@ -15,9 +18,13 @@ from deploy.demo.summary import ENDS, reconcile
 from services.contract.errors import DvpError
 from trainer.reporting import read_metrics
 
-from .stack import BUILD_S, Stack, require_engine, running
+from .stack import BUILD_S, Stack, clone, require_engine, running
 
 TRAINING_S = 1200.0
+STEPS = 200
+"""More than the demo's, so that the run lasts until everything has been done to it."""
+IMAGES = ("rollout", "trainer", "monitor", "gateway")
+SERVICES = ("redis", *IMAGES)
 PROBE = """
 import importlib.util, json, os, shutil
 tools = [tool for tool in ("gcc", "cc", "make", "git") if shutil.which(tool)]
@@ -25,34 +32,51 @@ packages = ("torch", "datasets", "matplotlib", "pytest", "mypy", "trainer")
 present = [package for package in packages if importlib.util.find_spec(package)]
 print(json.dumps({"uid": os.getuid(), "tools": tools, "packages": present}))
 """
+# What the engine mounts and makes by itself is not the image's.
+LISTING = """
+import hashlib, os, sys
+for root in ("/app", "/usr", "/etc", "/runs", "/weights"):
+    for folder, _, names in os.walk(root):
+        for path in (os.path.join(folder, name) for name in names):
+            if path not in ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf"):
+                link = os.path.islink(path)
+                content = os.readlink(path).encode() if link else open(path, "rb").read()
+                status = os.lstat(path)
+                print(path, oct(status.st_mode), status.st_uid, hashlib.sha256(content).hexdigest())
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + 2 * TRAINING_S)]
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     require_engine()
-    stack = Stack()
-    with running(stack):
+    stack = Stack(clone(tmp_path_factory.mktemp("clone")))
+    config = stack.folder / "deploy" / "demo" / "config.toml"
+    config.write_text(config.read_text().replace("steps = 80", f"steps = {STEPS}"))
+    with running(stack, "--scale", "rollout=3"):
         yield stack
 
 
-def test_training_survives_scaling_and_kills(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def after(step: int) -> None:
-        stack.wait_until(lambda: stack.step() >= step, f"step {step} is done", TRAINING_S)
+def test_training_survives_scaling_kills_and_a_rolling_restart(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def after(steps: int) -> None:
+        goal = stack.step() + steps
+        stack.wait_until(lambda: stack.step() >= goal, f"step {goal} is done", TRAINING_S)
 
+    assert len(stack.containers("rollout")) == 3
     after(3)
-    stack.scale(3)
-    stack.kill(stack.containers("rollout")[1])
-    after(stack.step() + 3)
-    stack.kill(*stack.containers("redis"))
-    after(stack.step() + 3)
-    stack.compose("restart", "--no-deps", "rollout")
-    after(max(22, stack.step() + 3))
-    stack.kill(*stack.containers("trainer"))
-    stack.kill(*stack.containers("gateway"))
-    after(stack.step() + 3)
-    stack.scale(2)
+    for replicas in (1, 4, 2):
+        stack.scale(replicas)
+        after(2)
+    for service in SERVICES:
+        stack.kill(stack.containers(service)[0])
+        after(2)
+    before = stack.containers("rollout")
+    with calling(stack) as answers:
+        stack.run("deploy/docker/roll.sh")
+    after(2)
     (trainer,) = stack.containers("trainer")
     stack.wait_until(lambda: stack.inspect(trainer)["State"]["Status"] == "exited", "the trainer is done", TRAINING_S)
 
@@ -68,19 +92,48 @@ def test_training_survives_scaling_and_kills(stack: Stack, tmp_path: Path, capsy
         "jobs consumed": len(consumed),
         "jobs outstanding": len(progress["outstanding"]),
         "lost": len(books.lost),
-        "duplicated": len(books.duplicated),
+        "trained twice": len(books.duplicated),
         "reward, first": round(mean(rewards[:ENDS]), 3),
         "reward, last": round(mean(rewards[-ENDS:]), 3),
+        "replicas": "3, then 1, 4, 2, then both replaced one by one",
         "killed and back": ", ".join(stack.killed),
+        "HTTP answers while replicas were replaced": dict(answers),
     }
     with capsys.disabled():
         sys.stdout.write(f"\n{json.dumps(accounting, indent=2)}\n")
 
-    assert (accounting["lost"], accounting["duplicated"]) == (0, 0)
-    assert rewards[-1] > rewards[0]
+    assert (accounting["lost"], accounting["trained twice"]) == (0, 0)
+    assert mean(rewards[-ENDS:]) > mean(rewards[:ENDS]) + 0.1
     assert stack.inspect(trainer)["State"]["ExitCode"] == 0
-    assert [record["step"] for record in metrics] == list(range(1, progress["step"] + 1))
+    assert [record["step"] for record in metrics] == list(range(1, progress["step"] + 1)) == list(range(1, STEPS + 1))
+    assert stack.killed == list(SERVICES)
     assert len(stack.containers("rollout")) == 2
+    assert not set(before) & set(stack.containers("rollout"))
+    assert answers["ok"] > 0
+    assert answers.keys() == {"ok"}
+
+
+@contextmanager
+def calling(stack: Stack) -> Iterator[Counter[str]]:
+    """Asks the gateway for rollouts meanwhile, one after another; counts what comes of them."""
+    done, answers = threading.Event(), Counter[str]()
+
+    def call() -> None:
+        with stack.client() as client:
+            while not done.is_set():
+                try:
+                    client.rollout(prompt="37+58=", n=1, sampling={"max_tokens": 6})
+                    answers["ok"] += 1
+                except DvpError as error:
+                    answers[str(error)] += 1
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        yield answers
+    finally:
+        done.set()
+        caller.join()
 
 
 def test_gateway_serves_those_with_the_token(stack: Stack) -> None:
@@ -91,16 +144,46 @@ def test_gateway_serves_those_with_the_token(stack: Stack) -> None:
         stranger.weights()
 
 
-def test_only_the_gateway_is_published(stack: Stack) -> None:
-    services = ("redis", "rollout", "trainer", "gateway")
-    containers = [stack.inspect(container) for service in services for container in stack.containers(service)]
+def test_monitor_says_how_the_queue_is_to_those_with_the_token(stack: Stack) -> None:
+    with stack.client(port=stack.monitor_port) as client:
+        assert client.queue().run_id == "demo"
+    with stack.client(port=stack.monitor_port, token="wrong") as stranger, pytest.raises(DvpError, match="token"):
+        stranger.queue()
+
+
+def test_only_gateway_and_monitor_are_published_and_only_here(stack: Stack) -> None:
+    containers = [stack.inspect(container) for service in SERVICES for container in stack.containers(service)]
     ports = [port for container in containers for port in container["HostConfig"]["PortBindings"].values()]
-    assert ports == [[{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}]]
+    assert ports == [[{"HostIp": "127.0.0.1", "HostPort": str(port)}] for port in (stack.monitor_port, stack.port)]
 
 
-@pytest.mark.parametrize("image", ["rollout", "trainer"])
+@pytest.mark.parametrize("image", ["monitor", "rollout", "trainer"])
 def test_image_holds_what_it_needs_and_no_more(stack: Stack, image: str) -> None:
     done = stack.docker("run", "--rm", "--read-only", "--entrypoint=python", f"dvp-rl/{image}", "-c", PROBE)
     found = json.loads(done)
-    packages = {"rollout": ["torch"], "trainer": ["torch", "datasets", "matplotlib", "trainer"]}
+    packages = {"monitor": [], "rollout": ["torch"], "trainer": ["torch", "datasets", "matplotlib", "trainer"]}
     assert found == {"uid": 10001, "tools": [], "packages": packages[image]}
+
+
+def test_images_share_their_layers(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has the packages of the one before in it, so that all of them take little more room than the largest."""
+    found = {image: json.loads(stack.docker("image", "inspect", f"dvp-rl/{image}"))[0] for image in IMAGES}
+    with capsys.disabled():
+        sys.stdout.write("".join(f"\n{image:10} {found[image]['Size'] / 1e6:6.0f} MB" for image in IMAGES) + "\n")
+    monitor, rollout, trainer = (found[name]["RootFS"]["Layers"] for name in ("monitor", "rollout", "trainer"))
+    code = {"monitor": 1, "rollout": 1}
+    assert rollout[: len(monitor) - code["monitor"]] == monitor[: -code["monitor"]]
+    assert trainer[: len(rollout) - code["rollout"]] == rollout[: -code["rollout"]]
+
+
+def test_two_builds_hold_the_same_files(stack: Stack) -> None:
+    build = ("build", "--quiet", "--file=deploy/docker/Dockerfile", "--target=monitor", "--build-arg=PIP_FLAGS", ".")
+    again = stack.docker(*build[:1], "--no-cache", *build[1:]).strip()
+    list_files = ("run", "--rm", "--user=root", "--entrypoint=python")
+    try:
+        listings = [stack.docker(*list_files, image, "-c", LISTING) for image in ("dvp-rl/monitor", again)]
+    finally:
+        stack.docker("image", "rm", again)
+    first, second = (set(listing.splitlines()) for listing in listings)
+    assert len(first) > 1000
+    assert first == second
