@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from services import tracing
 from services.logs import configure
 from services.settings import user_errors
 
@@ -32,8 +33,9 @@ async def _train(settings: TrainSettings) -> None:
     from .loop import train
     from .setup import open_run
 
-    async with open_run(settings) as run:
-        await train(run)
+    with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
+        async with open_run(settings) as run:
+            await train(run)
 
 
 async def _evaluate(settings: EvalSettings) -> None:

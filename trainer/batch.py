@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -64,6 +64,11 @@ class Batch:
     @property
     def rewards(self) -> Float[Tensor, "G n"]:
         return torch.tensor([scored.rewards for scored in self.groups], dtype=torch.float64)
+
+    @property
+    def metadata(self) -> list[dict[str, Any]]:
+        """Of each group's job."""
+        return [scored.group.metadata for scored in self.groups]
 
     @property
     def num_sequences(self) -> int:

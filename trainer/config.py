@@ -15,6 +15,7 @@ from services.dvp.denominators import Denominator
 from services.http.settings import is_loopback
 from services.logs import LogFormat, LogLevel
 from services.settings import Section, Settings
+from services.tracing import TraceUrl
 
 from .advantages import Baseline
 from .rewards import OnError, Overlong
@@ -206,6 +207,8 @@ class TrainSettings(Settings):
     evaluate: EvaluateSection = EvaluateSection()
     report: ReportSection = ReportSection()
     metrics: MetricsSection = MetricsSection()
+    trace_url: TraceUrl | None = None
+    """Collector of OpenTelemetry traces, e.g. http://127.0.0.1:4318; needs the extra otel."""
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.TEXT
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from services import tracing
 from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import DeadLetter, Group, LogprobKind
 from services.contract.job import Job, Sink, job_id, job_position
@@ -89,6 +90,7 @@ class Feeder:
         self._finished: set[str] = set()
         self._arrived: dict[str, Delivery] = {}
         self._early: dict[str, Delivery] = {}
+        self._traces: dict[str, tracing.Trace] = {}
         self._unsent: dict[str, Job] = {}
         self._unacknowledged: list[Delivery] = []
         self._covered: list[Delivery] = []
@@ -209,7 +211,8 @@ class Feeder:
     async def _send(self) -> bool:
         """Submits what is unsent; True if all of it was taken."""
         jobs = list(self._unsent.values())
-        outcomes = await self.submission.submit(jobs, fence=self.fence, limit=self.in_flight_limit)
+        with tracing.span("submit", [job.metadata for job in jobs]):
+            outcomes = await self.submission.submit(jobs, fence=self.fence, limit=self.in_flight_limit)
         for job, outcome in zip(jobs, outcomes, strict=True):
             if outcome is not Submitted.REFUSED:
                 self._unsent.pop(job.job_id, None)
@@ -217,15 +220,18 @@ class Feeder:
 
     def _job(self, position: int, attempt: int) -> Job:
         settings = self.settings
+        id = job_id(settings.run_id, position, attempt)
+        trace = self._traces[id] = tracing.Trace(id)
         seed = hashlib.sha256(f"{settings.seed}:{position}".encode()).digest()
         return Job(
-            job_id=job_id(settings.run_id, position, attempt),
+            job_id=id,
             run_id=settings.run_id,
             prompt_ids=self.prompts.token_ids(position),
             n=settings.sampling.n,
             # Not of the attempt: a regenerated sample then differs only by its weights.
             sampling=settings.sampling.to_sampling(int.from_bytes(seed[:8]) & MAX_SEED),
             sink=Sink.TRAIN,
+            metadata=trace.carrier,
             min_seq=self.publisher.announced.min_seq,
             submitted_at=time.time(),
         )
@@ -265,7 +271,9 @@ class Feeder:
             await self._finish([item.job_id], Outcome.REFUSED)
             return
         position, _ = job_position(item.job_id)
-        self._scored.put_nowait(await self.scorer.score(item, self.prompts.row(position)))
+        with tracing.span("reward", [item.metadata]):
+            scored = await self.scorer.score(item, self.prompts.row(position))
+        self._scored.put_nowait(scored)
 
     async def _bury(self, letter: DeadLetter) -> None:
         """The next prompt takes its place, unless nothing but dead letters comes back."""
@@ -319,6 +327,7 @@ class Feeder:
             await self.groups.settle(dropped=ids)
         for id in ids:
             del self.outstanding[id]
+            self._traces.pop(id).end(outcome)
             self._unacknowledged.append(self._arrived.pop(id))
             if outcome in (Outcome.STALE, Outcome.REFUSED):
                 position, attempt = job_position(id)

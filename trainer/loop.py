@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from services import tracing
 from services.transport.replicas import BEAT_S, ReplicaRegistry, TrainerBeat
 from services.transport.retention import sweep_broker
 
@@ -37,11 +38,11 @@ async def train(run: Run) -> None:
     while run.step < run.settings.steps:
         with run.watch.measure("wait"):
             batch = await run.feeder.next_batch()
-        with run.watch.measure("train"):
+        with run.watch.measure("train"), tracing.span("train", batch.metadata):
             metrics = await asyncio.to_thread(run.learner.step, batch)
         run.count(batch, metrics)
         if metrics["optimizer/updates"]:
-            with run.watch.measure("publish"):
+            with run.watch.measure("publish"), tracing.span("publish", batch.metadata):
                 await run.publisher.publish(run.updates)
         await run.feeder.settle(batch)
         if run.is_due(run.settings.evaluate.interval):

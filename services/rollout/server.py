@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 
+from services import tracing
 from services.contract.errors import ConfigError
 from services.http.server import HttpServer, bound, http_server, port_file
 from services.logs import LogContext
@@ -22,7 +23,11 @@ async def serve(settings: RolloutSettings, context: LogContext, asked_to_stop: a
     context.run, context.replica = settings.run_id, settings.replica_id
     tokens = settings.tokens()
     _check(settings)
-    with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
+    with (
+        bound(settings.host, settings.port) as listener,
+        tracing.configured("dvp-rollout", settings.trace_url, **{"service.instance.id": settings.replica_id}),
+        port_file(settings.port_file, listener),
+    ):
         service = Service(settings, context)
         http = http_server(create_app(service, tokens), settings.drain_s)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])

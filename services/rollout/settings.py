@@ -16,6 +16,7 @@ from pydantic_settings import SettingsConfigDict
 from services.contract.weights import RUN_ID
 from services.http.settings import ListenSettings, RedisUrl
 from services.settings import Section
+from services.tracing import TraceUrl
 
 
 class EngineName(StrEnum):
@@ -130,5 +131,7 @@ class RolloutSettings(ListenSettings):
     """Engine errors and unclean deaths after which a job is a dead letter."""
     job_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Longest time for one job, waiting for its weights included."""
+    trace_url: TraceUrl | None = None
+    """Collector of OpenTelemetry traces, e.g. http://127.0.0.1:4318; needs the extra otel."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 3.0
     """At SIGTERM: how long jobs may still finish before they are given back."""

@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import suppress
 
+from services import tracing
 from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError
 from services.contract.group import Group
 from services.contract.job import Job
@@ -112,8 +113,12 @@ class Worker:
 
     async def _run(self, lease: Lease) -> str:
         """How the job ended here. Only a commit or a fail settles it."""
+        trace = [lease.job.metadata]
+        with tracing.span("wait in queue", trace, since=lease.job.submitted_at):
+            pass
         try:
-            group = await self._generate(lease.job)
+            with tracing.span("generate", trace):
+                group = await self._generate(lease.job)
         except RequestError as error:
             return await self._fail(lease, str(error), fatal=True)
         except EngineError as error:
@@ -123,7 +128,8 @@ class Worker:
             await asyncio.sleep(MAX_DELAY_S)
             await self._queue.release(lease)
             return "released"
-        settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
+        with tracing.span("commit", trace):
+            settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
         return settled.value
 
     async def _generate(self, job: Job) -> Group:
