@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedB
     """A broker of the test's own, with AOF: to be killed, restarted or wiped."""
     with EmbeddedBroker(tmp_path / "broker", aof=True, binary=broker_binary) as embedded:
         yield embedded
+
+
+@pytest.fixture
+def record_cases(capsys: pytest.CaptureFixture[str]) -> Callable[[str, int], None]:
+    """Prints how many cases a long test went through, past pytest's capture."""
+
+    def show(what: str, count: int) -> None:
+        with capsys.disabled():
+            sys.stdout.write(f"\n{what}: {count} cases")
+
+    return show
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from .arrays import Float32Array, Int32Array
-from .job import Sink
+from .job import Metadata, Sink
 from .record import Record
 from .sampling import MAX_SEED, Sampling
 
@@ -94,7 +94,7 @@ class Group(Record):
     sink: Sink
     replica_id: str
     engine: EngineFacts
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     generate_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds from the start of generation to the last token."""
     finished_at: float = 0.0

@@ -40,7 +40,9 @@ class SamplingBody(Body):
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16, fail_fast=True)
     ] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64, fail_fast=True)] = ()
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=64, fail_fast=True)
+    ] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
     """Only 1: nothing but min-p may prune, or the log-probs would not be the sampler's."""

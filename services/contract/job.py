@@ -6,8 +6,9 @@ import json
 from enum import StrEnum
 from typing import Annotated, Any
 
+import msgpack
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from .arrays import Int32Array
 from .record import Record
@@ -16,7 +17,34 @@ from .weights import RUN_ID
 
 MAX_SAMPLES = 1024
 MAX_METADATA_BYTES = 16 * 1024
+MAX_METADATA_DEPTH = 32
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What JSON and msgpack both carry: finite, integers of 64 bits, text without lone surrogates, not too deep."""
+    if _depth(metadata, MAX_METADATA_DEPTH) > MAX_METADATA_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_METADATA_DEPTH} levels")
+    try:
+        size = len(json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode())
+        msgpack.packb(metadata)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"must be plain JSON: {error}") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"{size} bytes as JSON, at most {MAX_METADATA_BYTES} allowed")
+    return metadata
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of lists and objects; looks no deeper than `most` and one more."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
+    if inner is None or most < 0:
+        return 0
+    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Opaque JSON that goes with a job and comes back with its group."""
 
 
 class Sink(StrEnum):
@@ -43,8 +71,7 @@ class Job(Record):
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     sampling: Sampling = Sampling()
     sink: Sink
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    """Opaque JSON that comes back with the group."""
+    metadata: Metadata = Field(default_factory=dict)
     min_seq: Annotated[int, Field(ge=0)] = 0
     """A replica that serves an older weight version loads a newer one before it starts."""
     deadline: float | None = None
@@ -57,17 +84,6 @@ class Job(Record):
         if len(prompt_ids) == 0 or prompt_ids.min() < 0:
             raise ValueError(f"needs at least one token id, all >= 0, got {np.array2string(prompt_ids, threshold=8)}")
         return prompt_ids
-
-    @field_validator("metadata")
-    @classmethod
-    def _bounded(cls, metadata: dict[str, Any]) -> dict[str, Any]:
-        try:
-            size = len(json.dumps(metadata, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"must be plain JSON: {error}") from None
-        if size > MAX_METADATA_BYTES:
-            raise ValueError(f"{size} bytes as JSON, at most {MAX_METADATA_BYTES} allowed")
-        return metadata
 
     @model_validator(mode="after")
     def _trainable(self) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -16,6 +17,8 @@ from .problems import respond
 from .settings import is_loopback
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+BODY_TIMEOUT_S = 60.0
+"""For the whole body."""
 
 
 class Guard:
@@ -37,16 +40,17 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = self._refusal(scope["path"], headers) or self._too_large(headers)
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        refusal = self._refusal(scope["path"], headers, hosts) or self._too_large(headers)
         app = self._app if refusal is None else respond(refusal)
         await app(scope, self._bounded(receive), send)
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> HTTPException | None:
+    def _refusal(self, path: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
         if not self._tokens:
-            host = headers.get(b"host", b"").decode("latin-1")
-            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+            names = [host if host.endswith("]") else host.rsplit(":", 1)[0] for host in hosts]
+            host = ", ".join(hosts)
             detail = f"Host {host!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
-            return None if is_loopback(name) else HTTPException(403, detail)
+            return None if names and all(map(is_loopback, names)) else HTTPException(403, detail)
         if path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
             return None
         detail = "this service needs a token: send Authorization: Bearer <token>"
@@ -66,12 +70,18 @@ class Guard:
         return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Counts while the body streams in, for requests that do not state their length."""
-        seen = 0
+        """Counts while the body streams in, for requests that do not state their length, and ends one that never
+        comes. After the body there are only disconnects to wait for."""
+        seen, deadline, complete = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, complete
+            try:
+                async with asyncio.timeout_at(None if complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+            complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._max_body:
                 raise self._limit(f"more than {self._max_body}")

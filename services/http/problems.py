@@ -59,6 +59,17 @@ def install(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
 
     for kind in (DvpError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handle)
+    openapi = app.openapi
+    app.openapi = lambda: _documented(openapi())  # type: ignore[method-assign]
+
+
+def _documented(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI takes every model for application/json."""
+    for operation in (operation for path in document["paths"].values() for operation in path.values()):
+        content = operation["responses"].get("default", {}).get("content", {})
+        if "application/json" in content:
+            content[MEDIA_TYPE] = content.pop("application/json")
+    return document
 
 
 def respond(error: Exception) -> Response:
@@ -109,15 +120,20 @@ def _field_error(item: Mapping[str, Any], body: type[Body]) -> FieldError:
     path = [part for part in item["loc"] if part != "body"]
     allowed = _allowed(_schema(body), path, item["type"]) or item["msg"].removeprefix("Value error, ")
     value = None if item["type"] == "missing" else _plain(item.get("input"))
-    return FieldError(field=".".join(map(str, path)) or "body", value=value, allowed=allowed)
+    return FieldError(field=_encodable(".".join(map(str, path))) or "body", value=value, allowed=_encodable(allowed))
 
 
 def _plain(value: Any) -> Any:
     """Scalars as they are, the rest as a short text: a problem never carries a whole prompt."""
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    text = value if isinstance(value, str) else repr(value)
+    text = _encodable(value if isinstance(value, str) else repr(value))
     return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
+
+
+def _encodable(text: str) -> str:
+    """JSON may name half a surrogate pair (`"\\ud800"`), which no UTF-8 answer can repeat."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -137,7 +137,7 @@ async def readyz(poller: Watched) -> Response:
     return _json(Health(status="ok"))
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(poller: Watched) -> Response:
     return Response(exposition(lambda: poller.snapshot), media_type=CONTENT_TYPE_LATEST)
 

@@ -17,7 +17,7 @@ from services.transport.admission import check_run, close_queue, open_queue, pur
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.health import queue_health, take_snapshot
-from services.transport.pending import FIRST, Stream, pending
+from services.transport.pending import Stream, pending
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
 from .settings import QueueSettings
@@ -81,7 +81,7 @@ def show_held(
     context: typer.Context,
     stream: Annotated[Stream, typer.Option(help="Whose entries.")] = Stream.JOBS,
     count: Count = 50,
-    after: Annotated[str, typer.Option(help="Entry that ended the page before.")] = FIRST,
+    after: Annotated[str | None, typer.Option(help="Entry that ended the page before.")] = None,
     as_json: Json = False,
 ) -> None:
     """Which replica, or trainer, holds what, and for how long."""

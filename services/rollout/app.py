@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
@@ -100,7 +101,7 @@ async def readyz(service: Served) -> Response:
     return _json(health, status=200 if health.status == "ok" else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Served) -> Response:
     return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 

@@ -11,6 +11,7 @@ from services.contract.group import DeadLetter
 from services.contract.job import Job
 
 from .broker import Broker
+from .entries import checked
 
 PAGE = 64
 """Letters per script call, so that one call never holds the broker for long."""
@@ -103,14 +104,6 @@ class DeadLetters:
 
     async def _read(self, order: str, start: str, end: str, count: int) -> list[Letter]:
         return [_letter(*fields) for fields in await self.broker.script("letters", order, start, end, count)]
-
-
-def checked(entry_id: str) -> str:
-    """Raises RequestError unless it looks like a stream entry's id."""
-    milliseconds, _, number = entry_id.partition("-")
-    if not (milliseconds.isascii() and milliseconds.isdigit() and number.isascii() and number.isdigit()):
-        raise RequestError(f"entry id {entry_id[:80]!r}: expected one like 1731950000000-0, as the list shows it")
-    return entry_id
 
 
 def _letter(entry_id: bytes, data: bytes, job: bytes, prospect: bytes) -> Letter:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from services.contract.keys import REPLICAS, TRAINER
 
 from .broker import Broker
-
-FIRST = "0-0"
+from .entries import checked
 
 
 class Stream(StrEnum):
@@ -32,10 +31,11 @@ class Pending(NamedTuple):
     """Engine errors and unclean deaths so far."""
 
 
-async def pending(broker: Broker, stream: Stream, count: int, *, after: str = FIRST) -> list[Pending]:
+async def pending(broker: Broker, stream: Stream, count: int, *, after: str | None = None) -> list[Pending]:
     """Oldest first; `after`: the entry id that ended the page before."""
+    start = "0-0" if after is None else checked(after)
     group = REPLICAS if stream is Stream.JOBS else TRAINER
-    rows = await broker.script("pending", getattr(broker.keys, stream), group, after, count)
+    rows = await broker.script("pending", getattr(broker.keys, stream), group, start, count)
     return [
         Pending(entry.decode(), job.decode(), sink.decode(), holder.decode(), silent / 1000, age / 1000, deliveries)
         for entry, holder, silent, job, sink, deliveries, age in rows

@@ -149,13 +149,14 @@ async def test_purge_needs_the_name_and_an_idle_run(cli: Cli, staged: Rig) -> No
     [
         (["status"], "this broker knows no such run"),
         (["dead", "show", "nonsense"], "entry id 'nonsense': expected one like"),
+        (["pending", "--after", "nonsense"], "entry id 'nonsense': expected one like"),
         (["dead", "replay"], "name the entries"),
         (["dead", "drop", "1-1", "--all"], "name the entries"),
         ([], "no command; see dvp-queue --help"),
     ],
 )
 async def test_mistakes_are_explained(cli: Cli, rig: Rig, args: list[str], message: str) -> None:
-    ran = await cli(rig.run_id if args[:1] == ["dead"] else f"{rig.run_id}-not", *args)
+    ran = await cli(rig.run_id if args[:1] in (["dead"], ["pending"]) else f"{rig.run_id}-not", *args)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("dvp-queue: error: ")
     assert message in ran.err

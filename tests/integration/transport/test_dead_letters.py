@@ -57,7 +57,7 @@ async def test_a_letter_that_is_not_there(rig: Rig, entry_id: str) -> None:
         await DeadLetters(rig.broker).get(entry_id)
 
 
-@pytest.mark.parametrize("entry_id", ["", "+", "x-0", "1", "1-1-1", "١-١"])
+@pytest.mark.parametrize("entry_id", ["", "+", "x-0", "1", "1-1-1", "١-١", "0-0", f"{2**64}-0"])
 async def test_an_entry_id_that_is_none(rig: Rig, entry_id: str) -> None:
     dead = DeadLetters(rig.broker)
     for call in (dead.get(entry_id), dead.drop([entry_id]), dead.page(before=entry_id)):
