@@ -7,14 +7,11 @@ redis-streams scaler, github.com/kedacore/keda and keda-docs (Apache-2.0), and a
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -27,74 +24,18 @@ from services.rollout.settings import EngineName, RolloutSettings
 from services.weights.settings import WeightServerSettings
 from trainer.config import SamplingSection, TrainSettings
 
-REPOSITORY = Path(__file__).parents[2]
-FOLDER = REPOSITORY / "deploy" / "kubernetes"
+from .manifests import FOLDER, REPOSITORY, Manifest, Rendered, renderer
+
 BASE = sorted(path for path in (FOLDER / "base").glob("*.yaml") if path.name != "kustomization.yaml")
 VERSIONS = ("1.30", "1.37")
 """Oldest and newest that the manifests are meant for."""
 SCALED_OBJECT = json.loads((Path(__file__).parent / "keda-scaledobject.json").read_text())
 OVERLAYS = pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
 
-Manifest = dict[str, Any]
-
-
-def renderer() -> list[str]:
-    """Skips the test, and says so, where there is neither command; the base is checked without."""
-    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
-        if shutil.which(command[0]):
-            return command
-    pytest.skip("NOT TESTED: neither kustomize nor kubectl here")
-
-
-class Rendered:
-    """What `kubectl apply -k` would send."""
-
-    def __init__(self, overlay: str, text: str) -> None:
-        self.overlay = overlay
-        self.manifests: list[Manifest] = list(yaml.safe_load_all(text))
-
-    def all(self, *kinds: str) -> list[Manifest]:
-        return [manifest for manifest in self.manifests if manifest["kind"] in kinds]
-
-    def one(self, kind: str, prefix: str) -> Manifest:
-        (found,) = [manifest for manifest in self.all(kind) if manifest["metadata"]["name"].startswith(prefix)]
-        return found
-
-    def pods(self) -> dict[str, Manifest]:
-        """Spec of every workload's pods."""
-        workloads = self.all("Deployment", "StatefulSet", "Job")
-        return {workload["metadata"]["name"]: workload["spec"]["template"]["spec"] for workload in workloads}
-
-    def container(self, pod: str, name: str) -> Manifest:
-        spec = self.pods()[pod]
-        (found,) = [one for one in spec["containers"] + spec.get("initContainers", []) if one["name"] == name]
-        return dict(found)
-
-    def environment(self, pod: str, name: str) -> dict[str, str]:
-        """As the container would see it: references resolved, $(NAME) put in."""
-        resolved: dict[str, str] = {}
-        for entry in self.container(pod, name)["env"]:
-            value = self._referenced(entry["valueFrom"]) if "valueFrom" in entry else entry["value"]
-            resolved[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: resolved[match[1]], value)
-        return resolved
-
-    def _referenced(self, source: Manifest) -> str:
-        ((kind, reference),) = source.items()
-        field = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap"}[kind]
-        value = str(self.one(field, reference["name"])["data"][reference["key"]])
-        return base64.b64decode(value).decode() if field == "Secret" else value
-
 
 @pytest.fixture(scope="module")
 def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    command = renderer()
-    folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
-    shutil.copytree(FOLDER, folder)
-    overlay = folder / "overlays" / request.param
-    shutil.copy(overlay / "secrets.env.example", overlay / "secrets.env")
-    done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return Rendered(request.param, done.stdout)
+    return Rendered(request.param, tmp_path_factory.mktemp("kubernetes"))
 
 
 def check(manifest: Manifest, version: str) -> None:

@@ -1,0 +1,69 @@
+"""deploy/kubernetes as `kubectl apply -k` would send it."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "deploy" / "kubernetes"
+
+Manifest = dict[str, Any]
+
+
+def renderer() -> list[str]:
+    """Skips the test, and says so, where there is neither command; the base is checked without."""
+    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
+        if shutil.which(command[0]):
+            return command
+    pytest.skip("NOT TESTED: neither kustomize nor kubectl here")
+
+
+class Rendered:
+    def __init__(self, overlay: str, folder: Path) -> None:
+        """Rendered in a copy in `folder`, with the example's secrets."""
+        command = renderer()
+        copy = shutil.copytree(FOLDER, folder / "kubernetes") / "overlays" / overlay
+        shutil.copy(copy / "secrets.env.example", copy / "secrets.env")
+        done = subprocess.run([*command, str(copy)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        self.overlay = overlay
+        self.manifests: list[Manifest] = list(yaml.safe_load_all(done.stdout))
+
+    def all(self, *kinds: str) -> list[Manifest]:
+        return [manifest for manifest in self.manifests if manifest["kind"] in kinds]
+
+    def one(self, kind: str, prefix: str) -> Manifest:
+        (found,) = [manifest for manifest in self.all(kind) if manifest["metadata"]["name"].startswith(prefix)]
+        return found
+
+    def pods(self) -> dict[str, Manifest]:
+        """Spec of every workload's pods."""
+        workloads = self.all("Deployment", "StatefulSet", "Job")
+        return {workload["metadata"]["name"]: workload["spec"]["template"]["spec"] for workload in workloads}
+
+    def container(self, pod: str, name: str) -> Manifest:
+        spec = self.pods()[pod]
+        (found,) = [one for one in spec["containers"] + spec.get("initContainers", []) if one["name"] == name]
+        return dict(found)
+
+    def environment(self, pod: str, name: str) -> dict[str, str]:
+        """As the container would see it: references resolved, $(NAME) put in."""
+        resolved: dict[str, str] = {}
+        for entry in self.container(pod, name)["env"]:
+            value = self._referenced(entry["valueFrom"]) if "valueFrom" in entry else entry["value"]
+            resolved[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: resolved[match[1]], value)
+        return resolved
+
+    def _referenced(self, source: Manifest) -> str:
+        ((kind, reference),) = source.items()
+        field = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap"}[kind]
+        value = str(self.one(field, reference["name"])["data"][reference["key"]])
+        return base64.b64decode(value).decode() if field == "Secret" else value

@@ -1,0 +1,150 @@
+"""The manifests' pods without a cluster: their containers, run by Docker as the manifests say, train the demo.
+
+User, command, environment, volumes, read-only root, order and sidecar are those of the manifests, and the containers of
+a pod share one network address. What Kubernetes adds (scheduling, scaling, policies) is not tested here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.client import Client
+from services.contract.weights import WeightVersion
+from services.transport.embedded import free_port
+from tests.contract.manifests import REPOSITORY, Manifest, Rendered
+
+from .stack import BUILD_S, COMMAND_S, require_engine
+
+TRAINING_S = 600.0
+STEPS = 4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + TRAINING_S)]
+
+
+def docker(*arguments: str, timeout: float = COMMAND_S) -> str:
+    command = ["docker", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    return done.stdout.strip()
+
+
+def logs(container: str) -> str:
+    command = ["docker", "logs", "--tail=40", container]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_S
+    ).stdout
+
+
+def build() -> None:
+    for target in ("monitor", "rollout", "trainer"):
+        pip_flags = f"PIP_FLAGS={os.environ.get('PIP_FLAGS', '')}"
+        options = (f"--target={target}", f"--build-arg={pip_flags}", f"--tag=dvp-rl/{target}")
+        docker("build", "--quiet", "--file=deploy/docker/Dockerfile", *options, ".", timeout=BUILD_S)
+    docker("build", "--quiet", "--file=deploy/docker/inputs.Dockerfile", "--tag=dvp-rl/inputs", ".", timeout=BUILD_S)
+
+
+class Cluster:
+    """As much of one as a network, volumes and containers of Docker amount to."""
+
+    def __init__(self, rendered: Rendered) -> None:
+        self.rendered = rendered
+        self.name = f"dvp-pods-{os.getpid()}"
+        self.containers: list[str] = []
+        self.volumes: list[str] = []
+        docker("network", "create", self.name)
+
+    def start(self, pod: str, port: int | None = None, published: int | None = None, **extra: str) -> str:
+        """Returns its main container. `port` is reached as `published`; `extra` goes into the environment."""
+        spec = self.rendered.pods()[pod]
+        publish = () if port is None else (f"--publish=127.0.0.1:{published}:{port}",)
+        alias = f"--network-alias={pod}"
+        sandbox = self._run(
+            "redis:7", f"{pod}-sandbox", f"--network={self.name}", alias, *publish, command=["sleep", "inf"]
+        )
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            name = self._start(pod, spec, container, sandbox, extra)
+            if container in spec.get("initContainers", []) and container.get("restartPolicy") != "Always":
+                assert docker("wait", name) == "0", logs(name)
+        return name
+
+    def _start(self, pod: str, spec: Manifest, container: Manifest, sandbox: str, extra: dict[str, str]) -> str:
+        environment = self.rendered.environment(pod, container["name"]) if "env" in container else {}
+        words = [*container.get("command", []), *container.get("args", [])]
+        user = spec["securityContext"]
+        options = [
+            f"--network=container:{sandbox}",
+            f"--user={user['runAsUser']}:{user['runAsGroup']}",
+            *("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges:true"),
+            *(f"--env={name}={value}" for name, value in (environment | extra).items()),
+            *(self._mounted(pod, spec, mount) for mount in container["volumeMounts"]),
+        ]
+        if "workingDir" in container:
+            options.append(f"--workdir={container['workingDir']}")
+        if "command" in container:
+            options.append(f"--entrypoint={words.pop(0)}")
+        words = [re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word) for word in words]
+        return self._run(container["image"], f"{pod}-{container['name']}", *options, command=words)
+
+    def _run(self, image: str, name: str, *options: str, command: list[str]) -> str:
+        name = f"{self.name}-{name}"
+        self.containers.append(name)
+        docker("run", "--detach", f"--name={name}", *options, image, *command)
+        return name
+
+    def _mounted(self, pod: str, spec: Manifest, mount: Manifest) -> str:
+        """The pod's volume, made at its first use and owned by the pod's group."""
+        name = f"{self.name}-{pod}-{mount['name']}"
+        if name not in self.volumes:
+            self.volumes.append(name)
+            owner = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
+            docker("run", "--rm", "--user=root", f"--volume={name}:/volume", "redis:7", "chown", owner, "/volume")
+        return f"--volume={name}:{mount['mountPath']}:nocopy{',ro' if mount.get('readOnly') else ''}"
+
+    def close(self) -> None:
+        docker("rm", "--force", "--volumes", *reversed(self.containers))
+        docker("volume", "rm", *self.volumes)
+        docker("network", "rm", self.name)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    require_engine()
+    cluster = Cluster(Rendered("cpu", tmp_path))
+    try:
+        build()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def test_pods_train_with_weights_over_http(cluster: Cluster) -> None:
+    replica_port, monitor_port = free_port(), free_port()
+    cluster.start("redis")
+    replica = cluster.start("rollout", 8000, replica_port)
+    cluster.start("monitor", 8080, monitor_port)
+    trainer = cluster.start("trainer", DVP_TRAIN__STEPS=str(STEPS), DVP_TRAIN__EVALUATE__INTERVAL="0")
+
+    wait_until(lambda: docker("inspect", "--format={{.State.Status}}", trainer) == "exited", trainer)
+    assert docker("inspect", "--format={{.State.ExitCode}}", trainer) == "0", logs(trainer)
+    with Client(f"http://127.0.0.1:{replica_port}", token="change-me") as client:
+        wait_until(lambda: WeightVersion.parse(client.weights().version).seq > STEPS, replica)
+        assert client.rollout(prompt="37+58=", n=1, sampling={"max_tokens": 6}).samples
+    with Client(f"http://127.0.0.1:{monitor_port}", token="change-me") as client:
+        assert client.queue().run_id == "demo"
+    mounts = docker("inspect", "--format={{range .Mounts}}{{.Destination}} {{end}}", replica).split()
+    assert sorted(mounts) == ["/cache", "/inputs", "/tmp"], "no volume that the trainer writes to"
+
+
+def wait_until(condition: Callable[[], bool], container: str) -> None:
+    deadline = time.monotonic() + TRAINING_S
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(logs(container))
+        time.sleep(1)
