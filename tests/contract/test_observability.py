@@ -1,7 +1,7 @@
 """Alerts, dashboard and the operator's page against the rules they speak of; tests/integration/monitor stages failures.
 
-grafana-dashboard.json is the type `Dashboard` of npm's @grafana/schema 13.2.3 (Apache-2.0) as a JSON schema, made by
-ts-json-schema-generator.
+grafana-schema.json is, from npm's @grafana/schema 13.2.3 (Apache-2.0), the type `Dashboard` and each kind of panel's
+`Options` and `FieldConfig` as JSON schemas, made by ts-json-schema-generator.
 """
 
 from __future__ import annotations
@@ -104,8 +104,13 @@ def _timing(alert: dict[str, Any], series: list[dict[str, str]]) -> dict[str, An
 
 
 def test_the_dashboard_is_one() -> None:
-    schema = json.loads((Path(__file__).parent / "grafana-dashboard.json").read_text())
-    jsonschema.Draft7Validator(schema).validate(DASHBOARD)
+    schema = json.loads((Path(__file__).parent / "grafana-schema.json").read_text())
+    jsonschema.Draft7Validator(schema["dashboard"]).validate(DASHBOARD)
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] != "row":
+            jsonschema.Draft7Validator(schema["options"][panel["type"]]).validate(panel["options"])
+            custom = panel["fieldConfig"]["defaults"].get("custom", {})
+            jsonschema.Draft7Validator(schema["custom"].get(panel["type"], {"maxProperties": 0})).validate(custom)
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
     (source,) = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"]

@@ -64,6 +64,7 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
         text = browser.evaluate("document.body.innerText")
         for expected in (run_id, "replicas behind", "step 42", "v7", "replica-1", "1 (too old)", HOSTILE[:20], "KL"):
             assert expected in text
+        assert browser.evaluate("document.getElementById('verdict').className") == "card warn"
         assert browser.evaluate("document.querySelectorAll('#letters img').length") == 0
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == (
