@@ -1,0 +1,67 @@
+"""The flags of a launch, read by SGLang's own parser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.engines.sglang_server import Launch
+from tests.integration.engines.sglang_process import sglang_python
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+PARSE = """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+found = vars(parser.parse_args(json.loads(sys.argv[1])))
+print(json.dumps({name: found[name] for name in json.loads(sys.argv[2])}))
+"""
+
+
+def test_every_setting_arrives(tmp_path: Path) -> None:
+    launch = Launch(
+        python=sglang_python(),
+        dtype="bfloat16",
+        device="cuda",
+        max_batch=7,
+        tp=2,
+        dp=3,
+        mem_fraction_static=0.5,
+        max_total_tokens=4096,
+        deterministic=True,
+        extra_args=("--schedule-policy", "fcfs", "--max-running-requests", "9"),
+    )
+    expected = {
+        "model_path": str(tmp_path),
+        "host": "127.0.0.1",
+        "port": 30001,
+        "weight_version": "run:0:aa",
+        "load_format": "safetensors",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "context_length": 520,
+        "tp_size": 2,
+        "dp_size": 3,
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 4096,
+        "enable_deterministic_inference": True,
+        "skip_server_warmup": True,
+        "schedule_policy": "fcfs",
+        "max_running_requests": 9,
+    }
+    flags = launch.flags(tmp_path, "run:0:aa", 30001, 512)
+    done = subprocess.run(
+        [launch.python, "-c", PARSE, json.dumps(flags), json.dumps(list(expected))],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
