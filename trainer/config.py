@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.contract.sampling import LOG_RHO, Sampling
-from services.contract.weights import RUN_ID
+from services.contract.weights import RUN_ID, WeightRoute
 from services.dvp.correction import Bounds, Level, Mode
 from services.dvp.denominators import Denominator
 from services.http.settings import is_loopback
@@ -136,6 +136,12 @@ class WeightsSection(Section):
     """Where dvp-weights serves that folder (http://host:port), for replicas that do not see it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     keep_last: Positive = 2
+    route: WeightRoute = WeightRoute.FOLDER
+    """distributed: sends them to SGLang replicas, which need not share the folder then."""
+    interface: str = "lo"
+    """Network interface on which replicas are met. The network behind it must be a trusted one."""
+    send_timeout_s: Seconds = 600.0
+    """Longest time for one replica to get a version."""
 
 
 class EvaluateSection(Section):

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from services import tracing
 from services.transport.replicas import BEAT_S, ReplicaRegistry, TrainerBeat
@@ -28,6 +29,7 @@ from .evaluate import Evaluator
 from .feeder import Feeder
 from .publish import Publisher
 from .reporting import Reporter
+from .sender import Sender
 from .step import Learner
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Run:
     learner: Learner
     feeder: Feeder
     publisher: Publisher
+    sender: Sender | None
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     replicas: ReplicaRegistry
@@ -139,6 +142,11 @@ class Run:
         await self.feeder.acknowledge()
         await self.publisher.pin(self.checkpoints.seqs())
         await sweep_broker(self.replicas.broker)
+
+    def sending(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """What sends weights while the run trains, if anything does."""
+        if self.sender is not None:
+            yield self.sender.run()
 
     async def beat(self) -> None:
         """Tells the broker how far the run is, for ever."""

@@ -49,6 +49,7 @@ class Publisher:
         self._root.mkdir(parents=True, exist_ok=True)
         self._url = settings.weights.url
         self._keep_last, self._max_staleness = settings.weights.keep_last, settings.batch.max_staleness
+        self._route = settings.weights.route
         self._updates_of: dict[int, int] = {INITIAL_SEQ: 0}
         self._own: list[Announcement] = []
 
@@ -73,6 +74,7 @@ class Publisher:
             url=self._url and f"{self._url}/v1/weights/{self._run_id}/{folder.name}",
             min_seq=min(fresh, default=seq),
             announced_at=time.time(),
+            route=self._route,
         )
         await self._registry.announce(self.announced, fence=self._fence)
         self._own.append(self.announced)

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 
 from services.contract.errors import ConfigError
+from services.contract.weights import WeightRoute
 from services.engines.tokenizer import Tokenizer, load_tokenizer
 from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.replicas import ReplicaRegistry
 from services.transport.submission import Submission
+from services.transport.transfers import Transfers
 from services.transport.weights import WeightRegistry
 
 from .checkpoint import Checkpoints, Progress, restore_rng
@@ -33,6 +35,7 @@ from .reporting import JsonlSink, Reporter, Sink, TensorboardSink, WandbSink, co
 from .reward_pool import RewardPool
 from .rewards import Overlong, needs_answer
 from .scoring import PromptTokens, Scorer, encode_prompt
+from .sender import Sender
 from .step import Learner
 
 logger = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
         resumed_step = run.step if run.step else None
         run.reporter = open_reporter(settings, resumed_step, exporter)
         try:
-            async with _beside(run.beat(), run.feeder.run()):
+            async with _beside(run.beat(), run.feeder.run(), *run.sending()):
                 if settings.evaluate.interval and resumed_step is None:
                     run.reporter.log(0, await run.evaluate())
                     await run.save()  # it is the best so far, and `dvp-train eval` may ask for it
@@ -63,7 +66,7 @@ async def open_evaluation(settings: EvalSettings) -> AsyncIterator[Run]:
         raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
     async with _assemble(settings, settings.checkpoint_at) as run:
         run.finished = run.step >= settings.steps
-        async with _beside(run.beat()):
+        async with _beside(run.beat(), *run.sending()):
             yield run
 
 
@@ -98,6 +101,9 @@ async def _assemble(settings: TrainSettings, which: Literal["best", "last"] | in
         progress = restore(settings, checkpoints, learner, prompts, which)
         replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
         publisher = Publisher(model, WeightRegistry(broker), replicas, settings, fence)
+        sender = None
+        if settings.weights.route is WeightRoute.DISTRIBUTED:
+            sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
         await publisher.publish(progress.updates, after=progress.seq)
         shaped = Scorer(pool, tokenizer, reward)
         plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}))
@@ -107,6 +113,7 @@ async def _assemble(settings: TrainSettings, which: Literal["best", "last"] | in
             learner=learner,
             feeder=Feeder(settings, tokens, shaped, submission, groups, publisher, fence),
             publisher=publisher,
+            sender=sender,
             evaluator=Evaluator(settings, heldout, plain, submission, groups, publisher, fence) if heldout else None,
             checkpoints=checkpoints,
             replicas=replicas,

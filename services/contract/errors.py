@@ -8,7 +8,7 @@
     +-- OverloadedError        admission is closed; try again after `retry_after_s` (HTTP 429)
     +-- UnavailableError       not ready, or a peer did not answer in time (HTTP 503)
     +-- EngineError            generation failed: the job counts as delivered once
-    +-- WeightError            a weight folder is missing, half-written, corrupt or does not fit; the old ones serve on
+    +-- WeightError            weights are missing, half-written, corrupt or do not fit; older ones serve on
     +-- LeaseLostError         the caller no longer owns the entry, or was fenced off by another trainer
 
 Messages name the field or file, the value seen and what is allowed, and are shown to the user without a traceback.

@@ -102,6 +102,15 @@ class Keys:
         """Exists while the queue is drained: why no jobs are admitted."""
         return self._key("closed")
 
+    @property
+    def transfers(self) -> str:
+        """List of TransferRequest: replicas that want a weight version sent."""
+        return self._key("transfers")
+
+    def transfer(self, request_id: str) -> str:
+        """List with the TransferAnswer to one request."""
+        return self._key(f"transfer:{request_id}")
+
     def job(self, job_id: str) -> str:
         """Hash of one job's state: state, sink, deliveries, error. The dedupe key."""
         return self._key(f"job:{job_id}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from enum import StrEnum
 from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field
@@ -61,6 +62,15 @@ class Manifest(Record):
         return WeightVersion(self.run_id, self.seq, self.digest)
 
 
+class WeightRoute(StrEnum):
+    """How a replica gets a version."""
+
+    FOLDER = "folder"
+    """It reads the folder, on a volume that it shares with the trainer."""
+    DISTRIBUTED = "distributed"
+    """The trainer sends it over a process group; a replica that cannot take it so reads the folder."""
+
+
 class Announcement(Record):
     """One entry of the versions stream: these weights exist, are complete, and are what to serve from now on."""
 
@@ -74,6 +84,7 @@ class Announcement(Record):
     min_seq: Annotated[int, Field(ge=0)] = 0
     """Oldest seq that may still take jobs (max_staleness optimizer steps back)."""
     announced_at: float
+    route: WeightRoute = WeightRoute.FOLDER
 
     @property
     def seq(self) -> int:

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
+from services.contract.transfer import Offer, TransferRequest
 
 
 class Engine(Protocol):
@@ -60,3 +61,15 @@ class Recovering(Protocol):
 
     async def recovered(self) -> None:
         """Returns when there is no outage."""
+
+
+@runtime_checkable
+class Receiving(Protocol):
+    """What an engine adds that takes weights from a process group."""
+
+    def transfer_request(self, version: str) -> TransferRequest:
+        """What to ask the trainer for. Raises WeightError if this engine, as it was started, can only read folders."""
+
+    async def receive(self, offer: Offer) -> None:
+        """`Engine.load` from where the offer says. Raises WeightError; what is served then is `version`, which can be
+        older than before, for weights that came this way are kept nowhere else."""

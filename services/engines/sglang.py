@@ -4,8 +4,13 @@ Sampling, log-probs, kept mass and kept count come from inside SGLang. The engin
 cannot mix weights, and a server that comes back after it died.
 
     swap      verify -> pause, requests in flight give up their cache -> load -> resume; the server stamps the tokens
-    refused   load the weights served again (SGLang may have taken half of the others) -> resume
-    death     requests in flight fail with UnavailableError -> start again with the weights served
+    transfer  join the trainer's process group -> the same with what it sends, each piece verified before it is loaded
+    refused   load the last folder again (SGLang may have taken half of the others) -> resume
+    no end    to a transfer, or no answer: kill the server, for it can neither be asked nor trusted any more
+    death     requests in flight fail with UnavailableError -> start again with the last folder
+
+The last folder is that of the weights served. Weights that were sent are in no folder that surely stays: then it is the
+model that the engine was started with, under its own version.
 
 A seed is handed on to SGLang, which honours it with --enable-deterministic-inference only (not on a CPU).
 """
@@ -15,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +29,14 @@ from uuid import uuid4
 from services.contract.errors import ConfigError, DvpError, EngineError, UnavailableError, WeightError
 from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
+from services.contract.transfer import Offer, TransferRequest
 
 from .limits import check_fits, max_new_tokens
 from .sglang_client import SglangClient
 from .sglang_server import Launch, LocalServer, Remote, RemoteServer
 from .sglang_wire import is_constrained, probe_body, request_body, to_samples
 from .tokenizer import load_config, load_tokenizer
-from .weight_layout import Stored, check_layout, read_layout
+from .weight_layout import Stored, check_layout, check_tensors, optional_tensors, read_layout
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +45,8 @@ MAX_UNHEALTHY = 3
 """Failed health checks in a row after which a server that still runs counts as dead."""
 MAX_DEATHS = 3
 """Deaths of the server with a job in flight after which it is the job that is to blame."""
+JOIN_S = 60.0
+"""Longest time for SGLang to meet the trainer; it generates nothing meanwhile."""
 MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Between attempts to start the server again."""
 INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
@@ -51,11 +59,16 @@ class Flight(NamedTuple):
     request_ids: list[str]
 
 
+class Weights(NamedTuple):
+    folder: Path
+    version: str
+
+
 class SglangEngine:
-    """See services.engines.protocol.Engine and Recovering.
+    """See services.engines.protocol.Engine, Recovering and Receiving.
 
     `source`: the server to start, or one to use that runs already. `max_context`: lowers the model's own context.
-    `load_timeout_s`: longest time for SGLang to read a weight folder.
+    `load_timeout_s`: longest time for SGLang to read a weight folder, or to receive weights.
     """
 
     def __init__(
@@ -78,11 +91,13 @@ class SglangEngine:
         self.capacity = 1
         self._server = LocalServer(source, self.context_length) if isinstance(source, Launch) else RemoteServer(source)
         self._model_dtype = str(config.dtype).removeprefix("torch.")
-        self._folder = model.absolute()
+        self._model = self._last_folder = Weights(model.absolute(), version)
         self._version = version
         self._load_timeout_s = load_timeout_s
         self._eos_ids: frozenset[int] = frozenset()
         self._layout: dict[str, Stored] = {}
+        self._tied: frozenset[str] = frozenset()
+        self._dp, self._tp = (source.dp, source.tp) if isinstance(source, Launch) else (1, 1)
         self._flights: dict[asyncio.Task[Any], Flight] = {}
         self._deaths: Counter[str] = Counter()
         self._background: set[asyncio.Task[Any]] = set()
@@ -120,15 +135,16 @@ class SglangEngine:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def _read_folder(self) -> None:
-        self._eos_ids = load_tokenizer(self._folder).eos_ids
+        self._eos_ids = load_tokenizer(self._model.folder).eos_ids
         try:
-            self._layout = read_layout(self._folder)
+            self._layout = read_layout(self._model.folder)
+            self._tied = optional_tensors(self._model.folder)
         except WeightError as error:
             raise ConfigError(f"{error} (pickled weights are never read)") from None
 
     async def _bring_up(self) -> None:
-        """A server that answers, has the plugin, and serves `_version` from `_folder`."""
-        await self._server.start(self._folder, self._version)
+        """A server that answers, has the plugin, and serves `_last_folder`."""
+        await self._server.start(*self._last_folder)
         try:
             if not is_constrained(await self._client.generate(probe_body())):
                 raise ConfigError(
@@ -136,11 +152,12 @@ class SglangEngine:
                     f"log-probs are those of the whole vocabulary, nothing can be trained on them; {INSTALL}"
                 )
             self._describe(await self._client.server_info())
-            if await self._client.served() != (self._folder, self._version):
-                await self._replace(self._folder, self._version)
+            if await self._client.served() != self._last_folder:
+                await self._replace(*self._last_folder)
         except BaseException:
             await self._server.stop()
             raise
+        self._version = self._last_folder.version
         self._outage = ""
         self._up.set()
 
@@ -151,6 +168,7 @@ class SglangEngine:
         pool = info["max_total_num_tokens"] - 2 * info["page_size"]
         longest = min(info["max_req_input_len"], pool)
         self.context_length = min(self.context_length or longest, longest)
+        self._dp, self._tp = info["dp_size"], info["tp_size"]
         states = info["internal_states"]
         self.capacity = sum(state["effective_max_running_requests_per_dp"] for state in states)
 
@@ -164,7 +182,7 @@ class SglangEngine:
                     task.cancel()
             self._outage = done.pop().result()
             self._up.clear()
-            log.error("%s\nit is started again with %s", self._outage, self._version)
+            log.error("%s\nit is started again with %s", self._outage, self._last_folder.version)
             async with self._changing:
                 await self._start_again()
             log.warning("SGLang serves again, with %s", self._version)
@@ -270,22 +288,63 @@ class SglangEngine:
                 await self._replace(folder, version)
             except UnavailableError as error:
                 raise WeightError(f"SGLang died while loading {folder}: {error}") from None
-            self._folder, self._version = folder, version
+            self._last_folder, self._version = Weights(folder, version), version
 
     async def _replace(self, folder: Path, version: str) -> None:
-        """Raises WeightError with the weights served before in place again."""
+        """Raises WeightError with the last folder's weights in place again."""
+        if refusal := await self._while_paused(lambda: self._client.load(folder, version, self._load_timeout_s)):
+            raise WeightError(f"SGLang refused {folder}: {refusal}")
+
+    async def _while_paused(self, change: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """Why the server refused the change; it serves the last folder then."""
         await self._client.pause()
-        refusal = await self._client.load(folder, version, self._load_timeout_s)
+        refusal = await change()
         if refusal:
             await self._put_back()
         await self._client.resume()
-        if refusal:
-            raise WeightError(f"SGLang refused {folder}: {refusal}")
+        return refusal
 
     async def _put_back(self) -> None:
         """Of the weights it refuses, SGLang may have taken some."""
-        refusal = await self._client.load(self._folder, self._version, self._load_timeout_s)
+        refusal = await self._client.load(*self._last_folder, self._load_timeout_s)
         if refusal:
             await self._server.stop()
             raise WeightError(f"SGLang refused new weights, then the old ones, and is started again: {refusal}")
         await self._client.flush()
+        self._version = self._last_folder.version
+
+    def transfer_request(self, version: str) -> TransferRequest:
+        if isinstance(self._server, RemoteServer):
+            raise WeightError("the server at sglang.url can only load folders: this replica could not restart it")
+        if self._dp > 1:
+            raise WeightError(f"sglang.dp {self._dp}: SGLang can be sent weights with 1 only; start more replicas")
+        return TransferRequest(id=uuid4().hex, version=version, receivers=self._tp, device=self._server.device)
+
+    async def receive(self, offer: Offer) -> None:
+        self._check_running()
+        offered = {tensor.name: tensor for piece in offer.pieces for tensor in piece.tensors}
+        check_tensors(offer.version, offered, self._layout, self._tied)
+        await asyncio.shield(self._in_background(self._transfer(offer)))
+
+    async def _transfer(self, offer: Offer) -> None:
+        async with self._changing:
+            self._check_running()
+            try:
+                async with asyncio.timeout(self._load_timeout_s):
+                    await self._receive(offer)
+            except WeightError:
+                raise  # the server said no, and serves the last folder
+            except (DvpError, TimeoutError) as error:
+                await self._server.stop()
+                why = str(error) or f"neither joined within {JOIN_S:g} s nor had all in {self._load_timeout_s:g} s"
+                raise WeightError(f"SGLang did not receive {offer.version} and is started again: {why}") from None
+            self._last_folder, self._version = self._model, offer.version
+
+    async def _receive(self, offer: Offer) -> None:
+        async with asyncio.timeout(JOIN_S):
+            if refusal := await self._client.join(offer):
+                raise WeightError(f"SGLang did not reach the trainer at {offer.host}:{offer.port}: {refusal}")
+        refusal = await self._while_paused(lambda: self._client.receive(offer, self._load_timeout_s))
+        await self._client.leave(offer)
+        if refusal:
+            raise WeightError(f"SGLang did not receive {offer.version}: {refusal}")

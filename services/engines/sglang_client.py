@@ -12,6 +12,9 @@ import httpx
 from pydantic_core import from_json
 
 from services.contract.errors import ConfigError, EngineError, RequestError, UnavailableError
+from services.contract.transfer import Offer
+
+from .sglang_wire import EMPTY_PIECE, group_body, piece_body
 
 GENERATE_S = 24 * 3600.0
 """Longest time for one answer. What asks has a shorter bound of its own, and the end of the server cuts it off."""
@@ -92,14 +95,51 @@ class SglangClient:
     async def load(self, folder: Path, version: str, timeout_s: float) -> str:
         """Loads a folder into a paused server and empties its cache. Why not, or "" if it did."""
         body = {"model_path": _absolute(folder), "weight_version": version, "flush_cache": True}
-        response = await self._send("POST", "/update_weights_from_disk", body, True, httpx.Timeout(timeout_s))
+        return await self._attempt("/update_weights_from_disk", body, timeout_s)
+
+    async def join(self, offer: Offer) -> str:
+        """Enters the process group of a transfer. Why not, or "" if it did. It waits for the others for half an hour,
+        and generates nothing meanwhile."""
+        try:
+            async with asyncio.timeout(READY_S):
+                _, writer = await asyncio.open_connection(offer.host, offer.port)
+        except OSError as error:
+            return str(error) or type(error).__name__
+        writer.close()
+        return await self._attempt("/init_weights_update_group", group_body(offer), GENERATE_S)
+
+    async def receive(self, offer: Offer, timeout_s: float) -> str:
+        """Takes an offer's weights into a paused server that has joined, and empties its cache. Why not, or "" if it
+        did; after a refusal it may have taken some."""
+        if refusal := await self._attempt("/begin_weight_update", {}, timeout_s):
+            return refusal
+        refusal = await self._receive_pieces(offer, timeout_s)
+        not_ended = await self._attempt("/end_weight_update", {}, timeout_s)
+        return refusal or not_ended
+
+    async def _receive_pieces(self, offer: Offer, timeout_s: float) -> str:
+        path = "/update_weights_from_distributed"
+        if not await self._attempt(path, EMPTY_PIECE | {"group_name": offer.group}, timeout_s):
+            return "its dvp-sglang checks no weights: install the one that belongs to this replica"
+        for i, piece in enumerate(offer.pieces):
+            version = offer.version if i + 1 == len(offer.pieces) else None
+            if refusal := await self._attempt(path, piece_body(piece, offer.group, version), timeout_s):
+                return refusal
+        return ""
+
+    async def leave(self, offer: Offer) -> None:
+        await self._attempt("/destroy_weights_update_group", {"group_name": offer.group}, CALL_S)
+
+    async def flush(self) -> None:
+        await self._call("POST", "/flush_cache", {}, admin=True)
+
+    async def _attempt(self, path: str, body: Mapping[str, Any], timeout_s: float) -> str:
+        """Why the server refused, or "" if it did not."""
+        response = await self._send("POST", path, body, True, httpx.Timeout(timeout_s))
         if response.status_code == HTTPStatus.BAD_REQUEST:
             return _reason(response)
         _check(response)
         return ""
-
-    async def flush(self) -> None:
-        await self._call("POST", "/flush_cache", {}, admin=True)
 
     async def _call(
         self,

@@ -62,6 +62,8 @@ class Launch:
     """0: a free one, another one at every start."""
     extra_args: tuple[str, ...] = ()
     """Further flags of sglang.launch_server; they win."""
+    interface: str | None = None
+    """Network interface for what its processes tell each other and the trainer's weights. Default: loopback."""
     ready_timeout_s: float = 600.0
     log_file: Path | None = None
     """None: a file in the temporary folder."""
@@ -104,7 +106,9 @@ class Launch:
         # The margin above goes beyond what the model's configuration names; no position beyond it is ever computed.
         ours = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "PYTHONUNBUFFERED": "1"}
         # torch's own rendezvous would listen on every interface. Copies of the model (dp) need one each, and have it.
-        local = {"GLOO_SOCKET_IFNAME": "lo"}
+        local = {"GLOO_SOCKET_IFNAME": self.interface or "lo"}
+        if self.interface:
+            local["NCCL_SOCKET_IFNAME"] = self.interface
         if self.dp == 1:
             local["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch / 'rendezvous'}"
         return kept | local | ours | threads | cpu
@@ -120,6 +124,10 @@ class LocalServer:
         self._log_file = launch.log_file
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self.client = SglangClient("http://not-started")
+
+    @property
+    def device(self) -> str:
+        return self._launch.device
 
     async def start(self, folder: Path, version: str) -> None:
         """Returns when it accepts requests. Raises ConfigError with the end of its log."""
@@ -178,9 +186,10 @@ class LocalServer:
 
     async def ended(self) -> str:
         """Waits for its end and says how it ended."""
-        assert self._process is not None, "started"
-        await self._process.wait()
-        return f"SGLang {_how(self._process)}. {self._last_words()}"
+        process = self._process
+        assert process is not None, "started"
+        await process.wait()
+        return f"SGLang {_how(process)}. {self._last_words()}"
 
     async def stop(self) -> None:
         """Ends its processes."""

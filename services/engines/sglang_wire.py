@@ -1,4 +1,5 @@
-"""A job as a SGLang request, and its answer as samples. One request per job: n prompts alike, each with its own id."""
+"""A job as a SGLang request, and its answer as samples. One request per job: n prompts alike, each with its own id.
+Then the requests with which weights are received."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from services.contract.errors import EngineError, RequestError
 from services.contract.group import FinishReason, Sample, VersionSpan
 from services.contract.job import Job
+from services.contract.transfer import Offer, Piece
 
 from .seeds import sample_seed
 
@@ -20,6 +22,24 @@ LEAST_LOG_MIN_P = -87.0
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 PROBE = {"max_new_tokens": 1, "min_p": 1.0}
 """Keeps the most likely token and its ties, so its log-prob is 0 unless it is one of the whole vocabulary."""
+
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+}
+"""Of safetensors' dtypes; SGLang refuses what is not here."""
+CHECKED = "sha256="
+"""The plugin's load format: services/sglang_plugin/checksum.py."""
+EMPTY_PIECE = {"names": [], "dtypes": [], "shapes": [], "load_format": f"{CHECKED}{'0' * 64}", "flush_cache": False}
+"""Nothing, under a checksum that it does not have: only a server that checks none takes it."""
 
 
 def request_body(job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iterable[int]) -> dict[str, Any]:
@@ -107,3 +127,27 @@ def _spans(spans: Sequence[dict[str, Any]], T: int) -> Iterable[VersionSpan]:
         start, end = span["start"], min(span["end"], T)
         if start < end:
             yield VersionSpan(version=span["version"], start=start, end=end)
+
+
+def group_body(offer: Offer) -> dict[str, Any]:
+    return {
+        "master_address": offer.host,
+        "master_port": offer.port,
+        "rank_offset": 1,
+        "world_size": offer.size,
+        "group_name": offer.group,
+        "backend": offer.backend,
+    }
+
+
+def piece_body(piece: Piece, group: str, version: str | None) -> dict[str, Any]:
+    """`version`: what the weights are with this piece, the last one; None before."""
+    return {
+        "names": [tensor.name for tensor in piece.tensors],
+        "dtypes": [TORCH_NAMES.get(tensor.dtype, tensor.dtype) for tensor in piece.tensors],
+        "shapes": [list(tensor.shape) for tensor in piece.tensors],
+        "group_name": group,
+        "load_format": f"{CHECKED}{piece.sha256}",
+        "flush_cache": version is not None,
+        "weight_version": version,
+    }

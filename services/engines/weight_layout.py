@@ -8,7 +8,7 @@ one that is served before SGLang sees it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from services.contract.errors import WeightError
+from services.contract.transfer import TensorSpec
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """What may take each other's place; bfloat16 is looked at as bits."""
@@ -46,30 +47,46 @@ def read_layout(folder: Path) -> dict[str, Stored]:
         raise WeightError(f"weight folder {folder}: {error}") from None
 
 
-def check_layout(folder: Path, served: dict[str, Stored]) -> None:
+def check_layout(folder: Path, served: Mapping[str, Stored]) -> None:
     """Raises WeightError naming file and tensor unless the folder's tensors are those of `served`, by name, shape and
     kind of number, and finite. Reads every byte."""
     layout = read_layout(folder)
-    optional = {TIED} if _is_tied(folder) else set()
-    if missing := sorted(served.keys() - layout.keys() - optional):
-        raise WeightError(f"weight folder {folder}: {missing[0]} is missing ({len(missing)} in all)")
-    if unknown := sorted(layout.keys() - served.keys() - optional):
-        raise WeightError(f"weight folder {folder}: {unknown[0]} is not in the model served ({len(unknown)} in all)")
+    check_tensors(f"weight folder {folder}", layout, served, optional_tensors(folder))
     for name, stored in layout.items():
-        _check_tensor(name, stored, served.get(name, stored))
+        check_finite(name, stored)
 
 
-def _check_tensor(name: str, stored: Stored, served: Stored) -> None:
-    what = f"{stored.file}: {name}"
-    if stored.shape != served.shape:
-        raise WeightError(f"{what} has shape {list(stored.shape)}, the model needs {list(served.shape)}")
-    if stored.dtype != served.dtype and not (stored.dtype in FLOATS and served.dtype in FLOATS):
+def check_tensors(
+    where: str, offered: Mapping[str, Stored | TensorSpec], served: Mapping[str, Stored], optional: Collection[str]
+) -> None:
+    """The same without a look at the numbers."""
+    if missing := sorted(served.keys() - offered.keys() - set(optional)):
+        raise WeightError(f"{where}: {missing[0]} is missing ({len(missing)} in all)")
+    if unknown := sorted(offered.keys() - served.keys() - set(optional)):
+        raise WeightError(f"{where}: {unknown[0]} is not in the model served ({len(unknown)} in all)")
+    for name in offered.keys() & served.keys():
+        _check_tensor(f"{where}: {name}", offered[name], served[name])
+
+
+def optional_tensors(folder: Path) -> frozenset[str]:
+    """What a folder of this model may hold or leave out. Raises WeightError."""
+    return frozenset({TIED} if _is_tied(folder) else ())
+
+
+def check_finite(name: str, stored: Stored) -> None:
+    """Raises WeightError. Reads every byte."""
+    if stored.dtype in FLOATS and not _is_finite(stored):
+        raise WeightError(f"{stored.file}: {name} holds NaN or infinity")
+
+
+def _check_tensor(what: str, offered: Stored | TensorSpec, served: Stored) -> None:
+    if offered.shape != served.shape:
+        raise WeightError(f"{what} has shape {list(offered.shape)}, the model needs {list(served.shape)}")
+    if offered.dtype != served.dtype and not (offered.dtype in FLOATS and served.dtype in FLOATS):
         names = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
         raise WeightError(
-            f"{what} is {names.get(stored.dtype, stored.dtype)}, the model needs {served.dtype} or another float type"
+            f"{what} is {names.get(offered.dtype, offered.dtype)}, the model needs {served.dtype} or another float type"
         )
-    if stored.dtype in FLOATS and not _is_finite(stored):
-        raise WeightError(f"{what} holds NaN or infinity")
 
 
 def _is_finite(stored: Stored) -> bool:

@@ -14,7 +14,16 @@ from .prompts import Prompts
 from .settings import EngineName, RolloutSettings, SglangSettings
 
 FAKE_CONTEXT = 4096
-LAUNCHED_ALIKE = {"tp", "dp", "mem_fraction_static", "max_total_tokens", "port", "ready_timeout_s", "log_file"}
+LAUNCHED_ALIKE = {
+    "tp",
+    "dp",
+    "mem_fraction_static",
+    "max_total_tokens",
+    "port",
+    "ready_timeout_s",
+    "log_file",
+    "interface",
+}
 """Settings of [sglang] that `Launch` has under the same name."""
 
 

@@ -67,7 +67,9 @@ class SglangSettings(Section):
     ready_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for SGLang to start."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time for SGLang to read new weights."""
+    """Longest time for SGLang to read or receive new weights."""
+    interface: str | None = None
+    """Network interface on which weights come from a trainer on another machine (its weights.route = distributed)."""
     log_file: Path | None = None
     """Where its output goes, anew at every start. Default: a file in the temporary folder, named in the log."""
 

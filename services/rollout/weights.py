@@ -1,16 +1,17 @@
-"""The weight swap: from the registry, over a verified folder, into the engine."""
+"""The weight swap: from the registry, over a verified folder or from the trainer itself, into the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from services.contract.errors import UnavailableError, WeightError
+from services.contract.errors import DvpError, UnavailableError, WeightError
 from services.contract.http import WeightStatus
-from services.contract.weights import Announcement, WeightVersion
-from services.engines.protocol import Engine
+from services.contract.weights import Announcement, WeightRoute, WeightVersion
+from services.engines.protocol import Engine, Receiving
 from services.logs import LogContext
 from services.transport.replicas import ReplicaRegistry
+from services.transport.transfers import Transfers
 from services.transport.weights import WeightRegistry
 
 from .metrics import Metrics
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 BLOCK_MS = 5_000
 MIN_PATIENCE_MS = 500
 MAX_PATIENCE_MS = 30_000
+OFFER_S = 60.0
+"""Longest wait for the trainer to offer a version; it reads the whole of it for that."""
 
 
 class WeightSwap:
@@ -110,12 +113,37 @@ class WeightSwap:
                 self._served()
 
     async def _load(self, announcement: Announcement, registry: WeightRegistry) -> None:
-        in_use = ReplicaRegistry(registry.broker).seqs_in_use
         with self._metrics.swap_seconds.time():
-            folder = await self._folders.find(announcement, in_use)
-            await self._engine.load(folder, announcement.version)
+            if announcement.route is WeightRoute.FOLDER:
+                await self._read(announcement, registry)
+            else:
+                await self._receive_or_read(announcement, registry)
         self._metrics.swaps.labels("loaded").inc()
         logger.info("serving %s of optimizer step %d", announcement.version, announcement.step)
+
+    async def _receive_or_read(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        try:
+            return await self._receive(announcement, Transfers(registry.broker))
+        except DvpError as error:
+            reason = error
+        logger.warning("%s; reading its folder instead", reason)
+        try:
+            await self._read(announcement, registry)
+        except WeightError as error:
+            raise WeightError(f"not sent: {reason}; and not read: {error}") from None
+
+    async def _receive(self, announcement: Announcement, transfers: Transfers) -> None:
+        if not isinstance(self._engine, Receiving):
+            raise WeightError(f"engine {self._engine.facts.name} can only read folders, not take weights that are sent")
+        request = self._engine.transfer_request(announcement.version)
+        offer = await transfers.ask(request, OFFER_S)
+        if offer.version != announcement.version:
+            raise WeightError(f"the trainer offered {offer.version}, asked for was {announcement.version}")
+        await self._engine.receive(offer)
+
+    async def _read(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
+        await self._engine.load(folder, announcement.version)
 
     def _served(self) -> None:
         self._context.version = self._engine.version

@@ -2,6 +2,7 @@
 
     plugin      what SGLang loads through the entry point `sglang.srt.plugins`; the only module that imports SGLang
     pruning     the set, the kept mass and the kept count of a batch of logits
+    checksum    weights that come over a process group are checked before they are loaded
     kept        how the two reach the response without waiting for the device
     versions    which SGLang it was tested with
 

@@ -8,11 +8,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from .checksum import receive_checked
 from .kept import meta_info
 from .pruning import prune
 from .versions import installed_version, refusal
 
 SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+RECEIVE = (
+    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed"
+)
 CHECK = "sglang.srt.server_args.ServerArgs.check_server_args"
 PLAIN = {
     "speculative_algorithm": None,
@@ -39,6 +43,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(SAMPLER, constrain_sampler, HookType.AROUND)
+    HookRegistry.register(RECEIVE, receive_checked, HookType.AROUND)
     HookRegistry.register(CHECK, refuse_bypasses, HookType.BEFORE)
     logger.info("dvp-sglang: min_p gives constrained log-probs, kept_mass and kept_count")
 

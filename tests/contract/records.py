@@ -11,7 +11,8 @@ from services.contract.group import DeadLetter, EngineFacts, FinishReason, Group
 from services.contract.job import Job, Sink
 from services.contract.record import Record
 from services.contract.sampling import MAX_SEED, Sampling
-from services.contract.weights import Announcement, Manifest, WeightFile
+from services.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
+from services.contract.weights import Announcement, Manifest, WeightFile, WeightRoute
 
 IDS = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,20}\Z")
 TOKENS = st.integers(0, 2**31 - 1)
@@ -94,12 +95,8 @@ DEAD_LETTERS = st.builds(
     replica_id=TEXT,
     died_at=TIMES,
 )
-FILES = st.builds(
-    WeightFile,
-    name=IDS,
-    size=st.integers(0, 2**53),
-    sha256=st.from_regex(r"\A[0-9a-f]{64}\Z"),
-)
+SHA256 = st.from_regex(r"\A[0-9a-f]{64}\Z")
+FILES = st.builds(WeightFile, name=IDS, size=st.integers(0, 2**53), sha256=SHA256)
 MANIFESTS = st.builds(
     Manifest,
     run_id=IDS,
@@ -115,7 +112,23 @@ ANNOUNCEMENTS = st.builds(
     url=st.none() | TEXT.map("http://{}".format),
     min_seq=st.integers(0, 2**53),
     announced_at=TIMES,
+    route=st.sampled_from(WeightRoute),
 )
+HEX = st.from_regex(r"\A[0-9a-f]{32}\Z")
+TENSORS = st.builds(TensorSpec, name=TEXT, dtype=TEXT, shape=st.lists(st.integers(0, 2**31), max_size=3).map(tuple))
+PIECES = st.builds(Piece, tensors=st.lists(TENSORS, min_size=1, max_size=3).map(tuple), sha256=SHA256)
+OFFERS = st.builds(
+    Offer,
+    version=VERSIONS,
+    host=TEXT,
+    port=st.integers(1, 65535),
+    size=st.integers(2, 64),
+    group=HEX,
+    backend=st.sampled_from(("gloo", "nccl")),
+    pieces=st.lists(PIECES, max_size=3).map(tuple),
+)
+TRANSFER_REQUESTS = st.builds(TransferRequest, id=HEX, version=VERSIONS, receivers=st.integers(1, 64), device=TEXT)
+TRANSFER_ANSWERS = st.builds(TransferAnswer, offer=st.none() | OFFERS, error=TEXT)
 STRATEGIES: dict[type[Record], st.SearchStrategy[Record]] = {
     Sampling: SAMPLINGS,
     Job: JOBS,
@@ -126,6 +139,11 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Record]] = {
     WeightFile: FILES,
     Manifest: MANIFESTS,
     Announcement: ANNOUNCEMENTS,
+    TensorSpec: TENSORS,
+    Piece: PIECES,
+    Offer: OFFERS,
+    TransferRequest: TRANSFER_REQUESTS,
+    TransferAnswer: TRANSFER_ANSWERS,
 }
 RECORDS = st.one_of(*STRATEGIES.values())
 Damage = Callable[[bytes], bytes]

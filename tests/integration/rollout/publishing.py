@@ -6,7 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
-from services.contract.weights import Announcement
+from services.contract.weights import Announcement, WeightRoute
 from services.transport.broker import Broker
 from services.transport.weight_folder import write_manifest
 from services.transport.weights import WeightRegistry
@@ -21,6 +21,7 @@ async def announce(
     min_seq: int = 0,
     break_it: bool = False,
     url: str | None = None,
+    route: WeightRoute = WeightRoute.FOLDER,
 ) -> Announcement:
     """A copy of `model` in `folder`, as the next version. `break_it`: one bit is wrong by the time it is announced."""
     registry = WeightRegistry(broker)
@@ -33,9 +34,15 @@ async def announce(
         version=str(manifest.version),
         step=seq,
         folder=str(folder),
-        url=url,
-        min_seq=min_seq,
-        announced_at=time.time(),
+        announcement=Announcement(
+            version=str(manifest.version),
+            step=seq,
+            folder=str(folder),
+            url=url,
+            min_seq=min_seq,
+            announced_at=time.time(),
+            route=route,
+        ),
     )
     await registry.announce(announcement, fence=fence)
     return announcement

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from services.contract.group import Group
 from services.contract.http import WeightStatus
 from services.contract.job import Job, JobState, Sink
 from services.contract.sampling import Sampling
+from services.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
+from services.contract.weights import WeightRoute
 from services.engines.fake import FakeEngine
 from services.engines.protocol import Engine
 from services.engines.tokenizer import load_tokenizer
@@ -38,6 +41,7 @@ from services.transport.groups import GroupQueue
 from services.transport.jobs import JobQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
+from services.transport.transfers import Transfers
 from services.transport.weight_download import WeightCache
 from services.transport.weight_folder import folder_name, write_manifest
 from services.transport.weights import WeightRegistry
@@ -295,6 +299,22 @@ async def test_bad_weights_are_refused_named_and_replaced(
         assert running.swap.status.error is None
 
 
+async def test_a_bit_in_any_file_is_enough(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
+    """Tokenizer and configuration included."""
+    async with working(broker, fake(broker), model, following=False) as running:
+        before = running.swap.status.version
+        await announce(broker, fence, tmp_path / "v1", model)
+        files = [file for file in (tmp_path / "v1").iterdir() if file.name != "dvp-manifest.json"]
+        assert len(files) > 3
+        for file in files:
+            flip_a_bit(file)
+            with pytest.raises(WeightError, match=f"{file.name}: SHA-256 differs"):
+                await running.swap.refresh(WeightRegistry(broker))
+            assert running.swap.status.version == before
+            flip_a_bit(file)
+        assert (await running.swap.refresh(WeightRegistry(broker))).version != before
+
+
 def spoil(folder: Path, damage: str, hidden: Path) -> None:
     weights = folder / "model.safetensors"
     if damage == "flip":
@@ -386,6 +406,89 @@ async def test_a_real_engine_serves_the_announced_weights(
         delivery = (await GroupQueue(broker, fence=fence).read(1, 5000))[0]
         assert isinstance(delivery.item, Group)
         assert {span.version for s in delivery.item.samples for span in s.versions} == {announcement.version}
+
+
+class Receiver(FakeEngine):
+    """Takes what it is offered, or refuses it."""
+
+    refusal = ""
+    offered: Offer | None = None
+
+    def transfer_request(self, version: str) -> TransferRequest:
+        return TransferRequest(id=uuid4().hex, version=version, receivers=1, device="cpu")
+
+    async def receive(self, offer: Offer) -> None:
+        self.offered = offer
+        if self.refusal:
+            raise WeightError(self.refusal)
+        self._version = offer.version
+
+
+def offer_of(version: str) -> Offer:
+    piece = Piece(tensors=(TensorSpec(name="w", dtype="F32", shape=(1,)),), sha256="0" * 64)
+    return Offer(version=version, host="h", port=1, size=2, group="0" * 32, backend="gloo", pieces=(piece,))
+
+
+@asynccontextmanager
+async def offering(broker: Broker, answer: Callable[[TransferRequest], TransferAnswer]) -> AsyncIterator[None]:
+    """The trainer's side of one transfer."""
+
+    async def serve() -> None:
+        while (request := await Transfers(broker).next()) is None:
+            pass
+        await Transfers(broker).answer(request, answer(request))
+
+    serving = asyncio.create_task(serve())
+    yield
+    await cancel([serving])
+
+
+DISTRIBUTED = WeightRoute.DISTRIBUTED
+
+
+async def test_weights_are_taken_from_the_trainer_without_a_look_at_the_folder(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    engine = Receiver(service_time_s=0.01, vocab_size=96, version=f"{broker.run_id}:0:aa")
+    async with working(broker, engine, model, following=False) as running:
+        sent = await announce(broker, fence, tmp_path / "v1", model, route=DISTRIBUTED)
+        (tmp_path / "v1").rename(tmp_path / "elsewhere")
+        async with offering(broker, lambda request: TransferAnswer(offer=offer_of(request.version))):
+            status = await running.swap.refresh(WeightRegistry(broker))
+    assert (status.version, status.error, engine.offered) == (sent.version, None, offer_of(sent.version))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "answer"),
+    [
+        ("cannot now", TransferAnswer(offer=offer_of("run:1:aa"))),
+        ("", TransferAnswer(offer=offer_of("run:9:of-another"))),
+        ("", TransferAnswer(error="no disk")),
+    ],
+)
+async def test_the_folder_is_read_when_a_transfer_fails(
+    refusal: str, answer: TransferAnswer, broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    engine = Receiver(service_time_s=0.01, vocab_size=96, version=f"{broker.run_id}:0:aa")
+    engine.refusal = refusal
+    async with working(broker, engine, model, following=False) as running:
+        sent = await announce(broker, fence, tmp_path / "v1", model, route=DISTRIBUTED)
+        async with offering(broker, lambda _: answer):
+            status = await running.swap.refresh(WeightRegistry(broker))
+    assert (status.version, status.error) == (sent.version, None)
+
+
+async def test_an_engine_that_takes_nothing_reads_the_folder_or_says_so(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    async with working(broker, fake(broker), model, following=False) as running:
+        first = await announce(broker, fence, tmp_path / "v1", model, route=DISTRIBUTED)
+        assert (await running.swap.refresh(WeightRegistry(broker))).version == first.version
+        await announce(broker, fence, tmp_path / "v2", model, route=DISTRIBUTED)
+        (tmp_path / "v2").rename(tmp_path / "elsewhere")
+        with pytest.raises(WeightError, match=r"not sent: engine fake can only read folders.*and not read: .*v2"):
+            await running.swap.refresh(WeightRegistry(broker))
+        assert running.swap.status.version == first.version
 
 
 async def test_waiting_for_weights_is_bounded(broker: Broker, fence: int, model: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract.errors import ConfigError, UnavailableError
+from services.contract.errors import ConfigError, UnavailableError, WeightError
 from services.engines.sglang import SglangEngine
 from services.engines.sglang_server import Launch, LocalServer, Remote
 from tests.integration.engines.jobs import make_job
@@ -98,6 +98,18 @@ async def test_a_folder_without_safetensors(models: dict[str, Path], tmp_path: P
     with pytest.raises(ConfigError, match="pickled weights are never read"):
         await engine.start()
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (Launch(python=Path("python"), dp=2), "sglang.dp 2: .* with 1 only; start more replicas"),
+        (Remote("http://127.0.0.1:9"), "sglang.url can only load folders"),
+    ],
+)
+def test_servers_that_cannot_be_sent_weights(source: Launch | Remote, named: str, models: dict[str, Path]) -> None:
+    with pytest.raises(WeightError, match=named):
+        SglangEngine(models["even"], source).transfer_request("run:1:aa")
 
 
 @pytest.mark.slow

@@ -1,0 +1,44 @@
+"""A whole run whose weights are sent: trainer, broker, and a SGLang replica that joins when it is under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.rollout.process import ReplicaProcess
+from tests.integration.trainer.processes import MODEL, config, process, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+STEPS = 8
+WAIT_S = 180.0
+FALLBACK = "reading its folder instead"
+
+
+def test_a_run_that_sends_its_weights(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    """Every step's weights reach the replica without its reading a folder. Then its server is killed, and the run ends
+    as if it had not been."""
+    flags = config(tmp_path, run_id, broker_url, steps=str(STEPS), weights__route="distributed")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def trained(steps: int) -> bool:
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= steps
+
+    args = ["--model", str(MODEL), "--engine", "sglang", "--sglang.python", str(sglang_python()), "--threads", "1"]
+    args += ["--redis-url", broker_url, "--run-id", run_id, "--lease-s", "5", "--sglang.load-timeout-s", "30"]
+    with process(["trainer", *flags], tmp_path / "trainer.log") as trainer:
+        until(lambda: any((tmp_path / "run").glob(f"weights/{run_id}/weights-*")), "published", WAIT_S)
+        with ReplicaProcess(tmp_path / "replica", *args, start_timeout=WAIT_S) as replica:
+            until(lambda: trained(STEPS // 2), "half of the steps", WAIT_S)
+            assert FALLBACK not in replica.log
+            assert replica.log.count(f"serving {run_id}:") >= STEPS // 2
+            (server,) = psutil.Process(replica.pid).children()
+            os.kill(server.pid, signal.SIGKILL)
+            assert trainer.wait(WAIT_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
+    assert trained(STEPS)
+    assert f"sent {run_id}:1:" in (tmp_path / "trainer.log").read_text()

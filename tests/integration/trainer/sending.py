@@ -1,0 +1,62 @@
+"""A trainer's sender without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+
+from services.contract.weights import Announcement, WeightRoute
+from services.engines.weight_pieces import PIECE_BYTES
+from services.transport.broker import Broker
+from services.transport.transfers import Transfers
+from trainer.config import WeightsSection
+from trainer.sender import Sender
+
+
+@asynccontextmanager
+async def sender(
+    broker: Broker, version: str, folder: Path, *, piece_bytes: int = PIECE_BYTES, send_timeout_s: float = 60
+) -> AsyncIterator[None]:
+    announced = Announcement(
+        version=version, step=1, folder=str(folder), announced_at=time.time(), route=WeightRoute.DISTRIBUTED
+    )
+    weights = WeightsSection(send_timeout_s=send_timeout_s)
+    sending = Sender(lambda: announced, Transfers(broker), weights, "cpu", piece_bytes)
+    running = asyncio.create_task(sending.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def sending_processes() -> list[psutil.Process]:
+    """Children of this process that send."""
+    return [child for child in psutil.Process().children() if _sends(child)]
+
+
+def _sends(child: psutil.Process) -> bool:
+    try:
+        return "trainer.sending" in child.cmdline()
+    except psutil.Error:  # it has ended
+        return False
+
+
+async def none_sending() -> None:
+    await _until(lambda: not sending_processes())
+
+
+async def one_stopped() -> None:
+    """A fail point stopped it in the middle of its work."""
+    await _until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in sending_processes()))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - another process has no event for it
+            await asyncio.sleep(0.02)

@@ -1,0 +1,156 @@
+"""Sending weights, to a receiver that joins as SGLang does."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from services.contract.errors import ConfigError, UnavailableError, WeightError
+from services.contract.transfer import Offer, TransferRequest
+from services.engines.weight_pieces import pieces, stretches
+from services.transport.broker import Broker
+from services.transport.transfers import Transfers
+from tests.models import make_model
+from trainer.sender import address_of
+from trainer.sending import Plan
+
+from .sending import none_sending, sender, sending_processes
+
+PIECES = 1 << 15
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def request(version: str, *, device: str = "cpu") -> TransferRequest:
+    return TransferRequest(id=uuid4().hex, version=version, receivers=1, device=device)
+
+
+def receive(offer: Offer) -> list[bytes]:
+    """Every piece, as rank 1."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = timedelta(seconds=20)
+    store = TCPStore(offer.host, offer.port, offer.size, is_master=False, timeout=timeout)
+    group, _ = _new_process_group_helper(
+        offer.size,
+        1,
+        [],
+        Backend(offer.backend),
+        PrefixStore(offer.group, store),
+        group_name=offer.group,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(offer.size)}
+    sizes = {"F32": 4}
+    found = []
+    for piece in offer.pieces:
+        count = sum(sizes[tensor.dtype] * torch.Size(tensor.shape).numel() for tensor in piece.tensors)
+        buffer = torch.empty(count, dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=group)
+        found.append(buffer.numpy().tobytes())
+    dist.destroy_process_group(group)
+    return found
+
+
+async def test_every_byte_arrives_and_has_the_checksum_that_was_announced(broker: Broker, model: Path) -> None:
+    async with sender(broker, "run:1:aa", model, piece_bytes=PIECES):
+        offer = await Transfers(broker).ask(request("run:1:aa", device="cuda"), 30)
+        assert (offer.version, offer.host, offer.size, offer.backend) == ("run:1:aa", "127.0.0.1", 2, "gloo")
+        found = await asyncio.to_thread(receive, offer)
+        await none_sending()
+    assert len(found) > 3
+    assert [hashlib.sha256(data).hexdigest() for data in found] == [piece.sha256 for piece in offer.pieces]
+    weights = load_file(model / "model.safetensors")
+    names = [tensor.name for piece in offer.pieces for tensor in piece.tensors]
+    assert sorted(names) == sorted(weights)
+    assert b"".join(found) == b"".join(weights[name].numpy().tobytes() for name in names)
+
+
+async def test_only_what_is_announced_now_is_sent(broker: Broker, model: Path) -> None:
+    async with sender(broker, "run:2:bb", model):
+        with pytest.raises(WeightError, match=r"does not send run:1:aa: run:2:bb is the version announced now"):
+            await Transfers(broker).ask(request("run:1:aa"), 30)
+    assert not sending_processes()
+
+
+async def test_weights_that_are_not_finite_are_not_offered(broker: Broker, model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    async with sender(broker, "run:1:aa", tmp_path):
+        with pytest.raises(WeightError, match=r"model\.norm\.weight holds NaN or infinity"):
+            await Transfers(broker).ask(request("run:1:aa"), 30)
+
+
+async def test_a_replica_that_never_joins_is_given_up(broker: Broker, model: Path) -> None:
+    async with sender(broker, "run:1:aa", model, send_timeout_s=3):
+        await Transfers(broker).ask(request("run:1:aa"), 30)
+        assert len(sending_processes()) == 1
+        await none_sending()
+
+
+async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: Broker) -> None:
+    with pytest.raises(UnavailableError, match=r"no trainer offered run:1:aa within 0.1 s"):
+        await Transfers(broker).ask(request("run:1:aa"), 0.1)
+    assert await Transfers(broker).next() is None
+
+
+async def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path) -> None:
+    plan = Plan(
+        folder=str(model),
+        host=address_of("lo"),
+        interface="lo",
+        size=2,
+        group=uuid4().hex,
+        backend="gloo",
+        device="cpu",
+        piece_bytes=PIECES,
+        timeout_s=60,
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trainer.sending"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(plan.to_line())
+    port = int(await process.stdout.readline())
+    sockets = psutil.Process(process.pid).net_connections("inet")
+    listening = {connection.laddr for connection in sockets if connection.status == psutil.CONN_LISTEN}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert port in {address.port for address in listening}
+    process.stdin.close()
+    async with asyncio.timeout(20):
+        assert await process.wait() != 0
+
+
+def test_an_interface_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"weights.interface 'dvp7': .*there are .*lo"):
+        address_of("dvp7")
+
+
+def test_pieces_are_whole_tensors_side_by_side_in_one_file(tmp_path: Path) -> None:
+    """Two files, a tensor larger than a piece, and one that would not be aligned behind another."""
+    one = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(100), "c": torch.zeros(8), "d": torch.zeros(8)}
+    save_file(one, tmp_path / "1.safetensors")
+    save_file({"e": torch.zeros(4)}, tmp_path / "2.safetensors")
+    found = stretches(tmp_path, limit=64)
+    assert [[tensor.name for tensor in stretch.tensors] for stretch in found] == [["b"], ["c", "d"], ["a"], ["e"]]
+    assert [stretch.end - stretch.start for stretch in found] == [400, 64, 3, 16]
+    assert pieces(tmp_path, limit=64)[1].sha256 == hashlib.sha256(bytes(64)).hexdigest()

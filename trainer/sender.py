@@ -1,0 +1,153 @@
+"""The distributed weight route: replicas ask for the version announced, and are sent it beside the training.
+
+Each transfer is a process group of its own, trainer and one replica, in a process of its own (sending.py). So a replica
+that joins late asks as all others do, and one that dies costs its own transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.contract.errors import ConfigError, DvpError, UnavailableError, WeightError
+from services.contract.transfer import Offer, Piece, TransferAnswer, TransferRequest
+from services.contract.weights import Announcement
+from services.engines.weight_pieces import PIECE_BYTES, pieces
+from services.transport.transfers import Transfers
+
+from .config import WeightsSection
+from .sending import Plan
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+
+
+class Sender:
+    """`announced`: what is to be sent now. Raises ConfigError if there is no such interface."""
+
+    def __init__(
+        self,
+        announced: Callable[[], Announcement],
+        transfers: Transfers,
+        weights: WeightsSection,
+        device: str,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._announced, self._transfers = announced, transfers
+        self._interface, self._timeout_s = weights.interface, weights.send_timeout_s
+        self._device, self._piece_bytes = device, piece_bytes
+        self._host = address_of(self._interface)
+        self._reading = asyncio.Lock()
+        self._pieces: tuple[str, tuple[Piece, ...]] = ("", ())
+        """Those of the version asked for last."""
+
+    async def run(self) -> None:
+        """For ever. What goes wrong costs a transfer, never the run."""
+        async with asyncio.TaskGroup() as sending:
+            while True:
+                try:
+                    request = await self._transfers.next()
+                except DvpError as error:
+                    logger.warning("replicas cannot ask for weights: %s; trying again", error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                if request is not None:
+                    sending.create_task(self._serve(request))
+
+    async def _serve(self, request: TransferRequest) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(request)
+            logger.info("sent %s to %d receivers", request.version, request.receivers)
+        except (DvpError, OSError) as error:  # TimeoutError is one
+            reason = str(error) or f"longer than weights.send_timeout_s = {self._timeout_s:g} s"
+            logger.warning("%s was not sent: %s", request.version, reason)
+            await self._refuse(request, reason)
+        except Exception:  # a task boundary: the training goes on
+            logger.exception("%s was not sent", request.version)
+
+    async def _refuse(self, request: TransferRequest, reason: str) -> None:
+        try:
+            await self._transfers.answer(request, TransferAnswer(error=reason))
+        except DvpError as error:
+            logger.warning("a replica waits in vain for an answer: %s", error)
+
+    async def _send(self, request: TransferRequest) -> None:
+        announced = self._announced()
+        if request.version != announced.version:
+            raise WeightError(f"{announced.version} is the version announced now")
+        parts = await self._read(announced)
+        plan = self._plan(request, announced)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", f"{__package__}.sending"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stdin is not None, "stdin is a pipe"
+            assert process.stdout is not None, "stdout is a pipe"
+            process.stdin.write(plan.to_line())
+            port = await process.stdout.readline()
+            if port:
+                offer = Offer(
+                    version=request.version,
+                    host=plan.host,
+                    port=int(port),
+                    size=plan.size,
+                    group=plan.group,
+                    backend=plan.backend,
+                    pieces=parts,
+                )
+                await self._transfers.answer(request, TransferAnswer(offer=offer))
+            if code := await process.wait():
+                raise UnavailableError(f"the sending process ended with {code}, the replica went away or refused it")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async def _read(self, announced: Announcement) -> tuple[Piece, ...]:
+        """Reads every byte of a version once, however many replicas want it."""
+        async with self._reading:
+            if self._pieces[0] != announced.version:
+                found = await asyncio.to_thread(pieces, Path(announced.folder), self._piece_bytes)
+                self._pieces = (announced.version, found)
+            return self._pieces[1]
+
+    def _plan(self, request: TransferRequest, announced: Announcement) -> Plan:
+        both = all(torch.device(device).type == "cuda" for device in (request.device, self._device))
+        return Plan(
+            folder=announced.folder,
+            host=self._host,
+            interface=self._interface,
+            size=1 + request.receivers,
+            group=request.id,
+            backend="nccl" if both else "gloo",
+            device=self._device if both else "cpu",
+            piece_bytes=self._piece_bytes,
+            timeout_s=self._timeout_s,
+        )
+
+
+def address_of(interface: str) -> str:
+    """Its IPv4 address. Raises ConfigError."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigError(
+            f"weights.interface {interface!r}: {error.strerror}; it must have an IPv4 address, there are {names}"
+        ) from None
+    return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,103 @@
+"""The process that sends one weight version to one replica: rank 0 of a process group that ends with it.
+
+`python -m trainer.sending` reads its Plan as a JSON line, prints the port where it waits, and exits with 0 when
+everything was sent. A process of its own, because a broadcast to somebody who died can only be ended by killing it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroup, broadcast
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from services.engines.weight_pieces import stretches
+from services.transport.failpoints import failpoint
+
+
+@dataclass(frozen=True)
+class Plan:
+    folder: str
+    host: str
+    interface: str
+    size: int
+    group: str
+    backend: Literal["gloo", "nccl"]
+    device: str
+    piece_bytes: int
+    timeout_s: float
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def main() -> None:
+    plan = Plan(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for library in ("GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = plan.interface
+    # TCPStore would listen on every interface; it takes over a socket that listens on one.
+    with socket.create_server((plan.host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            plan.host,
+            port,
+            plan.size,
+            is_master=True,
+            timeout=timedelta(seconds=plan.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+    try:
+        send(plan, join(plan, store))
+    except RuntimeError as error:  # torch's, for a member that went away
+        sys.stderr.write(f"{error}\n")
+        os._exit(1)
+    os._exit(0)  # tearing down the group would wait for its members
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def join(plan: Plan, store: TCPStore) -> ProcessGroup:
+    """The group that SGLang's init_custom_process_group makes; torch has no public way to meet it."""
+    group, _ = _new_process_group_helper(
+        plan.size,
+        0,
+        [],
+        Backend(plan.backend),
+        PrefixStore(plan.group, store),
+        group_name=plan.group,  # type: ignore[arg-type]
+        timeout=timedelta(seconds=plan.timeout_s),
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(plan.size)}
+    assert isinstance(group, ProcessGroup), "this process is a member"
+    return group
+
+
+def send(plan: Plan, group: ProcessGroup) -> None:
+    device = torch.device(plan.device)
+    for file, start, end, _ in stretches(Path(plan.folder), plan.piece_bytes):
+        failpoint("send_piece.before")
+        mapped = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)
+        broadcast(mapped[start:].to(device), src=0, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
