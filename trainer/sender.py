@@ -12,7 +12,8 @@ import logging
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +30,10 @@ from .sending import Plan
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+START_S = 60.0
+"""Longest time for a sending process to be there."""
+SERVING = "a transfer"
+"""Name of its tasks."""
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 
@@ -63,15 +68,14 @@ class Sender:
                     await asyncio.sleep(RETRY_S)
                     continue
                 if request is not None:
-                    sending.create_task(self._serve(request))
+                    sending.create_task(self._serve(request), name=SERVING)
 
     async def _serve(self, request: TransferRequest) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send(request)
+            await self._send(request)
             logger.info("sent %s to %d receivers", request.version, request.receivers)
         except (DvpError, OSError) as error:  # TimeoutError is one
-            reason = str(error) or f"longer than weights.send_timeout_s = {self._timeout_s:g} s"
+            reason = str(error) or f"it took longer than weights.send_timeout_s = {self._timeout_s:g} s"
             logger.warning("%s was not sent: %s", request.version, reason)
             await self._refuse(request, reason)
         except Exception:  # a task boundary: the training goes on
@@ -87,18 +91,11 @@ class Sender:
         announced = self._announced()
         if request.version != announced.version:
             raise WeightError(f"{announced.version} is the version announced now")
-        parts = await self._read(announced)
-        plan = self._plan(request, announced)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"{__package__}.sending"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            assert process.stdin is not None, "stdin is a pipe"
+        parts, plan = await self._read(announced), self._plan(request, announced)
+        async with _sending(plan) as process:
             assert process.stdout is not None, "stdout is a pipe"
-            process.stdin.write(plan.to_line())
-            port = await process.stdout.readline()
+            async with asyncio.timeout(START_S):
+                port = await process.stdout.readline()
             if port:
                 offer = Offer(
                     version=request.version,
@@ -110,12 +107,10 @@ class Sender:
                     pieces=parts,
                 )
                 await self._transfers.answer(request, TransferAnswer(offer=offer))
-            if code := await process.wait():
-                raise UnavailableError(f"the sending process ended with {code}, the replica went away or refused it")
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            async with asyncio.timeout(self._timeout_s):
+                code = await process.wait()
+        if code:
+            raise UnavailableError(f"the sending process ended with {code}, the replica went away or refused it")
 
     async def _read(self, announced: Announcement) -> tuple[Piece, ...]:
         """Reads every byte of a version once, however many replicas want it."""
@@ -138,6 +133,25 @@ class Sender:
             piece_bytes=self._piece_bytes,
             timeout_s=self._timeout_s,
         )
+
+
+@asynccontextmanager
+async def _sending(plan: Plan) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that sends; nothing of it is left afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"{__package__}.sending"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None, "stdin is a pipe"
+    process.stdin.write(plan.to_line())
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        await process.communicate()
 
 
 def address_of(interface: str) -> str:

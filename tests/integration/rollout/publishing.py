@@ -34,15 +34,10 @@ async def announce(
         version=str(manifest.version),
         step=seq,
         folder=str(folder),
-        announcement=Announcement(
-            version=str(manifest.version),
-            step=seq,
-            folder=str(folder),
-            url=url,
-            min_seq=min_seq,
-            announced_at=time.time(),
-            route=route,
-        ),
+        url=url,
+        min_seq=min_seq,
+        announced_at=time.time(),
+        route=route,
     )
     await registry.announce(announcement, fence=fence)
     return announcement

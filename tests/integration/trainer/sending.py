@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import all_tasks
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from services.engines.weight_pieces import PIECE_BYTES
 from services.transport.broker import Broker
 from services.transport.transfers import Transfers
 from trainer.config import WeightsSection
-from trainer.sender import Sender
+from trainer.sender import SERVING, Sender
 
 
 @asynccontextmanager
@@ -48,7 +49,8 @@ def _sends(child: psutil.Process) -> bool:
 
 
 async def none_sending() -> None:
-    await _until(lambda: not sending_processes())
+    """Nor is the sender busy with what is left of one: cancelled then, asyncio would complain of open pipes."""
+    await _until(lambda: not sending_processes() and not any(task.get_name() == SERVING for task in all_tasks()))
 
 
 async def one_stopped() -> None:
