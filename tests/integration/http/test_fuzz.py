@@ -116,8 +116,8 @@ def test_the_monitor_answers_anything_as_documented(fuzzed_monitor: Monitor) -> 
 def test_both_answer_thousands_of_requests(
     fake_replica: ReplicaProcess, fuzzed_monitor: Monitor, record_cases: Any
 ) -> None:
-    record_cases("replica", _fuzz_replica(fake_replica, 2500))
-    record_cases("monitor", _fuzz(fuzzed_monitor.url, 500, {"Authorization": f"Bearer {TOKEN}"}))
+    record_cases("replica", _fuzz_replica(fake_replica, 1500))
+    record_cases("monitor", _fuzz(fuzzed_monitor.url, 300, {"Authorization": f"Bearer {TOKEN}"}))
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -1,0 +1,67 @@
+"""Every HTTP application of this project, on a real socket, with and without a token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+from pydantic import SecretStr
+
+from services.http.server import bound, http_server
+from services.logs import LogContext
+from services.monitor import app as monitor
+from services.monitor.poller import Poller
+from services.monitor.settings import MonitorSettings
+from services.rollout import app as rollout
+from services.rollout.service import Service
+from services.rollout.settings import RolloutSettings
+from services.weights import app as weights
+from trainer import exporter
+from trainer.config import MetricsSection
+
+AppMaker = Callable[[Sequence[str]], FastAPI]
+
+STARTED_S = 20.0
+
+
+def _rollout(tokens: Sequence[str]) -> FastAPI:
+    return rollout.create_app(Service(RolloutSettings.load(["--model", "none"]), LogContext()), tokens)
+
+
+def _monitor(tokens: Sequence[str]) -> FastAPI:
+    return monitor.create_app(Poller(MonitorSettings.load([]), writable=bool(tokens)), tokens)
+
+
+def _weights(tokens: Sequence[str]) -> FastAPI:
+    return weights.create_app(Path("none"), tokens)
+
+
+def _trainer(tokens: Sequence[str]) -> FastAPI:
+    return exporter._app(exporter.PrometheusSink(), MetricsSection(token=SecretStr(",".join(tokens))))
+
+
+APPS: dict[str, AppMaker] = {
+    "dvp-rollout": _rollout,
+    "dvp-monitor": _monitor,
+    "dvp-weights": _weights,
+    "dvp-train (metrics)": _trainer,
+}
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """Its URL, on loopback."""
+    with bound("127.0.0.1", 0) as listener:
+        http = http_server(app, drain_s=0)
+        thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])), name="served")
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            http.should_exit = True
+            thread.join(STARTED_S)
+            assert not thread.is_alive()
