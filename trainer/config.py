@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.contract.job import MAX_GROUP_TOKENS
 from services.contract.sampling import LOG_RHO, Sampling
 from services.contract.weights import RUN_ID, WeightRoute
 from services.dvp.correction import Bounds, Level, Mode
@@ -222,6 +223,11 @@ class TrainSettings(Settings):
     def _consistent(self) -> TrainSettings:
         if self.evaluate.interval and self.data.heldout is None:
             raise ValueError(f"evaluate.interval is {self.evaluate.interval} but data.heldout names no data set")
+        num_tokens = self.sampling.n * self.sampling.max_tokens
+        if num_tokens > MAX_GROUP_TOKENS:
+            raise ValueError(
+                f"sampling.n x sampling.max_tokens is {num_tokens}, at most {MAX_GROUP_TOKENS} allowed in one group"
+            )
         if self.deterministic and self.batch.max_staleness:
             raise ValueError(f"deterministic needs batch.max_staleness = 0, got {self.batch.max_staleness}")
         return self

@@ -96,6 +96,7 @@ class Feeder:
         self._covered: list[Delivery] = []
         self._scored: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._room = asyncio.Event()
+        self._refusal = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -180,6 +181,11 @@ class Feeder:
         covered, self._covered = self._covered, []
         await self.groups.acknowledge(covered)
 
+    async def full_of_the_past(self) -> None:
+        """Returns when the broker refuses new prompts while it holds groups that only a checkpoint lets it forget."""
+        self._refusal.clear()
+        await self._refusal.wait()
+
     # --- out ------------------------------------------------------------------------------------------------------
 
     async def _submit_forever(self) -> None:
@@ -216,6 +222,8 @@ class Feeder:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if outcome is not Submitted.REFUSED:
                 self._unsent.pop(job.job_id, None)
+        if Submitted.REFUSED in outcomes and self._unacknowledged:
+            self._refusal.set()
         return not self._unsent
 
     def _job(self, position: int, attempt: int) -> Job:

@@ -39,7 +39,7 @@ async def train(run: Run) -> None:
     """Trains until `steps` batches are done. A crash at any point costs at most the work since the last checkpoint."""
     while run.step < run.settings.steps:
         with run.watch.measure("wait"):
-            batch = await run.feeder.next_batch()
+            batch = await run.next_batch()
         with run.watch.measure("train"), tracing.span("train", batch.metadata):
             metrics = await asyncio.to_thread(run.learner.step, batch)
         run.count(batch, metrics)
@@ -127,6 +127,21 @@ class Run:
         if self.best is None or score.avg > self.best[1]:
             self.best = (self.step, score.avg)
         return {"heldout/score": score.avg, **score.metrics()}
+
+    async def next_batch(self) -> Batch:
+        """The feeder's. Waiting for it, a broker too full to take its prompts gets a checkpoint, and room from it."""
+        waiting = asyncio.ensure_future(self.feeder.next_batch())
+        try:
+            while not waiting.done():
+                full = asyncio.ensure_future(self.feeder.full_of_the_past())
+                await asyncio.wait((waiting, full), return_when=asyncio.FIRST_COMPLETED)
+                full.cancel()
+                if not waiting.done():
+                    logger.info("checkpoint before its time: the broker is too full for the next prompts")
+                    await self.save()
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def save(self) -> None:
         """A checkpoint, and only then the acknowledgement of what it covers."""

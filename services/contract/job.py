@@ -16,6 +16,8 @@ from .sampling import Sampling
 from .weights import RUN_ID
 
 MAX_SAMPLES = 1024
+MAX_GROUP_TOKENS = 4 * 1024 * 1024
+"""Tokens that the samples of one job may have together: 64 MiB as a group, where Redis takes 512 MiB as one value."""
 MAX_METADATA_BYTES = 16 * 1024
 MAX_METADATA_DEPTH = 32
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"

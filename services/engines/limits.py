@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from services.contract.errors import RequestError
-from services.contract.job import Job
+from services.contract.job import MAX_GROUP_TOKENS, Job
 
 
 def check_fits(job: Job, *, context_length: int, vocab_size: int) -> None:
-    """Raises RequestError unless prompt and at least one token fit the context and every id is in the vocabulary."""
+    """Raises RequestError unless prompt and at least one token fit the context, every id is in the vocabulary and the
+    group is not too large."""
     length = len(job.prompt_ids)
     if length + 1 > context_length:
         raise RequestError(
@@ -21,6 +22,19 @@ def check_fits(job: Job, *, context_length: int, vocab_size: int) -> None:
             f"prompt_ids: token id {largest} is outside the vocabulary, allowed are 0 to {vocab_size - 1}; "
             "was the prompt encoded with another model's tokenizer?",
             [{"field": "prompt_ids", "value": largest, "allowed": f"0 to {vocab_size - 1}"}],
+        )
+
+    check_size(job, context_length)
+
+
+def check_size(job: Job, context_length: int) -> None:
+    """Raises RequestError if the samples could have more than MAX_GROUP_TOKENS tokens together."""
+    longest = max_new_tokens(job, context_length)
+    if job.n * longest > MAX_GROUP_TOKENS:
+        allowed = f"at most {MAX_GROUP_TOKENS} tokens in all samples together"
+        raise RequestError(
+            f"n: {job.n} samples of up to {longest} tokens, {allowed}; lower n or sampling.max_tokens",
+            [{"field": "n", "value": job.n, "allowed": f"{allowed}, so {MAX_GROUP_TOKENS // longest} of {longest}"}],
         )
 
 

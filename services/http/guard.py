@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.contract.errors import OverloadedError
 from services.contract.http import MAX_BODY_BYTES
 
 from .problems import respond
-from .settings import is_loopback
+from .settings import MAX_REQUESTS, is_loopback
 
+BUSY_S = 1.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 BODY_TIMEOUT_S = 60.0
 """For the whole body."""
@@ -27,10 +29,18 @@ class Guard:
     its user for, as the password of `Basic`."""
 
     def __init__(
-        self, app: ASGIApp, tokens: Sequence[str], max_body: int = MAX_BODY_BYTES, challenge: str = "Bearer"
+        self,
+        app: ASGIApp,
+        tokens: Sequence[str],
+        max_body: int = MAX_BODY_BYTES,
+        max_requests: int = MAX_REQUESTS,
+        challenge: str = "Bearer",
     ) -> None:
-        """`challenge`: what a refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
+        """`max_requests`: how many may be answered at the same time, each with a body of up to `max_body` bytes.
+        `challenge`: what a refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
         self._app = app
+        self._max_requests = max_requests
+        self._in_progress = 0
         self._tokens = [token.encode() for token in tokens]
         self._max_body = max_body
         self._challenge = challenge
@@ -41,9 +51,14 @@ class Guard:
             return
         headers = dict(scope["headers"])
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        refusal = self._refusal(scope["path"], headers, hosts) or self._too_large(headers)
+        path = scope["path"]
+        refusal = self._refusal(path, headers, hosts) or self._too_large(headers) or self._too_many(path)
         app = self._app if refusal is None else respond(refusal)
-        await app(scope, self._bounded(receive), send)
+        self._in_progress += 1
+        try:
+            await app(scope, self._bounded(receive), send)
+        finally:
+            self._in_progress -= 1
 
     def _refusal(self, path: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
         if not self._tokens:
@@ -65,6 +80,12 @@ class Guard:
     def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
         length = headers.get(b"content-length", b"0")
         return self._limit(length.decode("latin-1")) if int(length) > self._max_body else None
+
+    def _too_many(self, path: str) -> OverloadedError | None:
+        """Probes are answered always: a supervisor must not restart what is only busy."""
+        if path in OPEN_PATHS or self._in_progress < self._max_requests:
+            return None
+        return OverloadedError(f"{self._in_progress} requests are being answered, at most {self._max_requests}", BUSY_S)
 
     def _limit(self, size: str) -> HTTPException:
         return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")

@@ -13,6 +13,9 @@ from services.contract.errors import ConfigError
 from services.logs import LogFormat, LogLevel
 from services.settings import Settings
 
+MAX_REQUESTS = 512
+"""Answered at the same time by one service, unless it says otherwise."""
+
 
 def _check_scheme(url: str) -> str:
     if not url.startswith(("redis://", "rediss://", "unix://")):

@@ -16,6 +16,7 @@ from services.contract.errors import UnavailableError
 from services.contract.http import Health, Problem, QueueHealth
 from services.http import problems
 from services.http.guard import Guard
+from services.http.settings import MAX_REQUESTS
 from services.transport.dead_letters import DeadLetters
 
 from .bodies import ENTRY_ID, Fate, Fates, LetterPage, Selection
@@ -43,7 +44,13 @@ def create_app(poller: Poller, tokens: Sequence[str]) -> FastAPI:
     app.state.poller = poller
     app.include_router(router)
     problems.install(app, {"/v1/dead/replay": Selection, "/v1/dead/drop": Selection})
-    app.add_middleware(Guard, tokens=tokens, max_body=MAX_BODY_BYTES, challenge='Basic realm="dvp-monitor"')
+    app.add_middleware(
+        Guard,
+        tokens=tokens,
+        max_body=MAX_BODY_BYTES,
+        max_requests=poller.feed.max_viewers + MAX_REQUESTS,
+        challenge='Basic realm="dvp-monitor"',
+    )
     return app
 
 

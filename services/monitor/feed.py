@@ -18,7 +18,7 @@ class Feed:
 
     def __init__(self, max_viewers: int) -> None:
         self.num_viewers = 0
-        self._max_viewers = max_viewers
+        self.max_viewers = max_viewers
         self._messages: dict[str, tuple[int, bytes]] = {}
         self._number = 0
         self._news = asyncio.Event()
@@ -37,8 +37,8 @@ class Feed:
 
     def admit(self) -> None:
         """Raises OverloadedError when enough are watching."""
-        if self.num_viewers >= self._max_viewers:
-            raise OverloadedError(f"{self._max_viewers} viewers are watching already", RETRY_AFTER_S)
+        if self.num_viewers >= self.max_viewers:
+            raise OverloadedError(f"{self.max_viewers} viewers are watching already", RETRY_AFTER_S)
 
     async def follow(self) -> AsyncIterator[bytes]:
         """What there is, then what comes, until `close`."""

@@ -35,12 +35,12 @@ CLIENT_GONE = 499
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
 
 
-def create_app(service: Service, tokens: Sequence[str]) -> FastAPI:
+def create_app(service: Service, tokens: Sequence[str], max_requests: int) -> FastAPI:
     app = FastAPI(title="dvp-rollout", version=API_VERSION, description="Rollouts under the constrained policy.")
     app.state.service = service
     app.include_router(router)
     problems.install(app, {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest})
-    app.add_middleware(Guard, tokens=tokens)
+    app.add_middleware(Guard, tokens=tokens, max_requests=max_requests)
     app.add_middleware(CountedRequests, metrics=service.metrics)
     return app
 

@@ -16,6 +16,7 @@ from services.contract.group import Group
 from services.contract.http import JobRequest, RolloutRequest, RolloutResponse
 from services.contract.job import Job, Sink
 from services.contract.record import describe
+from services.engines.limits import check_size
 
 if TYPE_CHECKING:
     from services.engines.protocol import Engine
@@ -41,7 +42,7 @@ class Prompts:
         self._check(field, prompt_ids)
         named = request.job_id if isinstance(request, JobRequest) else None
         try:
-            return Job(
+            job = Job(
                 job_id=named or uuid.uuid4().hex,
                 run_id=run_id,
                 prompt_ids=prompt_ids,
@@ -57,6 +58,8 @@ class Prompts:
                 for item in error.errors()
             ]
             raise RequestError(describe("request", error), errors) from None
+        check_size(job, self._engine.context_length)
+        return job
 
     async def response(self, group: Group) -> RolloutResponse:
         if group.metadata.get(NO_TEXT):

@@ -29,7 +29,7 @@ async def serve(settings: RolloutSettings, context: LogContext, asked_to_stop: a
         port_file(settings.port_file, listener),
     ):
         service = Service(settings, context)
-        http = http_server(create_app(service, tokens), settings.drain_s)
+        http = http_server(create_app(service, tokens, settings.max_requests), settings.drain_s)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
         await _run(service, http, listener, asked_to_stop)
 

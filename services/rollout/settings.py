@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.contract.weights import RUN_ID
-from services.http.settings import ListenSettings, RedisUrl
+from services.http.settings import MAX_REQUESTS, ListenSettings, RedisUrl
 from services.settings import Section
 from services.tracing import TraceUrl
 
@@ -123,6 +123,8 @@ class RolloutSettings(ListenSettings):
     sglang: SglangSettings = SglangSettings()
     weights: WeightSettings = WeightSettings()
 
+    max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
+    """HTTP requests that are answered at the same time; more get 429."""
     max_waiting: Annotated[int, Field(ge=0)] = 128
     """Samples that may wait beyond max_batch before HTTP answers 429."""
     max_queued: Annotated[int, Field(ge=1)] = 1000

@@ -48,6 +48,8 @@ RESULT_TTL_S = 3600
 """How long an ended job's state, and the result for a client, are kept."""
 MEMORY_SHARE = 0.7
 """Admission stops above this share of the broker's maxmemory."""
+RESULT_SHARE = 0.85
+"""Above this one, results for clients are not stored any more: their jobs become dead letters."""
 RETRY_AFTER_MEMORY_S = 5.0
 
 _KEYS = (
@@ -219,6 +221,7 @@ def _source(name: str, run_id: str) -> str:
         "SCHEMA_VERSION": SCHEMA_VERSION,
         "RESULT_TTL_S": RESULT_TTL_S,
         "MEMORY_SHARE": MEMORY_SHARE,
+        "RESULT_SHARE": RESULT_SHARE,
     }
     header = [
         f"local {', '.join(names)} = unpack(KEYS)",

@@ -34,6 +34,8 @@ class Committed(StrEnum):
     COMMITTED = "committed"
     DUPLICATE = "duplicate"
     """The job had already ended otherwise; this result was thrown away and counted."""
+    NO_ROOM = "no_room"
+    """The broker's memory is full: a client's job is a dead letter now, to be replayed when there is room again."""
 
 
 class JobQueue:

@@ -7,6 +7,12 @@ if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then
   if redis.call('HGET', hash, 'committed') == consumer .. '/' .. entry then return 'committed' end
   return not_owner(entry)
 end
+-- Results stay for an hour: those of clients must leave the trainer's groups some room. The job can be replayed.
+if sink == 'client' and not ended(id) and memory_above(RESULT_SHARE) then
+  local message = 'the broker has no memory left for a result of ' .. #data .. ' bytes'
+  bury(JOBS, REPLICA_GROUP, entry, read(JOBS, entry) or {id = id, sink = sink}, message, consumer)
+  return 'no_room'
+end
 drop(JOBS, REPLICA_GROUP, entry)
 if ended(id) then
   count('duplicates')

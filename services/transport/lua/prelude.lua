@@ -120,10 +120,15 @@ local function requeue(id)
   end
 end
 
-local function memory_full()
+-- True if more than this share of the broker's memory is taken.
+local function memory_above(share)
   local info = redis.call('INFO', 'memory')
   local used, limit = string.match(info, 'used_memory:(%d+)'), string.match(info, 'maxmemory:(%d+)')
-  return tonumber(limit) > 0 and tonumber(used) >= MEMORY_SHARE * tonumber(limit)
+  return tonumber(limit) > 0 and tonumber(used) >= share * tonumber(limit)
+end
+
+local function memory_full()
+  return memory_above(MEMORY_SHARE)
 end
 
 -- True while the queue takes no new jobs.

@@ -37,6 +37,7 @@ async def refusal(flags: list[str], toml_file: Path | None = None) -> str:
     ("name", "value", "expected"),
     [
         ("sampling__temperature", "0", "sampling.temperature: Input should be greater than 0, got '0'"),
+        ("sampling__max_tokens", "2000000", "sampling.n x sampling.max_tokens is 8000000, at most 4194304 allowed"),
         ("sampling__log_min_p", "0.5", "sampling.log_min_p: Input should be less than or equal to 0, got '0.5'"),
         ("sampling__n", "0", "sampling.n: Input should be greater than or equal to 1, got '0'"),
         ("correction__mode", "most", "correction.mode: Input should be 'none', 'tis', 'mis' or 'unit', got 'most'"),

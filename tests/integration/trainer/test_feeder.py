@@ -321,3 +321,18 @@ async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, open
     stalled = caught.value.subgroup(UnavailableError)
     assert stalled is not None
     assert "no group arrived for 0.5 s (2 jobs in flight)" in str(stalled.exceptions[0])
+
+
+async def test_a_broker_full_of_trained_groups_gets_a_checkpoint_and_goes_on(
+    own_broker: EmbeddedBroker, opened: Open
+) -> None:
+    """Without one it would refuse the next prompts for ever: they wait for room, and room for the next batch."""
+    async with opened(own_broker.url, checkpoint__interval="100") as (run, player):
+        redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
+        batch = await both(run, player.play(GROUPS, lambda lease: {"metadata": {"pad": "x" * 4_000_000}}))
+        await redis.config_set("maxmemory", int(await redis.memory_usage(keys.groups, samples=0) / 0.8))
+        await run.feeder.settle(batch)
+        following, _ = await asyncio.gather(asyncio.wait_for(run.next_batch(), 30), player.play(GROUPS))
+        assert ids_of(following) == [(2, 0), (3, 0)]
+        assert run.checkpoints.seqs()
+        assert await redis.scard(keys.uncheckpointed) == 0

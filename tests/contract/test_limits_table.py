@@ -1,0 +1,69 @@
+"""The table of limits in services/rollout/README.md says what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
+from services.contract.job import MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
+from services.contract.sampling import Sampling
+from services.http.guard import BODY_TIMEOUT_S
+from services.rollout.admission import RETRY_AFTER_S
+from services.rollout.settings import RolloutSettings
+from services.transport.broker import MEMORY_SHARE, RESULT_SHARE, RESULT_TTL_S, RETRY_AFTER_MEMORY_S
+from services.transport.submission import RETRY_AFTER_BACKLOG_S, RETRY_AFTER_CLOSED_S
+from trainer.config import BatchSection, CheckpointSection
+
+README = Path(__file__).parents[2] / "services/rollout/README.md"
+
+
+def default(name: str) -> int:
+    value = RolloutSettings.model_fields[name].default
+    assert isinstance(value, int)
+    return value
+
+
+def longest(model: type, name: str) -> int:
+    found = [m.max_length for m in model.model_fields[name].metadata if hasattr(m, "max_length")]  # type: ignore[attr-defined]
+    return int(found[0])
+
+
+def busy(seconds: float) -> str:
+    return f"429, Retry-After {seconds:.0f}"
+
+
+def table() -> str:
+    messages = RolloutRequest.model_json_schema()["properties"]["messages"]["anyOf"][0]["maxItems"]
+    tokens = Sampling.model_json_schema()["properties"]["max_tokens"]["maximum"]
+    in_flight = "batch.groups x (1 + batch.max_staleness)"
+    batch, checkpoint = BatchSection(), CheckpointSection()
+    memory = "of its maxmemory"
+    samples = f"{default('max_batch')} + {default('max_waiting')}"
+    num_in_flight = batch.groups * (1 + batch.max_staleness)
+    rows = [
+        ("Body", f"{MAX_BODY_BYTES >> 20} MiB", "413, before it is parsed"),
+        ("", f"arrives within {BODY_TIMEOUT_S:.0f} s", "408"),
+        ("Fields of one object", f"{MAX_FIELDS}", "422"),
+        ("Prompt", f"{MAX_PROMPT_CHARS:,} characters, {messages:,} messages", "422"),
+        ("", "the model's context less one token", "422"),
+        ("n", f"{MAX_SAMPLES:,} samples", "422"),
+        ("sampling.max_tokens", f"{tokens:,}, and cut to the context", "422"),
+        ("n x new tokens", f"{MAX_GROUP_TOKENS:,}", "422; a trainer with such settings does not start"),
+        ("sampling.stop, stop_token_ids", f"{longest(Sampling, 'stop')}, {longest(Sampling, 'stop_token_ids')}", "422"),
+        ("metadata", f"{MAX_METADATA_BYTES >> 10} KiB as JSON, {MAX_METADATA_DEPTH} levels", "422"),
+        ("Requests at the same time", f"max_requests: {default('max_requests')}", busy(1)),
+        ("Samples that generate or wait here", f"max_batch + max_waiting: {samples}", busy(RETRY_AFTER_S)),
+        ("Jobs that wait unread", f"max_queued: {default('max_queued'):,}", busy(RETRY_AFTER_BACKLOG_S)),
+        ("Queue closed by `dvp-queue drain`", "no new jobs", busy(RETRY_AFTER_CLOSED_S)),
+        ("Broker's memory, new jobs", f"{MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
+        ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
+        ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes", "404"),
+        ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),
+        ("Trained groups in the broker", f"checkpoint.interval: {checkpoint.interval} batches", "a checkpoint"),
+    ]  # fmt: skip
+    lines = ["| What | Limit, defaults of settings | Beyond it |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
+
+
+def test_the_table_of_limits_is_true() -> None:
+    assert table() in README.read_text(), f"services/rollout/README.md should say\n\n{table()}"

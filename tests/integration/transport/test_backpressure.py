@@ -1,0 +1,128 @@
+"""Producers that outrun everyone: the broker's memory stays bounded, what was admitted ends, nothing unread is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+
+from services.contract.errors import OverloadedError
+from services.contract.group import Group
+from services.contract.job import Job, JobState, Sink
+from services.transport.broker import MEMORY_SHARE, RESULT_SHARE, RETRY_AFTER_MEMORY_S, Broker
+from services.transport.dead_letters import DeadLetters
+from services.transport.embedded import EmbeddedBroker
+from services.transport.groups import GroupQueue
+from services.transport.jobs import Committed, JobQueue
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission
+from tests.integration.transport.rig import BLOCK_MS, Rig, make_group, make_job
+
+MAXMEMORY = 24 * 1024 * 1024
+PAD = "x" * 12_000
+NUM_TOKENS = 20_000
+"""Of a result: 27 times as large as its job."""
+REFUSALS, PRODUCERS = 100, 4
+TRAIN_LIMIT = 4
+
+
+def large(job: Job) -> Group:
+    group = make_group(job)
+    ones = np.ones(NUM_TOKENS)
+    arrays = {"token_ids": ones, "logprobs": -ones, "kept_mass": ones, "kept_count": ones}
+    span = group.samples[0].versions[0].model_copy(update={"end": NUM_TOKENS})
+    dtypes = {name: getattr(group.samples[0], name).dtype for name in arrays}
+    update = {name: values.astype(dtypes[name]) for name, values in arrays.items()}
+    sample = group.samples[0].model_copy(update={**update, "versions": (span,)})
+    return group.model_copy(update={"samples": (sample,) * job.n})
+
+
+class Flood:
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.admitted: set[str] = set()
+        self.reasons: set[tuple[str, float]] = set()
+        self.outcomes: dict[str, Committed] = {}
+        self.peak = 0
+
+    async def produce(self, producer: int) -> None:
+        """Jobs as fast as they are taken, with hardly a pause when they are not."""
+        refused = number = 0
+        while refused < REFUSALS:
+            job = make_job(self.rig.run_id, number, sink=Sink.CLIENT)
+            job = job.model_copy(update={"job_id": f"{producer}-{number}", "metadata": {"pad": PAD}})
+            try:
+                await self.rig.submission.submit_client(job, limit=10**9)
+            except OverloadedError as error:
+                self.reasons.add((str(error), error.retry_after_s))
+                refused += 1
+                await asyncio.sleep(0.001)
+            else:
+                self.admitted.add(job.job_id)
+                number += 1
+
+    async def serve(self, name: str, settled: asyncio.Event) -> None:
+        replica: JobQueue = self.rig.replica(name)
+        while True:
+            leases = await replica.claim(8, BLOCK_MS)
+            if not leases and settled.is_set():
+                return
+            for lease in leases:
+                self.outcomes[lease.job.job_id] = await replica.commit(lease, large(lease.job))
+
+    async def watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, (await self.rig.broker.redis.info("memory"))["used_memory"])
+            await asyncio.sleep(0.002)
+
+
+async def test_memory_stays_bounded_and_what_was_admitted_ends(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        await broker.redis.config_set("maxmemory", MAXMEMORY)
+        fence = await TrainerLease(broker, "test").acquire()
+        rig = Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
+        train = await rig.submit(TRAIN_LIMIT, limit=TRAIN_LIMIT)
+        flood, settled = Flood(rig), asyncio.Event()
+        watching = asyncio.create_task(flood.watch())
+        async with asyncio.TaskGroup() as replicas:
+            for name in ("a", "b"):
+                replicas.create_task(flood.serve(name, settled))
+            async with asyncio.TaskGroup() as producers:
+                for producer in range(PRODUCERS):
+                    producers.create_task(flood.produce(producer))
+            settled.set()
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+        assert flood.reasons == {(f"the broker's memory is {MEMORY_SHARE:.0%} full", RETRY_AFTER_MEMORY_S)}
+        assert MEMORY_SHARE * MAXMEMORY < flood.peak < MAXMEMORY
+        # Every admitted job ended once: with its result, or as a dead letter that can be replayed.
+        assert flood.outcomes.keys() == flood.admitted | {job.job_id for job in train}
+        states = {id: (await rig.submission.status(id)).state for id in flood.admitted}
+        ends = {Committed.COMMITTED: JobState.DONE, Committed.NO_ROOM: JobState.DEAD}
+        assert states == {id: ends[flood.outcomes[id]] for id in flood.admitted}
+        assert set(states.values()) == {JobState.DONE, JobState.DEAD}
+        # The trainer's groups were never in question, and are all there to be read.
+        assert {flood.outcomes[job.job_id] for job in train} == {Committed.COMMITTED}
+        assert {delivery.job_id for delivery in await rig.groups.read(99, BLOCK_MS)} == {job.job_id for job in train}
+
+
+async def test_a_job_whose_result_had_no_room_is_replayed(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
+        job = make_job(run_id, sink=Sink.CLIENT)
+        await rig.submission.submit_client(job, limit=9)
+        replica = rig.replica("a")
+        (lease,) = await replica.claim(1, BLOCK_MS)
+        used = (await broker.redis.info("memory"))["used_memory"]
+        await broker.redis.config_set("maxmemory", int(used / (RESULT_SHARE + 0.1)))
+        assert await replica.commit(lease, make_group(job)) is Committed.NO_ROOM
+        report = await rig.submission.status(job.job_id)
+        assert report.state is JobState.DEAD
+        assert "no memory left for a result of" in str(report.error)
+        await broker.redis.config_set("maxmemory", 0)
+        await DeadLetters(broker).replay(await DeadLetters(broker).page())
+        assert await rig.finish(replica, 1)
+        assert (await rig.submission.status(job.job_id)).state is JobState.DONE
