@@ -329,7 +329,8 @@ async def test_a_broker_full_of_trained_groups_gets_a_checkpoint_and_goes_on(
     """Without one it would refuse the next prompts for ever: they wait for room, and room for the next batch."""
     async with opened(own_broker.url, checkpoint__interval="100") as (run, player):
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
-        batch = await both(run, player.play(GROUPS, lambda lease: {"metadata": {"pad": "x" * 4_000_000}}))
+        long = (player.sample("7" * 50_000, player.version),) * N
+        batch = await both(run, player.play(GROUPS, lambda lease: {"samples": long}))
         await redis.config_set("maxmemory", int(await redis.memory_usage(keys.groups, samples=0) / 0.8))
         await run.feeder.settle(batch)
         following, _ = await asyncio.gather(asyncio.wait_for(run.next_batch(), 30), player.play(GROUPS))
