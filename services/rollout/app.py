@@ -22,10 +22,10 @@ from services.contract.http import (
     WeightStatus,
 )
 from services.http import problems
+from services.http.counted import CountedRequests
 from services.http.guard import Guard
 
 from .loops import race
-from .metrics import CountedRequests
 from .service import Service
 
 API_VERSION = "1"
@@ -41,7 +41,7 @@ def create_app(service: Service, tokens: Sequence[str], max_requests: int) -> Fa
     app.include_router(router)
     problems.install(app, {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest})
     app.add_middleware(Guard, tokens=tokens, max_requests=max_requests)
-    app.add_middleware(CountedRequests, metrics=service.metrics)
+    app.add_middleware(CountedRequests, requests=service.metrics.requests)
     return app
 
 

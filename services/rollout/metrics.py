@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.contract.group import Group
 
@@ -41,20 +40,3 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class CountedRequests:
-    """ASGI middleware: one count per answer, labelled by the route's template so that ids never become labels."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "unmatched")
-                self._metrics.requests.labels(route, message["status"]).inc()
-            await send(message)
-
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)

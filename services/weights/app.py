@@ -8,12 +8,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi import Path as InPath
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from starlette.responses import FileResponse
 
 from services.contract.errors import NotFoundError
 from services.contract.http import Health, Problem
 from services.contract.weights import FILE_NAME, RUN_ID
 from services.http import problems
+from services.http.counted import CountedRequests
 from services.http.guard import Guard
 from services.transport.weight_folder import FOLDER_NAME
 
@@ -33,6 +35,10 @@ def create_app(root: Path, tokens: Sequence[str]) -> FastAPI:
     app.include_router(router)
     problems.install(app, {})
     app.add_middleware(Guard, tokens=tokens, max_body=MAX_BODY_BYTES)
+    registry = app.state.registry = CollectorRegistry()
+    requests = Counter("dvp_weights_requests", "HTTP requests answered", ["route", "status"], registry=registry)
+    sent = Counter("dvp_weights_sent_bytes", "Bytes of weights and answers", registry=registry)
+    app.add_middleware(CountedRequests, requests=requests, sent=sent)
     return app
 
 
@@ -49,6 +55,11 @@ def file(
     if path.is_symlink() or not path.is_file():
         raise NotFoundError(f"{run_id}/{folder}/{name}: no such file; old versions are deleted")
     return WeightFileResponse(path, media_type="application/octet-stream", stat_result=path.stat())
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/healthz", response_model=Health)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.transport.weight_folder import folder_name
-from tests.integration.weights.conftest import RUN_ID, Publish
+from tests.integration.weights.conftest import LARGE, RUN_ID, Publish
 
 FOLDER = f"{RUN_ID}/{folder_name(1)}"
 
@@ -51,3 +52,18 @@ async def test_a_range_is_served(publish: Publish, port: int, volume: Path) -> N
         probe = await client.get("/healthz")
     assert (answer.status_code, probe.status_code) == (206, 200)
     assert answer.content == (volume / FOLDER / "model.safetensors").read_bytes()[10:20]
+
+
+async def test_what_was_sent_is_counted(publish: Publish, port: int) -> None:
+    publish(1, "http://127.0.0.1")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        for file in ("model.safetensors", "missing.json"):
+            await client.get(f"/v1/weights/{FOLDER}/{file}")
+        text = (await client.get("/metrics")).text
+    samples = {
+        (sample.name, sample.labels.get("status")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["dvp_weights_requests_total", "200"] == samples["dvp_weights_requests_total", "404"] == 1
+    assert LARGE < samples["dvp_weights_sent_bytes_total", None] < LARGE + 10_000
