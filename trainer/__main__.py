@@ -7,13 +7,19 @@ import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services import tracing
 from services.logs import configure
 from services.settings import user_errors
 
 from .config import EvalSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from .world import World
+
+RANK_TIMEOUT_S = 600.0
+"""Longest time that one rank may be ahead of another."""
 
 
 def main() -> None:
@@ -25,23 +31,37 @@ def main() -> None:
         file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
         settings = (EvalSettings if evaluating else TrainSettings).load(argv, file)
         configure(settings.log_format, settings.log_level).run = settings.run_id
-        asyncio.run(_stoppable(_evaluate(settings) if isinstance(settings, EvalSettings) else _train(settings)))
+        run(settings)
 
 
-async def _train(settings: TrainSettings) -> None:
-    # transformers loads here, so that --help and a mistyped option do not wait for it.
+def run(settings: TrainSettings) -> None:
+    # torch and transformers load here, so that --help and a mistyped option do not wait for them.
+    from .setup import follow
+    from .world import World
+
+    # A rank that waits for orders may have to wait as long as the leader waits for groups.
+    with World.joined(settings.model.device, settings.broker.stall_timeout_s + RANK_TIMEOUT_S) as world:
+        if not world.leads:
+            follow(settings, world)
+        elif isinstance(settings, EvalSettings):
+            asyncio.run(_stoppable(_evaluate(settings, world)))
+        else:
+            asyncio.run(_stoppable(_train(settings, world)))
+
+
+async def _train(settings: TrainSettings, world: World) -> None:
     from .loop import train
     from .setup import open_run
 
     with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
-        async with open_run(settings) as run:
+        async with open_run(settings, world) as run:
             await train(run)
 
 
-async def _evaluate(settings: EvalSettings) -> None:
+async def _evaluate(settings: EvalSettings, world: World) -> None:
     from .setup import open_evaluation
 
-    async with open_evaluation(settings) as run:
+    async with open_evaluation(settings, world) as run:
         metrics = await run.evaluate()
     lines = [f"step {run.step}", *(f"{name} {value:.4f}" for name, value in metrics.items() if "time/" not in name)]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -8,9 +8,10 @@ column P + t of every row and one slice of the logits serves all rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import numpy as np
 import torch
 
@@ -78,6 +79,18 @@ class Batch:
     def num_tokens(self) -> int:
         """Model tokens."""
         return sum(scored.group.num_tokens for scored in self.groups)
+
+    def to_bytes(self) -> bytes:
+        """For the other ranks of a world."""
+        encoded: bytes = msgpack.packb(
+            [[scored.group.to_bytes(), scored.rewards, scored.staleness] for scored in self.groups]
+        )
+        return encoded
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Batch:
+        groups = msgpack.unpackb(data)
+        return cls(tuple(ScoredGroup(Group.from_bytes(g), tuple(rewards), stale) for g, rewards, stale in groups))
 
     def sequences_with_signal(self) -> list[TrainSequence]:
         """In order, with groups whose advantages are all zero left out: they cost no forward and no backward."""
@@ -151,6 +164,10 @@ class MicroBatch:
             infer_kept_mass=tensor(mass),
             infer_kept_count=tensor(count),
         )
+
+    def idle(self) -> MicroBatch:
+        """The same without a model token: forward and backward run, and add nothing."""
+        return replace(self, mask=torch.zeros_like(self.mask))
 
 
 def micro_batches(

@@ -1,7 +1,7 @@
 """Everything a trainer needs to go on as if nothing had happened.
 
-A checkpoint is a folder `step-NNNNNNNN` of two files, written beside and renamed into place: `progress.json` (for
-people too) and `state.pt` (tensors; read with weights_only=True). The folder is created owner-only and trusted.
+A checkpoint is a folder `step-NNNNNNNN`, written beside and renamed into place, of `progress.json` (for people too) and
+`state` (tensors, see state.py). It is created owner-only and trusted.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from services.contract.errors import ConfigError
 
-PROGRESS, STATE = "progress.json", "state.pt"
+PROGRESS, STATE = "progress.json", "state"
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,17 @@ class Checkpoints:
     def folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
 
-    def save(self, progress: Progress, state: dict[str, Any]) -> Path:
-        """Durable before it returns. Raises OSError (disk full) and leaves the earlier checkpoints alone."""
+    def save(self, progress: Progress, write_state: Callable[[Path], None]) -> Path:
+        """`write_state` makes a folder of the path it is given. Durable before it returns.
+
+        Raises OSError (disk full) and leaves the earlier checkpoints alone.
+        """
         final = self.folder(progress.step)
         partial = self.root / f".{final.name}.{os.getpid()}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(mode=0o700)
-            with (partial / STATE).open("wb") as file:
-                torch.save(state | {"rng": rng_state()}, file)
-                os.fsync(file.fileno())
+            write_state(partial / STATE)
             with (partial / PROGRESS).open("w") as file:
                 json.dump(asdict(progress), file, indent=1)
                 file.flush()
@@ -89,8 +88,8 @@ class Checkpoints:
         self._sweep(progress.best[0] if progress.best else None)
         return final
 
-    def load(self, step: int | None = None) -> tuple[Progress, dict[str, Any]] | None:
-        """The newest checkpoint, or that of `step`. None if there is none at all. See `restore_rng` for the RNG."""
+    def load(self, step: int | None = None) -> tuple[Progress, Path] | None:
+        """The newest checkpoint, or that of `step`, and its folder of state. None if there is none at all."""
         steps = self.steps()
         if not steps:
             return None
@@ -99,15 +98,12 @@ class Checkpoints:
         folder = self.folder(steps[-1] if step is None else step)
         try:
             fields = json.loads((folder / PROGRESS).read_text())
-            state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ConfigError(
-                f"{folder}: unreadable checkpoint ({error}). Move the folder away to resume from the one before"
-            ) from error
+        except (OSError, ValueError) as error:
+            raise unreadable(folder, error) from error
         fields["outstanding"] = tuple(fields["outstanding"])
         fields["retries"] = tuple((position, attempt) for position, attempt in fields["retries"])
         fields["best"] = tuple(fields["best"]) if fields["best"] else None
-        return Progress(**fields), state
+        return Progress(**fields), folder / STATE
 
     def _sweep(self, best: int | None) -> None:
         for step in self.steps()[: -self.keep]:
@@ -115,18 +111,8 @@ class Checkpoints:
                 shutil.rmtree(self.folder(step))
 
 
-def rng_state() -> dict[str, Any]:
-    """torch's generators: the only ones the trainer draws from (dropout, where a model has it)."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+def unreadable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder}: unreadable checkpoint ({error}). Move the folder away to resume from the one before")
 
 
 def _sync_folder(folder: Path) -> None:

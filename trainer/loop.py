@@ -153,7 +153,7 @@ class Run:
             best=self.best,
             **self.feeder.books(),
         )
-        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.state())
+        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.save)
         await self.feeder.acknowledge()
         await self.publisher.pin(self.checkpoints.seqs())
         await sweep_broker(self.replicas.broker)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -14,6 +18,7 @@ from services.dvp.policy import Constrained, constrained_logprobs
 from .batch import MicroBatch
 from .config import ModelSection
 from .lm_head import head_logprobs
+from .world import World
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +52,7 @@ class Policy(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, compute_dtype: str, *, log_min_p: float, temperature: float) -> None:
         super().__init__()
         self.model = model
-        self.head = linear_head(model)
+        self._has_linear_head = has_linear_head(model)
         self._dtype: torch.dtype = getattr(torch, compute_dtype)
         self._log_min_p, self._temperature = log_min_p, temperature
 
@@ -56,29 +61,41 @@ class Policy(torch.nn.Module):
         inputs = {name: getattr(micro, name) for name in ("input_ids", "attention_mask", "position_ids")}
         token_ids, T = micro.token_ids[micro.mask], micro.mask.shape[1]
         with torch.autocast(micro.mask.device.type, dtype=self._dtype, enabled=self._dtype is not torch.float32):
-            if self.head is None:
+            if not self._has_linear_head:
                 logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
             else:
                 states = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -T - 1 : -1][micro.mask]
-        if self.head is None:
+        if not self._has_linear_head:
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
+        head = self.model.get_output_embeddings()
         return head_logprobs(
-            states,
-            self.head.weight,
-            self.head.bias,
-            token_ids,
-            log_min_p=self._log_min_p,
-            temperature=self._temperature,
+            states, head.weight, head.bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature
         )
 
 
-def linear_head(model: PreTrainedModel) -> torch.nn.Linear | None:
-    """The LM head, if the logits are nothing but its product with the last hidden state; None if a soft cap or a scale
-    follows. Found out by comparing both on a few tokens, bit for bit."""
+def shard(policy: Policy, world: World) -> None:
+    """Each rank keeps a part of every parameter, of its gradient and of its optimizer state (FSDP2)."""
+    device = next(policy.parameters()).device.type
+    mesh = init_device_mesh(device, (world.size,))
+    layers = set(policy.model._no_split_modules or ())
+    for module in policy.model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor: every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def has_linear_head(model: PreTrainedModel) -> bool:
+    """The logits are nothing but the product of the LM head and the last hidden state: no soft cap or scale follows.
+    Found out by comparing both on a few tokens, bit for bit."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
-        return None
+        return False
     ids = torch.arange(8, device=head.weight.device).remainder(head.out_features).unsqueeze(0)
     with torch.no_grad():
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return head if torch.equal(head(states), model(input_ids=ids, use_cache=False).logits) else None
+        return torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)

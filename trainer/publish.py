@@ -6,13 +6,8 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from services.contract.errors import WeightError
 from services.contract.group import Group
@@ -25,7 +20,6 @@ from .config import TrainSettings
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_FILE = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -36,15 +30,14 @@ class Publisher:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        write_weights: Callable[[Path], None],
         registry: WeightRegistry,
         replicas: ReplicaRegistry,
         settings: TrainSettings,
         fence: int,
     ) -> None:
-        self._model, self._registry, self._replicas, self._fence = model, registry, replicas, fence
+        self._write_weights, self._registry, self._replicas, self._fence = write_weights, registry, replicas, fence
         self._run_id, self._model_folder = settings.run_id, settings.model.path
-        self._dtype: torch.dtype = getattr(torch, settings.weights.dtype)
         self._root = settings.weights_folder.resolve() / settings.run_id
         self._root.mkdir(parents=True, exist_ok=True)
         self._url = settings.weights.url
@@ -114,10 +107,10 @@ class Publisher:
             for source in self._model_folder.iterdir():
                 if source.is_file() and not source.name.startswith(".") and not source.name.endswith(WEIGHT_SUFFIXES):
                     shutil.copyfile(source, partial / source.name)
-            save_file(unique_tensors(self._model, self._dtype), partial / WEIGHT_FILE, metadata={"format": "pt"})
+            self._write_weights(partial)
             manifest = write_manifest(partial, self._run_id, seq, updates)
             publish_folder(partial, final)
-        except (OSError, SafetensorError, WeightError) as error:
+        except (OSError, WeightError) as error:
             free_mib = shutil.disk_usage(self._root).free / 2**20
             raise WeightError(
                 f"weights.folder {self._root}: version {seq} could not be written ({error}); {free_mib:.0f} MiB free. "
@@ -130,14 +123,3 @@ class Publisher:
     async def _sweep(self) -> None:
         in_use = await self._replicas.seqs_in_use() | await self._registry.pinned() | {self.announced.seq}
         await asyncio.to_thread(sweep, self._root, keep=in_use, last=self._keep_last)
-
-
-def unique_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The state dict as a weight file wants it: tied tensors once, contiguous, floats in `dtype`."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
-    return tensors

@@ -22,7 +22,7 @@ from services.transport.submission import Submission
 from services.transport.transfers import Transfers
 from services.transport.weights import WeightRegistry
 
-from .checkpoint import Checkpoints, Progress, restore_rng
+from .checkpoint import Checkpoints, Progress, unreadable
 from .config import EvalSettings, TrainSettings
 from .data import Columns, Order, Prompts, load_prompts
 from .evaluate import Evaluator
@@ -37,14 +37,15 @@ from .rewards import Overlong, needs_answer
 from .scoring import PromptTokens, Scorer, encode_prompt
 from .sender import Sender
 from .step import Learner
+from .world import World
 
 logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
+async def open_run(settings: TrainSettings, world: World | None = None) -> AsyncIterator[Run]:
     """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running."""
-    async with exporting(settings.metrics) as exporter, _assemble(settings, None) as run:
+    async with exporting(settings.metrics) as exporter, _assemble(settings, None, world or World()) as run:
         await run.feeder.restore(run.resumed_from)
         resumed_step = run.step if run.step else None
         run.reporter = open_reporter(settings, resumed_step, exporter)
@@ -60,11 +61,11 @@ async def open_run(settings: TrainSettings) -> AsyncIterator[Run]:
 
 
 @asynccontextmanager
-async def open_evaluation(settings: EvalSettings) -> AsyncIterator[Run]:
+async def open_evaluation(settings: EvalSettings, world: World | None = None) -> AsyncIterator[Run]:
     """The same with the weights of one checkpoint announced, and nothing fed to the queue."""
     if settings.data.heldout is None:
         raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
-    async with _assemble(settings, settings.checkpoint_at) as run:
+    async with _assemble(settings, settings.checkpoint_at, world or World()) as run:
         run.finished = run.step >= settings.steps
         async with _beside(run.beat(), *run.sending()):
             yield run
@@ -81,7 +82,9 @@ async def _beside(*background: Coroutine[Any, Any, None]) -> AsyncIterator[None]
 
 
 @asynccontextmanager
-async def _assemble(settings: TrainSettings, which: Literal["best", "last"] | int | None) -> AsyncIterator[Run]:
+async def _assemble(
+    settings: TrainSettings, which: Literal["best", "last"] | int | None, world: World
+) -> AsyncIterator[Run]:
     """Cheap checks come first, so that a user's mistake shows before a lease is taken or a model loaded."""
     tokenizer = load_tokenizer(settings.model.path)
     prompts, heldout = open_prompts(settings, tokenizer)
@@ -96,11 +99,10 @@ async def _assemble(settings: TrainSettings, which: Literal["best", "last"] | in
         )
         fence = await stack.enter_async_context(TrainerLease(broker, f"dvp-train in {settings.out_dir}").held())
 
-        model = load_model(settings.model)
-        learner = Learner(model, settings, tokenizer.pad_id)
+        learner = Learner(load_model(settings.model), settings, tokenizer.pad_id, world)
         progress = restore(settings, checkpoints, learner, prompts, which)
         replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
-        publisher = Publisher(model, WeightRegistry(broker), replicas, settings, fence)
+        publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence)
         sender = None
         if settings.weights.route is WeightRoute.DISTRIBUTED:
             sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
@@ -123,6 +125,15 @@ async def _assemble(settings: TrainSettings, which: Literal["best", "last"] | in
             samples=progress.samples,
             best=progress.best,
         )
+
+
+def follow(settings: TrainSettings, world: World) -> None:
+    """A rank that does not lead: its part of the model, and what the leader orders."""
+    tokenizer = load_tokenizer(settings.model.path)
+    set_up_torch(settings)
+    learner = Learner(load_model(settings.model), settings, tokenizer.pad_id, world)
+    for order in world.orders():
+        learner.obey(order)
 
 
 def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
@@ -189,8 +200,10 @@ def restore(
             f"{progress.step} was trained on: fingerprint {prompts.fingerprint}, expected {progress.data_fingerprint}. "
             "Restore the data set, or start a new run"
         )
-    learner.load_state(state)
-    restore_rng(state["rng"])
+    try:
+        learner.load(state)
+    except Exception as error:  # PyTorch raises many types for a damaged folder
+        raise unreadable(state.parent, error) from error
     logger.info("resumed from %s at step %d", checkpoints.folder(progress.step), progress.step)
     return progress
 

@@ -9,11 +9,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from services.dvp.correction import Correction, correct
@@ -25,11 +25,15 @@ from services.dvp.policy import Constrained
 from .advantages import Baseline, advantages
 from .batch import Batch, MicroBatch, TrainSequence, micro_batches
 from .config import TrainSettings
-from .model import Policy
+from .evidence import Evidence, TrainLogprobs, pruning_metrics
+from .model import Policy, full, shard
 from .rewards import Overlong
+from .state import load_state, save_state
+from .weights import write_weights
+from .world import Order, World
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -38,53 +42,10 @@ STALENESS_BINS = 8
 """Of the histogram; one more holds all that is older."""
 
 
-class TrainLogprobs(NamedTuple):
-    """What the trainer's own model says of a micro-batch, padded back to [b, T]."""
-
-    logprobs: Float[Tensor, "b T"]
-    """log pi_train_mp, the only one with a gradient; 0 where padded."""
-    kept_mass: Float[Tensor, "b T"]
-    kept_count: Int[Tensor, "b T"]
-    inside: Bool[Tensor, "b T"]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Both sides of some sequences, without gradient: what weights and metrics are computed from."""
-
-    rows: Int[Tensor, " b"]
-    mask: Bool[Tensor, "b T"]
-    train_logprobs: Float[Tensor, "b T"]
-    infer_logprobs: Float[Tensor, "b T"]
-    inside: Bool[Tensor, "b T"]
-    train_kept_mass: Float[Tensor, "b T"]
-    train_kept_count: Int[Tensor, "b T"]
-    infer_kept_mass: Float[Tensor, "b T"]
-    infer_kept_count: Int[Tensor, "b T"]
-
-    @classmethod
-    def of(cls, micro: MicroBatch, own: TrainLogprobs) -> Evidence:
-        infer = micro.infer_logprobs, micro.infer_kept_mass, micro.infer_kept_count
-        train = own.logprobs.detach(), own.kept_mass, own.kept_count
-        return cls(micro.rows, micro.mask, train[0], infer[0], own.inside, train[1], train[2], infer[1], infer[2])
-
-    @classmethod
-    def join(cls, parts: list[Evidence]) -> Evidence:
-        """One [N', T] whole in the order of `rows`; padding is off the mask."""
-        T = max(part.mask.shape[1] for part in parts)
-        order = torch.cat([part.rows for part in parts]).argsort()
-
-        def whole(name: str) -> Tensor:
-            values = [getattr(part, name) for part in parts]
-            return torch.cat([v if v.dim() == 1 else pad(v, (0, T - v.shape[1])) for v in values])[order]
-
-        return cls(**{field.name: whole(field.name) for field in fields(cls)})
-
-
 class Update(NamedTuple):
     """What came of one optimizer step."""
 
-    seen: list[Evidence]
+    seen: Evidence | None
     loss: float
     """The scalar whose negative gradient is the estimator. Its value says little: it is no measure of progress."""
     grad_norm: float | None
@@ -94,13 +55,17 @@ class Update(NamedTuple):
 class Learner:
     """The policy in training and its optimizer. `step` is synchronous and heavy: call it in a thread."""
 
-    def __init__(self, model: PreTrainedModel, settings: TrainSettings, pad_id: int) -> None:
-        self.model, self.settings, self.pad_id = model, settings, pad_id
+    def __init__(
+        self, model: PreTrainedModel, settings: TrainSettings, pad_id: int, world: World | None = None
+    ) -> None:
+        self.model, self.settings, self.pad_id, self.world = model, settings, pad_id, world or World()
         self.device = next(model.parameters()).device
         policy = settings.sampling
         self.policy = Policy(
             model, settings.model.compute_dtype, log_min_p=policy.log_min_p, temperature=policy.temperature
         )
+        if self.world.size > 1:
+            shard(self.policy, self.world)
         options = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -109,24 +74,53 @@ class Learner:
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
-        warmup = max(options.warmup_steps, 1)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: min(1.0, (done + 1) / warmup))
+        self.updates = 0
+        """Optimizer steps taken."""
 
-    def state(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
-        return {name: part.state_dict() for name, part in parts.items()}
+    @property
+    def lr(self) -> float:
+        """Of the next optimizer step: rises linearly over the warm-up, then stays."""
+        options = self.settings.optimizer
+        return options.lr * min(1.0, (self.updates + 1) / max(options.warmup_steps, 1))
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+    def obey(self, order: Order) -> None:
+        """Does on this rank what the leader does on its own."""
+        match order.name:
+            case "step":
+                self.step(Batch.from_bytes(order.payload))
+            case "write_weights":
+                self.write_weights(Path(order.payload.decode()))
+            case "save":
+                self.save(Path(order.payload.decode()))
+            case "load":
+                self.load(Path(order.payload.decode()))
+
+    def write_weights(self, folder: Path) -> None:
+        """The weights as they are now, in safetensors. Raises OSError (disk full)."""
+        self.world.order(Order("write_weights", bytes(folder)))
+        write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
+
+    def save(self, folder: Path) -> None:
+        """Everything but the settings that the next step depends on. Durable before it returns."""
+        self.world.order(Order("save", bytes(folder)))
+        save_state(folder, self.model, self.optimizer, self.updates)
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, by as many ranks or by others."""
+        self.world.order(Order("load", bytes(folder)))
+        self.updates = load_state(folder, self.model, self.optimizer)
 
     # --- the method -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Trains on the batch. Returns its metrics; `optimizer/updates` says how many steps came of it."""
+        """Trains on the batch. Returns its metrics; `optimizer/updates` says how many steps came of it.
+
+        Of many ranks every one calls this with the same batch, does its share, and returns the same.
+        """
+        if self.world.size > 1:
+            self.world.order(Order("step", batch.to_bytes()))
         sequences = batch.sequences_with_signal()
-        before = self.look(sequences) if self._needs_first_pass and sequences else None
+        before = self.look(sequences) if self._needs_first_pass else None
         A = self.batch_advantages(batch, before)
         parts = batch.split(self.settings.batch.updates)
         updates = [self.update(part.sequences_with_signal(), A, part.num_sequences) for part in parts]
@@ -135,17 +129,17 @@ class Learner:
             "grad/norm": max(update.grad_norm or 0.0 for update in updates),
             "loss/surrogate": sum(update.loss for update in updates) / len(updates),
         }
-        return totals | self._metrics(batch, A, before, [seen for update in updates for seen in update.seen])
+        return totals | self._metrics(batch, A, before, [update.seen for update in updates if update.seen is not None])
 
     def update(self, sequences: list[TrainSequence], A: Float[Tensor, " N"], total: int) -> Update:
         """One optimizer step on `sequences`, out of `total` with those that have no signal. The gradient is
 
             1/D  sum_y  w(y) A(y) grad log pi_train_mp(y | x)
 
-        accumulated over micro-batches and divided by D at the end, when the number of kept sequences is known.
+        accumulated over micro-batches and ranks, divided by D at the end, when the number of kept sequences is known.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        seen, num_kept, loss_sum = [], 0, 0.0
+        seen, num_kept, loss_sum = [], 0.0, 0.0
         for micro in self._micro_batches(sequences):
             own = self.train_logprobs(micro)
             evidence = Evidence.of(micro, own)
@@ -153,12 +147,14 @@ class Learner:
             loss = surrogate_loss(own.logprobs, correction.weights, A[micro.rows], micro.mask, 1.0)
             loss.backward()  # type: ignore[no-untyped-call]
             seen.append(evidence)
-            num_kept += int(correction.kept_sequences.sum())
+            num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
             loss_sum += float(loss.detach())
+        whole = Evidence.gather(seen, self.world)
+        num_kept, loss_sum = self.world.sum(num_kept, loss_sum)
         if num_kept == 0:
-            return Update(seen, 0.0, None)
-        D = denominator(self.settings.correction.denominator, total=total, kept=num_kept)
-        return Update(seen, loss_sum / D, self._apply(D))
+            return Update(whole, 0.0, None)
+        D = denominator(self.settings.correction.denominator, total=total, kept=int(num_kept))
+        return Update(whole, loss_sum / D, self._apply(D))
 
     def train_logprobs(self, micro: MicroBatch) -> TrainLogprobs:
         own: Constrained = self.policy(micro)
@@ -203,9 +199,10 @@ class Learner:
         return A.flatten().to(self.device, torch.float32)
 
     @torch.no_grad()
-    def look(self, sequences: list[TrainSequence]) -> Evidence:
-        """Both sides' log-probs before anything changes."""
-        return Evidence.join([Evidence.of(m, self.train_logprobs(m)) for m in self._micro_batches(sequences)])
+    def look(self, sequences: list[TrainSequence]) -> Evidence | None:
+        """Both sides' log-probs before anything changes; None without sequences."""
+        parts = [Evidence.of(micro, self.train_logprobs(micro)) for micro in self._micro_batches(sequences)]
+        return Evidence.gather(parts, self.world)
 
     # --- details ----------------------------------------------------------------------------------------------------
 
@@ -216,27 +213,35 @@ class Learner:
         return self.settings.batch.updates > 1 or weighted
 
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
+        """This rank's share, by length in turns. Ranks with fewer micro-batches than others get idle ones: sharded
+        parameters are gathered by all ranks at once or not at all."""
+        world, share = self.world, sorted(sequences, key=lambda s: -s.num_tokens)[self.world.rank :: self.world.size]
         limit = self.settings.model.micro_batch_tokens
-        return micro_batches(sequences, max_tokens=limit, pad_id=self.pad_id, device=self.device)
+        mine = list(micro_batches(share, max_tokens=limit, pad_id=self.pad_id, device=self.device))
+        yield from mine
+        for _ in range(world.max(len(mine)) - len(mine)):
+            yield MicroBatch.collate(sequences[:1], self.pad_id, self.device).idle()
 
     def _apply(self, D: int) -> float | None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
             assert parameter.grad is not None
-            parameter.grad.div_(D)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm))
+            parameter.grad.div_(D / self.world.size)  # sharding averages over ranks
+        norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)))
         if not math.isfinite(norm):
             logger.error("gradient norm is %s: this step is skipped and the weights stay as they are", norm)
             return None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
         self.optimizer.step()
-        self.schedule.step()
+        self.updates += 1
         return norm
 
     def _metrics(
         self, batch: Batch, A: Float[Tensor, " N"], before: Evidence | None, seen: list[Evidence]
     ) -> dict[str, float]:
         """Mismatch is measured before the first update; what further updates add is drift, and logged apart."""
-        metrics = batch_metrics(batch) | {"optimizer/lr": float(self.schedule.get_last_lr()[0])}
+        metrics = batch_metrics(batch) | {"optimizer/lr": self.lr}
         if not seen:
             return metrics
         during = Evidence.join(seen)
@@ -257,21 +262,6 @@ class Learner:
             drift = (before.train_logprobs - during.train_logprobs)[before.mask & before.inside & during.inside]
             metrics["drift/kl"] = float(drift.mean()) if drift.numel() else 0.0
         return metrics
-
-
-def pruning_metrics(evidence: Evidence) -> dict[str, float]:
-    """What pruning removed. The unmasked log-prob is the masked one plus log Z, so both can stand side by side."""
-    mask, inside = evidence.mask, evidence.mask & evidence.inside
-    masked = evidence.train_logprobs - evidence.infer_logprobs
-    unmasked = masked + (evidence.train_kept_mass / evidence.infer_kept_mass).log()
-    return {
-        # Pruning counts as at work where it takes at least a thousandth of the probability.
-        "pruned/share": float((evidence.infer_kept_mass[mask] <= 0.999).double().mean()),
-        "pruned/mass": float((1 - evidence.infer_kept_mass[mask]).double().mean()),
-        "mismatch/kl_unmasked": float(-unmasked[inside].double().mean()) if inside.any() else 0.0,
-        # Monte Carlo over the engine's own samples.
-        "entropy/constrained": float(-evidence.infer_logprobs[mask].double().mean()),
-    }
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

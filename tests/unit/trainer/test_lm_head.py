@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.dvp.policy import Constrained, constrained_logprobs
 from tests.models import make_model
 from trainer.lm_head import head_logprobs
-from trainer.model import linear_head
+from trainer.model import has_linear_head
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97
 SPARSE, MIXED, DENSE = 1.0, 0.05, 0.0
@@ -178,8 +178,8 @@ def test_a_model_trains_alike_through_either_route(tmp_path: Path, tied: bool) -
     settings = {"log_min_p": -2.0, "temperature": 0.9}
     targets = ids[:, 1:].flatten()
 
-    head = linear_head(model)
-    assert head is not None
+    assert has_linear_head(model)
+    head = model.get_output_embeddings()
     states = model.base_model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
     head_logprobs(states, head.weight, None, targets, **settings).logprobs.sum().backward()
     logits = twin(input_ids=ids).logits[:, :-1].flatten(0, 1)
@@ -191,4 +191,4 @@ def test_a_model_trains_alike_through_either_route(tmp_path: Path, tied: bool) -
 
 def test_a_soft_cap_behind_the_head_is_noticed(tmp_path: Path) -> None:
     capped = make_model(tmp_path, "gemma2", final_logit_softcapping=30.0)
-    assert linear_head(AutoModelForCausalLM.from_pretrained(capped, dtype=torch.float32)) is None
+    assert not has_linear_head(AutoModelForCausalLM.from_pretrained(capped, dtype=torch.float32))

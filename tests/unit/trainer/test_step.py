@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -243,12 +242,15 @@ def test_truncated_samples_get_no_gradient_where_overlong_says_so(
     assert float(advantages[0, 1]) == pytest.approx(0.0 - baseline)
 
 
-def test_a_restored_learner_goes_on_bit_for_bit(make_learner: Callable[..., Learner], oracle: PreTrainedModel) -> None:
-    straight, batch = make_learner(), make_batch(oracle)
+def test_a_restored_learner_goes_on_bit_for_bit(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel, tmp_path: Path
+) -> None:
+    straight, batch = make_learner(optimizer={"lr": 1e-3, "warmup_steps": 3}), make_batch(oracle)
     straight.step(batch)
-    state = copy.deepcopy(straight.state())
-    resumed = make_learner()
-    resumed.load_state(state)
+    straight.save(tmp_path / "state")
+    resumed = make_learner(optimizer={"lr": 1e-3, "warmup_steps": 3})
+    resumed.load(tmp_path / "state")
+    assert resumed.lr == straight.lr == pytest.approx(2e-3 / 3)
     for learner in (straight, resumed):
         learner.step(batch)
     pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)

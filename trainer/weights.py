@@ -1,0 +1,57 @@
+"""The model's weights as a Hugging Face folder holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .model import full
+from .world import World
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, world: World) -> None:
+    """`model.safetensors`; of many ranks one file each, and an index. Floats in `dtype`.
+
+    Parameters are made whole one after the other and dealt out to the ranks, so that none ever holds all of them. All
+    ranks must call this, with the same folder. Raises OSError (disk full) on every rank if one cannot write.
+    """
+    mine: dict[str, Tensor] = {}
+    weight_map: dict[str, str] = {}
+    for position, (name, tensor) in enumerate(unique_tensors(model)):
+        owner = position % world.size
+        whole = full(tensor.detach())
+        weight_map[name] = file_name(owner, world.size)
+        if owner == world.rank:
+            mine[name] = whole.to("cpu", dtype if whole.is_floating_point() else None).contiguous()
+    problem = None
+    try:
+        save_file(mine, folder / file_name(world.rank, world.size), metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        problem = error
+    failed = int(world.sum(problem is not None)[0])
+    if failed:
+        raise OSError(f"{failed} of {world.size} ranks could not write: {problem or 'see their logs'}")
+    if world.leads and world.size > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+
+
+def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The state dict with tied tensors once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def file_name(rank: int, size: int) -> str:
+    return "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"

@@ -1,0 +1,118 @@
+"""The processes that train one model together: torchrun starts them, rank 0 leads.
+
+The leader alone talks to the queue. What all ranks must do together it orders by name, and every rank then runs the
+same method. A world of one process needs neither orders nor collectives, and runs the same code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.contract.errors import ConfigError
+
+STOP = "stop"
+
+
+class Order(NamedTuple):
+    """A method that every rank runs now, and what it is given."""
+
+    name: str
+    payload: bytes = b""
+
+
+class World:
+    """One process, unless `joined` made it one of many."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    @contextmanager
+    def joined(cls, device: str, timeout_s: float) -> Iterator[World]:
+        """The world that torchrun's environment describes. A wait for another rank ends after `timeout_s`.
+
+        Raises ConfigError if not all ranks meet.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            yield cls()
+            return
+        backend = "gloo"
+        if device.startswith("cuda"):
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"WORLD_SIZE is {size}, but the ranks do not meet: {error}; start with torchrun"
+            ) from error
+        world = cls(dist.get_rank(), size)
+        try:
+            yield world
+            world.order(Order(STOP))
+        finally:
+            dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def order(self, order: Order) -> None:
+        """The leader's: has the others run it, too."""
+        if self.size > 1 and self.leads:
+            payload = torch.frombuffer(bytearray(msgpack.packb(order)), dtype=torch.uint8)
+            dist.broadcast(torch.tensor([len(payload)]), src=0)
+            dist.broadcast(payload, src=0)
+
+    def orders(self) -> Iterator[Order]:
+        """The others': what the leader orders, until it stops. Raises RuntimeError if it is gone."""
+        while True:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.broadcast(length, src=0)
+            payload = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(payload, src=0)
+            order = Order(*msgpack.unpackb(payload.numpy().tobytes()))
+            if order.name == STOP:
+                return
+            yield order
+
+    def sum(self, *values: float) -> list[float]:
+        """Of every rank, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def max(self, value: int) -> int:
+        largest = torch.tensor(value)
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """Every rank's part. They have one dtype and one number of dimensions."""
+        if self.size == 1:
+            return [part]
+        shapes = [shape.tolist() for shape in self._gather_alike(torch.tensor(part.shape))]
+        padded = part.new_zeros(tuple(max(sizes) for sizes in zip(*shapes, strict=True)))
+        padded[_corner(list(part.shape))] = part
+        return [whole[_corner(shape)] for whole, shape in zip(self._gather_alike(padded), shapes, strict=True)]
+
+    def _gather_alike(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part)
+        return parts
+
+
+def _corner(shape: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in shape)
