@@ -1,0 +1,80 @@
+"""A learner on however many ranks torchrun starts: a few fixed steps, then its state, its weights and what it measured.
+
+torchrun --nproc-per-node 2 -m tests.integration.trainer.ranked OUT_DIR [--resume STATE_FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.unit.trainer.golden import make_batch
+from trainer.config import TrainSettings
+from trainer.model import load_model
+from trainer.step import Learner
+from trainer.world import World
+
+STEPS = 3
+
+
+def make_settings(out_dir: Path, model: Path) -> TrainSettings:
+    return TrainSettings.model_validate(
+        {
+            "run_id": "ranked",
+            "out_dir": out_dir,
+            "steps": STEPS,
+            "model": {"path": model, "micro_batch_tokens": 32},
+            "data": {"train": "unused.jsonl"},
+            "reward": {"name": "exact_match"},
+            "sampling": {"n": 4, "log_min_p": -13.0},
+            "correction": {"veto": 1e-4, "baseline": "rloo_weighted"},
+            "optimizer": {"lr": 5e-5},
+        }
+    )
+
+
+def local_bytes(learner: Learner) -> int:
+    """Of parameters and optimizer state on this rank."""
+    state = [value for values in learner.optimizer.state.values() for value in values.values()]
+    tensors = [*learner.model.parameters(), *(value for value in state if isinstance(value, Tensor))]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--resume", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = make_settings(arguments.out_dir, arguments.model)
+    with World.joined("cpu", 60.0) as world:
+        learner = Learner(load_model(settings.model), settings, 0, world)
+        if not world.leads:
+            for order in world.orders():
+                learner.obey(order)
+        else:
+            lead(learner, arguments.out_dir, arguments.resume)
+        (arguments.out_dir / f"bytes-{world.rank}").write_text(str(local_bytes(learner)))
+
+
+def lead(learner: Learner, out_dir: Path, resume: Path | None) -> None:
+    if resume is not None:
+        learner.load(resume)
+    rng = np.random.default_rng(0)
+    metrics = [learner.step(make_batch(rng)) for _ in range(STEPS)]
+    (out_dir / "metrics.json").write_text(json.dumps(metrics))
+    learner.save(out_dir / "state")
+    (out_dir / "weights").mkdir()
+    learner.write_weights(out_dir / "weights")
+
+
+if __name__ == "__main__":
+    main()

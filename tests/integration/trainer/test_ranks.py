@@ -1,0 +1,100 @@
+"""1, 2 and 4 ranks train alike: the same update, the same metrics, state and weights that the others can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.models import make_model
+
+SIZES = (1, 2, 4)
+# AdamW divides by the root of a second moment: what is rounding in a gradient near zero is a part of lr in its update.
+LR, STEPS, TOLERANCE = 5e-5, 3, 1e-6
+
+pytestmark = pytest.mark.slow
+
+
+def train(out_dir: Path, model: Path, size: int, *options: str) -> Path:
+    out_dir.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += ["-m", "tests.integration.trainer.ranked", str(out_dir), "--model", str(model), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), layers=3, spread=2.0, tied=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    root = tmp_path_factory.mktemp("ranks")
+    return {size: train(root / str(size), model, size) for size in SIZES}
+
+
+def weights_of(out_dir: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in (out_dir / "weights").glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_many_ranks_make_the_update_of_one(outcomes: dict[int, Path], model: Path, size: int) -> None:
+    start, alone, together = load_file(model / "model.safetensors"), *(weights_of(outcomes[n]) for n in (1, size))
+    assert alone.keys() == together.keys() == start.keys()
+    for name, weight in alone.items():
+        moved = (weight - start[name]).abs().max()
+        assert moved > LR / 2, name
+        difference = (weight - together[name]).abs()
+        assert float(difference.max()) <= 2 * STEPS * LR, name
+        assert float(difference.mean()) <= TOLERANCE, (name, float(difference.mean()), float(moved))
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_metrics_are_those_of_the_whole_batch(outcomes: dict[int, Path], size: int) -> None:
+    alone, together = (json.loads((outcomes[n] / "metrics.json").read_text()) for n in (1, size))
+    for one, many in zip(alone, together, strict=True):
+        assert one["optimizer/updates"] == 1
+        assert many == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+def test_each_rank_holds_its_part(outcomes: dict[int, Path]) -> None:
+    sizes = {n: [int((outcomes[n] / f"bytes-{rank}").read_text()) for rank in range(n)] for n in SIZES}
+    whole = sizes[1][0]
+    for n in SIZES[1:]:
+        assert max(sizes[n]) < 1.1 * whole / n, sizes
+
+
+def test_weights_of_many_ranks_are_a_model_folder(outcomes: dict[int, Path], model: Path) -> None:
+    folder = outcomes[2] / "weights"
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, weight in weights_of(outcomes[2]).items():
+        assert torch.equal(loaded[name], weight), name
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_state(
+    outcomes: dict[int, Path], model: Path, tmp_path: Path
+) -> None:
+    state = str(outcomes[2] / "state")
+    alone = train(tmp_path / "alone", model, 1, "--resume", state)
+    together = train(tmp_path / "together", model, 2, "--resume", state)
+    for name, weight in weights_of(alone).items():
+        assert float((weight - weights_of(together)[name]).abs().mean()) <= TOLERANCE, name
+    assert any(not torch.equal(w, weights_of(outcomes[2])[name]) for name, w in weights_of(alone).items())
+
+
+def test_a_rank_that_dies_ends_the_others(model: Path, tmp_path: Path) -> None:
+    """A resume folder that is not there is an error of the leader; the other rank waits for its order."""
+    with pytest.raises(AssertionError, match="missing"):
+        train(tmp_path / "out", model, 2, "--resume", str(tmp_path / "missing"))
