@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from services.transport.weight_folder import folder_name
 from trainer.checkpoint import Checkpoints
 from trainer.ledger import read_ledger
 from trainer.reporting import read_metrics
@@ -18,11 +20,12 @@ from .processes import config, process, replica, train, until
 DETERMINISTIC = {"deterministic": "true", "batch__max_staleness": "0"}
 
 
-def final_parameters(out: Path) -> dict[str, torch.Tensor]:
-    found = Checkpoints(out / "checkpoints", keep=2).load()
+def parameters(out: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights that the newest checkpoint, or that of `step`, was announced with."""
+    found = Checkpoints(out / "checkpoints", keep=2).load(step)
     assert found is not None
-    parameters: dict[str, torch.Tensor] = found[1]["model"]
-    return parameters
+    (folder,) = (out / "weights").glob(f"*/{folder_name(found[0].seq)}")
+    return load_file(folder / "model.safetensors")
 
 
 def outcomes(out: Path) -> list[str]:
@@ -50,11 +53,9 @@ def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
             trainer.wait()
         train(flags)
 
-    undisturbed, resumed = final_parameters(tmp_path / "a"), final_parameters(tmp_path / "b")
+    undisturbed, resumed = parameters(tmp_path / "a"), parameters(tmp_path / "b")
     different = [name for name in undisturbed if not torch.equal(undisturbed[name], resumed[name])]
     assert not different, f"killed at step {kill_at}: {different}"
-    start = Checkpoints(tmp_path / "a" / "checkpoints", keep=2).load(4)
-    assert start is not None
-    assert any(not torch.equal(undisturbed[name], value) for name, value in start[1]["model"].items())
+    assert any(not torch.equal(undisturbed[name], value) for name, value in parameters(tmp_path / "a", 4).items())
     assert outcomes(tmp_path / "a") == outcomes(tmp_path / "b")
     assert [record["step"] for record in read_metrics(tmp_path / "b" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
