@@ -10,6 +10,7 @@ from services.contract.http import WeightStatus
 from services.contract.weights import Announcement, WeightRoute, WeightVersion
 from services.engines.protocol import Engine, Receiving
 from services.logs import LogContext
+from services.transport.failpoints import failpoint
 from services.transport.replicas import ReplicaRegistry
 from services.transport.transfers import Transfers
 from services.transport.weights import WeightRegistry
@@ -118,6 +119,7 @@ class WeightSwap:
                 await self._read(announcement, registry)
             else:
                 await self._receive_or_read(announcement, registry)
+        failpoint("swap.after")
         self._metrics.swaps.labels("loaded").inc()
         logger.info("serving %s of optimizer step %d", announcement.version, announcement.step)
 
@@ -139,10 +141,12 @@ class WeightSwap:
         offer = await transfers.ask(request, OFFER_S)
         if offer.version != announcement.version:
             raise WeightError(f"the trainer offered {offer.version}, asked for was {announcement.version}")
+        failpoint("swap.before")
         await self._engine.receive(offer)
 
     async def _read(self, announcement: Announcement, registry: WeightRegistry) -> None:
         folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
+        failpoint("swap.before")
         await self._engine.load(folder, announcement.version)
 
     def _served(self) -> None:

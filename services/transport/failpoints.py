@@ -2,8 +2,9 @@
 
 Each Lua script `<name>` is surrounded by `<name>.before` and `<name>.after`: every transition of a job's, a group's, a
 weight version's and the trainer's state is one script, so a process can be stopped on both sides of each. Besides:
-`read.replicas.after` and `read.trainer.after` (entries read, nothing done yet), `manifest.before`, `publish.before` and
-`publish.after` (weight folders).
+`read.replicas.after` and `read.trainer.after` (entries read, nothing done yet), `manifest.before`, `publish.*` and
+`retire.*` (weight folders: finished, renamed into place, renamed out of sight), `swap.*` (a replica's weights) and
+`checkpoint.*` (the trainer's books, renamed into place).
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import NamedTuple
 from services.contract.errors import ConfigError, DvpError
 
 VARIABLE = "DVP_FAILPOINTS"
+BESIDES_SCRIPTS = (
+    *("read.replicas.after", "read.trainer.after", "manifest.before", "publish.before", "publish.after"),
+    *("retire.before", "retire.after", "swap.before", "swap.after", "checkpoint.before", "checkpoint.after"),
+)
 
 
 class FailPointError(DvpError):
