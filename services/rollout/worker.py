@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from contextlib import suppress
 
 from services import tracing
 from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError
 from services.contract.group import Group
-from services.contract.job import Job
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
 
@@ -47,6 +47,8 @@ class Worker:
         self._lease_s = lease_s
         self._job_timeout_s = job_timeout_s
         self._running: dict[asyncio.Task[None], Lease] = {}
+        self._settling: set[str] = set()
+        """Entries with a commit on its way: it finds out itself whether the lease is lost, or was its own to end."""
         self._samples_per_job = 1
         self._loops: list[asyncio.Task[None]] = []
 
@@ -95,7 +97,7 @@ class Worker:
         lost = await self._queue.renew(list(self._running.values()))
         gone = {lease.entry_id for lease in lost}
         for task, lease in list(self._running.items()):
-            if lease.entry_id in gone:
+            if lease.entry_id in gone - self._settling:
                 logger.warning("job %s: the lease is lost, its samples are dropped", lease.job.job_id)
                 task.cancel()
         await asyncio.sleep(self._lease_s / 4)
@@ -118,23 +120,27 @@ class Worker:
             pass
         try:
             with tracing.span("generate", trace):
-                group = await self._generate(lease.job)
+                group = await self._generate(lease)
         except RequestError as error:
             return await self._fail(lease, str(error), fatal=True)
         except EngineError as error:
-            return await self._fail(lease, str(error), fatal=_overdue(lease.job))
+            return await self._fail(lease, str(error), fatal=_left_s(lease) <= 0)
         except UnavailableError as error:
             logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
             await asyncio.sleep(MAX_DELAY_S)
             await self._queue.release(lease)
             return "released"
-        with tracing.span("commit", trace):
-            settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
+        self._settling.add(lease.entry_id)
+        try:
+            with tracing.span("commit", trace):
+                settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
+        finally:
+            self._settling.discard(lease.entry_id)
         return settled.value
 
-    async def _generate(self, job: Job) -> Group:
+    async def _generate(self, lease: Lease) -> Group:
         """The slots are held while the job waits for its weights, so that nothing else is claimed into them."""
-        patience = self._job_timeout_s if job.deadline is None else min(self._job_timeout_s, job.deadline - time.time())
+        job, patience = lease.job, min(self._job_timeout_s, _left_s(lease))
         with self._replica.slots.hold(job.n):
             start = time.monotonic()
             try:
@@ -153,5 +159,6 @@ class Worker:
         return "dead" if dead else "failed"
 
 
-def _overdue(job: Job) -> bool:
-    return job.deadline is not None and time.time() >= job.deadline
+def _left_s(lease: Lease) -> float:
+    """Until nobody wants the result any more."""
+    return math.inf if lease.overdue_at is None else lease.overdue_at - time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,8 @@ class Lease:
     job: Job
     deliveries: int
     """Deliveries that already ended in an engine error or an unclean death; 0 the first time."""
+    overdue_at: float | None = None
+    """The job's deadline on this process's monotonic clock, by way of the broker's: wall clocks differ, and jump."""
 
 
 class Committed(StrEnum):
@@ -74,9 +77,10 @@ class JobQueue:
         answers = await self.broker.script(
             "start", self.consumer, self.replica_id, *(x for three in triples for x in three)
         )
+        now = time.monotonic()
         leases = [
-            Lease(entry_id, job, deliveries)
-            for (entry_id, job), deliveries in zip(jobs.items(), answers, strict=True)
+            Lease(entry_id, job, deliveries, None if job.deadline is None else now + left_ms / 1000)
+            for (entry_id, job), (deliveries, left_ms) in zip(jobs.items(), answers, strict=True)
             if deliveries >= 0
         ]
         self._held.update(lease.entry_id for lease in leases)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Marks jobs that the caller has just read as running. ARGV: consumer, replica id, then (entry id, job id, deadline in
--- seconds or '') each. Answers the counted deliveries of each job, or -1 when there is nothing to run.
+-- seconds or '') each. Answers (counted deliveries, or -1 when there is nothing to run; ms left until the deadline) each.
 local answers, now = {}, now_ms()
 for i = 3, #ARGV, 3 do
   local entry, id, deadline = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
@@ -16,6 +16,6 @@ for i = 3, #ARGV, 3 do
       answer = tonumber(redis.call('HGET', JOB .. id, 'deliveries') or 0)
     end
   end
-  answers[#answers + 1] = answer
+  answers[#answers + 1] = {answer, deadline and math.floor(deadline * 1000 - now) or 0}
 end
 return answers
