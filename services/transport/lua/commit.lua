@@ -23,8 +23,9 @@ if sink == 'client' then
   redis.call('SET', RESULT .. id, data, 'EX', RESULT_TTL_S)
   redis.call('EXPIRE', hash, RESULT_TTL_S)
 else
-  redis.call('XADD', inbox(sink), '*',
+  local told = redis.call('XADD', inbox(sink), '*',
     'kind', 'group', 'id', id, 'sink', sink, 'data', data, 'at', now_ms())
+  redis.call('HSET', hash, 'told', told)
 end
 count('committed')
 redis.call('HSET', COUNTERS, 'committed_at', now_ms())

@@ -62,14 +62,21 @@ local function taken(job_id, sink)
   end
 end
 
-local function enqueue(job_id, sink, data, at)
-  redis.call('XADD', JOBS, '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
-  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink)
-end
-
 -- The stream on which the trainer hears of a job.
 local function inbox(sink)
   return sink == 'eval' and EVALS or GROUPS
+end
+
+-- True if a job of the trainer has ended and the entry that told so is gone: a checkpoint covered it. Whoever asks for it
+-- again has lost that checkpoint.
+local function forgotten(job_id, sink)
+  local told = redis.call('HGET', JOB .. job_id, 'told')
+  return told and told ~= '' and ended(job_id) and not read(inbox(sink), told)
+end
+
+local function enqueue(job_id, sink, data, at)
+  redis.call('XADD', JOBS, '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
+  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink)
 end
 
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
@@ -90,7 +97,7 @@ local function bury(stream, group, id, fields, message, replica_id)
   count('dead')
   drop(stream, group, id)
   if job_id == '' then return end
-  redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message)
+  redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone)
   redis.call('SREM', IN_FLIGHT, job_id)
   if sink == 'client' then redis.call('EXPIRE', hash, RESULT_TTL_S) end
 end

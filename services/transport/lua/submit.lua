@@ -12,13 +12,14 @@ local outcomes, now = {}, now_ms()
 for i = 3, #ARGV, 3 do
   local id, sink, data = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local outcome = redis.call('HGET', JOB .. id, 'state')
-  if not outcome then
+  if not outcome or forgotten(id, sink) then
     -- After a resume on a wiped broker the set already counts a job that the stream lost.
     local counts = sink == 'train' and redis.call('SISMEMBER', IN_FLIGHT, id) == 0
     if full or (counts and room <= 0) then
       outcome = 'refused'
     else
       outcome = 'new'
+      redis.call('DEL', JOB .. id)
       enqueue(id, sink, data, now)
       count('submitted')
       if sink == 'train' then redis.call('SADD', IN_FLIGHT, id) end

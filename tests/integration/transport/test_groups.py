@@ -11,7 +11,7 @@ from services.contract.keys import TRAINER
 from services.transport.groups import Delivery, GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submitted
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_job, until
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_group, make_job, until
 
 
 async def _next_trainer(rig: Rig) -> Rig:
@@ -137,10 +137,26 @@ async def test_an_undecodable_group_is_a_dead_letter(rig: Rig) -> None:
     (delivery,) = await until(lambda: rig.groups.read(9, 1))
     assert isinstance(delivery.item, DeadLetter)
     assert "not a group" in delivery.item.error
+    assert await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT) == [Submitted.DEAD]
     await rig.groups.acknowledge([delivery])
     assert await rig.length(rig.broker.keys.groups) == 0
     assert await rig.in_flight() == set()
-    assert await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT) == [Submitted.DEAD]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_trainer_that_lost_its_checkpoint_gets_its_jobs_again(rig: Rig, dies: bool) -> None:
+    (job,) = await rig.submit()
+    replica = rig.replica("a")
+    for round in (1, 2):
+        (lease,) = await replica.claim(1, BLOCK_MS)
+        await (replica.fail(lease, "boom", fatal=True) if dies else replica.commit(lease, make_group(job)))
+        (delivery,) = await rig.groups.read(9, BLOCK_MS)
+        ended = [Submitted.DEAD if dies else Submitted.DONE]
+        assert await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT) == ended
+        await rig.groups.acknowledge([delivery])
+        if round == 1:
+            assert await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT) == [Submitted.NEW]
+            assert await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT) == [Submitted.QUEUED]
 
 
 async def test_an_entry_that_is_nothing_at_all_ends_in_the_dead_letters(rig: Rig) -> None:
