@@ -13,13 +13,15 @@ from services.contract.errors import WeightError
 from services.contract.group import Group
 from services.contract.weights import INITIAL_SEQ, Announcement, Manifest, WeightVersion
 from services.transport.replicas import ReplicaRegistry
-from services.transport.weight_folder import folder_name, publish_folder, sweep, write_manifest
+from services.transport.weight_folder import folder_name, newest_seq, publish_folder, sweep, write_manifest
 from services.transport.weights import WeightRegistry
 
 from .config import TrainSettings
 
 logger = logging.getLogger(__name__)
 
+KNOWN_VERSIONS = 4096
+"""Samples of older ones are far too stale by any setting."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -56,7 +58,9 @@ class Publisher:
         if not self._own:
             # Earlier incarnations' versions: their samples may still arrive.
             self._updates_of |= {seq: old.step for seq, old in (await self._registry.history()).items()}
-        seq = await self._registry.next_seq(fence=self._fence, at_least=max(after, *self._updates_of))
+        # A broker that was wiped has forgotten versions that lie here, and that replicas may still serve.
+        used = max(after, newest_seq(self._root), *self._updates_of)
+        seq = await self._registry.next_seq(fence=self._fence, at_least=used)
         folder = self._root / folder_name(seq)
         manifest = await asyncio.to_thread(self._write, folder, seq, updates)
         fresh = [old.seq for old in self._own if old.step >= updates - self._max_staleness]
@@ -70,8 +74,10 @@ class Publisher:
             route=self._route,
         )
         await self._registry.announce(self.announced, fence=self._fence)
-        self._own.append(self.announced)
+        self._own = [old for old in self._own if old.seq in fresh] + [self.announced]
         self._updates_of[seq] = updates
+        for forgotten in sorted(self._updates_of)[:-KNOWN_VERSIONS]:
+            del self._updates_of[forgotten]
         await self._sweep()
 
     async def announce_again(self) -> bool:
@@ -122,4 +128,4 @@ class Publisher:
 
     async def _sweep(self) -> None:
         in_use = await self._replicas.seqs_in_use() | await self._registry.pinned() | {self.announced.seq}
-        await asyncio.to_thread(sweep, self._root, keep=in_use, last=self._keep_last)
+        await asyncio.to_thread(sweep, self._root, keep=in_use, last=self._keep_last, newest=self.announced.seq)

@@ -98,7 +98,7 @@ class WeightCache:
         # Who is away cannot say what it serves: then nothing is deleted.
         with suppress(UnavailableError):
             keep = await in_use() | {seq}
-            await asyncio.to_thread(sweep, self._root, keep=keep, last=KEEP_LAST)
+            await asyncio.to_thread(sweep, self._root, keep=keep, last=KEEP_LAST, newest=seq)
 
     async def _download(self, announcement: Announcement, final: Path) -> None:
         start = time.monotonic()

@@ -89,9 +89,17 @@ def folder_digest(folder: Path) -> str:
     return Manifest(run_id="initial", seq=INITIAL_SEQ, step=0, files=files).digest
 
 
-def sweep(root: Path, *, keep: Iterable[int], last: int) -> list[Path]:
+def newest_seq(root: Path) -> int:
+    """The highest sequence number that any folder under root was ever written for, finished or not; 0 without one."""
+    names = (re.fullmatch(r"\.?weights-(\d{6,})(?:\.partial|\.old)?", path.name) for path in root.iterdir())
+    return max((int(match[1]) for match in names if match), default=0)
+
+
+def sweep(root: Path, *, keep: Iterable[int], last: int, newest: int) -> list[Path]:
     """Deletes folders under root, except the `last` newest that are published and the seqs in `keep`, and what an
-    interrupted publish of other seqs left. Call it between publishes only. Returns what it deleted."""
+    interrupted publish of other seqs left. Call it between publishes only. Returns what it deleted.
+
+    `newest`: the caller's own newest seq. What lies above it is another's, which may have replaced this one."""
     seqs = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(FOLDER_NAME, path.name))}
     kept = set(keep) | set(sorted(seqs, reverse=True)[: max(last, 1)])
     unfinished = [
@@ -99,10 +107,13 @@ def sweep(root: Path, *, keep: Iterable[int], last: int) -> list[Path]:
         for path in root.iterdir()
         if (match := re.fullmatch(r"\.weights-(\d{6,})\.(partial|old)", path.name))
         and (match[2] == "old" or int(match[1]) not in kept)
+        and int(match[1]) < newest
     ]
-    doomed = [path for seq, path in sorted(seqs.items()) if seq not in kept]
+    doomed = [path for seq, path in sorted(seqs.items()) if seq not in kept and seq < newest]
     # Out of sight first: a reader must see a whole folder or none.
+    failpoint("retire.before")
     hidden = [path.rename(root / f".{path.name}.old") for path in doomed]
+    failpoint("retire.after")
     for path in unfinished + hidden:
         shutil.rmtree(path, ignore_errors=True)
     return doomed + unfinished

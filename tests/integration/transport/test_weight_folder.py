@@ -13,6 +13,7 @@ from services.transport.weight_folder import (
     MANIFEST_NAME,
     folder_digest,
     folder_name,
+    newest_seq,
     publish_folder,
     sweep,
     verify_folder,
@@ -151,13 +152,29 @@ def test_sweep_keeps_the_newest_and_the_needed(tmp_path: Path) -> None:
     leftover = tmp_path / f".{folder_name(9)}.partial"
     leftover.mkdir()
     (tmp_path / "mine").mkdir()
-    assert set(sweep(tmp_path, keep=[2], last=3)) == {folders[1], folders[3], folders[4], leftover}
+    assert set(sweep(tmp_path, keep=[2], last=3, newest=10)) == {folders[1], folders[3], folders[4], leftover}
     assert {path.name for path in tmp_path.iterdir()} == {folder_name(seq) for seq in (2, 5, 6, 7)} | {"mine"}
-    assert sweep(tmp_path, keep=[2], last=3) == []
+    assert sweep(tmp_path, keep=[2], last=3, newest=10) == []
     verify_folder(folders[2])
+
+
+def test_sweep_leaves_alone_what_a_successor_wrote(tmp_path: Path) -> None:
+    old, mine, newer, newest = (_write(tmp_path, seq) for seq in (1, 2, 3, 4))
+    being_written = tmp_path / f".{folder_name(5)}.partial"
+    being_written.mkdir()
+    assert sweep(tmp_path, keep=[], last=1, newest=2) == [old]
+    assert all(path.exists() for path in (mine, newer, newest, being_written))
+
+
+def test_the_newest_seq_counts_unfinished_folders_too(tmp_path: Path) -> None:
+    assert newest_seq(tmp_path) == 0
+    _write(tmp_path, 3)
+    (tmp_path / f".{folder_name(7)}.partial").mkdir()
+    (tmp_path / "weights-of-mine").mkdir()
+    assert newest_seq(tmp_path) == 7
 
 
 def test_sweep_finishes_what_a_killed_sweep_began(tmp_path: Path) -> None:
     _write(tmp_path).rename(tmp_path / f".{folder_name(1)}.old")
-    sweep(tmp_path, keep=[], last=1)
+    sweep(tmp_path, keep=[], last=1, newest=10)
     assert list(tmp_path.iterdir()) == []
