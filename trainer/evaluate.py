@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from itertools import islice
 
 from services.contract.errors import UnavailableError
@@ -22,6 +23,8 @@ from .scoring import Scorer, encode_prompt
 logger = logging.getLogger(__name__)
 
 READ_COUNT, READ_BLOCK_MS = 64, 500
+RECHECK_S = 15.0
+"""Silence after which everything missing is submitted again."""
 
 
 class Evaluator:
@@ -39,24 +42,32 @@ class Evaluator:
     ) -> None:
         self.settings, self.prompts, self.scorer = settings, prompts, scorer
         self._submission, self._groups, self._publisher, self._fence = submission, groups, publisher, fence
+        self._number = 0
 
     async def evaluate(self) -> HeldOutScore:
         """avg@n, pass@k and the truncated share. A prompt whose job died counts as wrong and is logged.
 
         Raises UnavailableError if the groups do not all arrive within evaluate.timeout_s.
         """
+        self._number += 1
         rows = {self._job_id(row): row for row in islice(self.prompts, self.settings.evaluate.limit)}
-        await self._submission.submit([self._job(id, row) for id, row in rows.items()], fence=self._fence, limit=0)
+        await self._submit(rows)
         rewards: list[tuple[float, ...]] = []
         truncated: list[bool] = []
-        deadline = time.monotonic() + self.settings.evaluate.timeout_s
+        deadline, heard = time.monotonic() + self.settings.evaluate.timeout_s, time.monotonic()
         while rows:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise UnavailableError(
                     f"evaluation: {len(rows)} groups are missing after evaluate.timeout_s = "
                     f"{self.settings.evaluate.timeout_s:g} s. GET /v1/queue on any replica says why"
                 )
             deliveries = await self._groups.read(READ_COUNT, READ_BLOCK_MS, Sink.EVAL)
+            if deliveries:
+                heard = now
+            elif now - heard > RECHECK_S:
+                heard = now
+                await self._recheck(rows)
             # Jobs of an evaluation that a crash interrupted may still come in; nobody waits for them.
             expected = [(d, rows.pop(d.job_id)) for d in deliveries if d.job_id in rows]
             rewards += await asyncio.gather(*(self._rewards(delivery, row) for delivery, row in expected))
@@ -64,9 +75,20 @@ class Evaluator:
             await self._groups.acknowledge(deliveries)
         return score_held_out(rewards, truncated)
 
+    async def _submit(self, rows: Mapping[str, Row]) -> None:
+        await self._submission.submit([self._job(id, row) for id, row in rows.items()], fence=self._fence, limit=0)
+
+    async def _recheck(self, rows: Mapping[str, Row]) -> None:
+        """Silence: the broker was wiped, or it refused the jobs. Weights and jobs are cheap to offer again."""
+        logger.info("still waiting for %d held-out groups", len(rows))
+        await self._publisher.announce_again()
+        await self._submit(rows)
+
     def _job_id(self, row: Row) -> str:
-        """Of the weight version too: a resumed trainer announces a new one, so a cut-off evaluation starts over."""
-        return f"{self.settings.run_id}:eval:{self._publisher.announced.seq}:{row.index}"
+        """Of the weight version too: a resumed trainer announces a new one, so a cut-off evaluation starts over. And of
+        the evaluation: batches without signal leave the version as it is, and a job that is done is not drawn again.
+        """
+        return f"{self.settings.run_id}:eval:{self._publisher.announced.seq}:{self._number}:{row.index}"
 
     def _job(self, id: str, row: Row) -> Job:
         settings = self.settings

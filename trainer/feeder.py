@@ -8,8 +8,8 @@ finds the ones that are already done.
                             ^                                  |
                             +---- retries <--- stale, refused -+
 
-Groups that a crashed incarnation asked for beyond its last checkpoint arrive before their position is issued again:
-they wait in `early` instead of being generated twice.
+Groups that a crashed incarnation asked for beyond its last checkpoint arrive before their position, or its next
+attempt, is issued again: they wait in `early` instead of being generated twice.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import heapq
 import logging
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -38,7 +39,7 @@ from services.transport.submission import Submission, Submitted
 from .batch import Batch, ScoredGroup
 from .checkpoint import Progress
 from .config import TrainSettings
-from .ledger import Ledger, read_ledger
+from .ledger import Ledger
 from .publish import Publisher
 from .scoring import PromptTokens, Scorer
 
@@ -87,7 +88,6 @@ class Feeder:
         self._counters: Counter[str] = Counter()
         self._waiting_since = 0.0
         self._deaths_in_a_row = 0
-        self._finished: set[str] = set()
         self._arrived: dict[str, Delivery] = {}
         self._early: dict[str, Delivery] = {}
         self._traces: dict[str, tracing.Trace] = {}
@@ -109,7 +109,6 @@ class Feeder:
         self.submitted.cut(progress.submitted_length)
         self.consumed.cut(progress.consumed_length)
         self.cursor, self.retries = progress.cursor, sorted(progress.retries)
-        self._finished = {entry["job_id"] for entry in read_ledger(self.consumed.path)}
         self.outstanding = {id: self._job(*job_position(id)) for id in progress.outstanding}
         self._unsent |= self.outstanding
         await self.groups.restore(self.outstanding)
@@ -255,14 +254,13 @@ class Feeder:
         id = delivery.job_id
         # Asked for again after it had ended, a broker that was wiped in between would start it anew.
         self._unsent.pop(id, None)
-        if id not in self.outstanding and self._comes_later(id):
-            self._early[id] = delivery
-        elif id not in self.outstanding or id in self._arrived:
-            self._counters["duplicates"] += 1
-            self._unacknowledged.append(delivery)
-        else:
+        if id in self.outstanding and id not in self._arrived:
             self._arrived[id] = delivery
             await self._take(delivery)
+        elif id not in self.outstanding and id not in self._early and self._comes_later(id):
+            self._early[id] = delivery
+        else:
+            self._drop_duplicate(delivery)
 
     async def _take(self, delivery: Delivery) -> None:
         item, job = delivery.item, self.outstanding[delivery.job_id]
@@ -295,9 +293,15 @@ class Feeder:
                 f" `dvp-queue --run-id {self.settings.run_id} dead replay --all`, then start the same command again"
             )
 
+    def _drop_duplicate(self, delivery: Delivery) -> None:
+        self._counters["duplicates"] += 1
+        self._unacknowledged.append(delivery)
+
     def _comes_later(self, id: str) -> bool:
+        """True if this attempt may be issued yet: its position was not, or only for an earlier attempt."""
         position, attempt = job_position(id)
-        return id not in self._finished and (position >= self.cursor or (position, attempt) in self.retries)
+        current = dict([*map(job_position, self.outstanding), *self.retries])
+        return position >= self.cursor or attempt >= current.get(position, math.inf)
 
     async def _next_scored(self) -> ScoredGroup:
         timeout_s = self.settings.broker.stall_timeout_s
@@ -340,10 +344,17 @@ class Feeder:
             if outcome in (Outcome.STALE, Outcome.REFUSED):
                 position, attempt = job_position(id)
                 heapq.heappush(self.retries, (position, attempt + 1))
-        self._finished.update(ids)
+            else:
+                self._forget_later_attempts(id)
         self.consumed.append({"job_id": id, "outcome": outcome} for id in ids)
         self._counters[outcome] += len(ids)
         self._room.set()
+
+    def _forget_later_attempts(self, id: str) -> None:
+        """The position has ended: what a lost timeline went on to draw for it is of no use."""
+        of_position = f"{id.rpartition(':')[0]}:"
+        for later in [early for early in self._early if early.startswith(of_position)]:
+            self._drop_duplicate(self._early.pop(later))
 
 
 def check_group(group: Group, job: Job) -> None:

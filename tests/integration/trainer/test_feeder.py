@@ -22,6 +22,7 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
 from tests.integration.transport.rig import until
+from trainer import evaluate as evaluate_module
 from trainer import feeder as feeder_module
 from trainer.batch import Batch
 from trainer.config import TrainSettings
@@ -29,7 +30,7 @@ from trainer.ledger import read_ledger
 from trainer.loop import Run
 from trainer.setup import open_run
 
-from .processes import config
+from .processes import HELDOUT, config
 
 GROUPS, N = 2, 4
 
@@ -249,6 +250,45 @@ async def test_groups_of_a_lost_timeline_are_kept_for_their_turn(broker_url: str
         assert run.feeder.metrics()["groups/duplicates"] == 0
 
 
+async def test_later_attempts_of_a_lost_timeline_are_kept_for_their_turn(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        old = player.version
+        await run.publisher.publish(1)
+        # Position 0 is stale twice; then the trainer crashes, without a checkpoint.
+        drawn: list[str] = []
+
+        def stale_at_first(lease: Lease) -> dict[str, Any]:
+            drawn.append(lease.job.job_id.partition(":")[2])
+            return {"version": old if lease.job.job_id.endswith(("00:0", "00:1")) else run.publisher.announced.version}
+
+        await both(run, player.play(GROUPS + 2, stale_at_first))
+    assert sorted(drawn) == ["000000000:0", "000000000:1", "000000000:2", "000000001:0"]
+    async with opened(broker_url) as (run, player):
+        # What was drawn serves again, attempt by attempt: no job that is done is waited for in vain.
+        await run.publisher.publish(1)
+        await run.feeder.settle(await both(run))
+        assert player.served == []
+        assert {position for (position, _), outcome in outcomes(run) if outcome == "trained"} == {0, 1}
+
+
+async def test_what_a_lost_timeline_drew_in_vain_is_acknowledged(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        old = player.version
+        await run.publisher.publish(1)
+        fresh = run.publisher.announced.version
+        await both(
+            run,
+            player.play(GROUPS + 1, lambda lease: {"version": old if lease.job.job_id.endswith("00:0") else fresh}),
+        )
+    async with opened(broker_url) as (run, player):
+        # This one stands where the first attempt was drawn, and trains on that: the second is of no use.
+        batch = await both(run, player.play(1))
+        assert ids_of(batch) == [(0, 0), (1, 1)]
+        await run.feeder.settle(batch)
+        await run.save()
+        assert await player.jobs.broker.redis.xlen(player.jobs.broker.keys.groups) == 0
+
+
 async def test_what_a_checkpoint_covers_is_not_trained_again(broker_url: str, opened: Open) -> None:
     async with opened(broker_url) as (run, player):
         batch = await both(run, player.play(GROUPS))
@@ -312,6 +352,52 @@ async def test_a_wiped_broker_costs_only_time(
         latest = await WeightRegistry(player.jobs.broker).latest()
         assert latest is not None
         assert latest.seq > before
+
+
+async def test_versions_after_a_wipe_are_newer_than_any_folder(forgetful: EmbeddedBroker, opened: Open) -> None:
+    async with opened(forgetful.url) as (run, _):
+        await run.publisher.publish(1)
+        await run.publisher.publish(2)
+        before = run.publisher.announced.seq
+    # No checkpoint knows of them, and neither does the broker; a replica may still serve them.
+    await asyncio.to_thread(forgetful.stop)
+    await asyncio.to_thread(forgetful.start)
+    async with opened(forgetful.url) as (run, _):
+        assert run.publisher.announced.seq > before
+
+
+def always_seven(player: Player) -> asyncio.Task[None]:
+    """A replica that answers everything, until cancelled."""
+
+    def seven(lease: Lease) -> dict[str, Any]:
+        return {"samples": (player.sample("7", player.run.publisher.announced.version),) * lease.job.n}
+
+    return asyncio.create_task(player.play(10**6, seven))
+
+
+async def test_an_evaluation_is_repeated_under_the_same_weights(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url, data__heldout=str(HELDOUT), evaluate__limit="2") as (run, player):
+        playing = always_seven(player)
+        for _ in range(2):
+            assert (await asyncio.wait_for(run.evaluate(), 30))["heldout/score"] == 0
+        playing.cancel()
+
+
+async def test_an_evaluation_outlives_a_wiped_broker(
+    forgetful: EmbeddedBroker, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_module, "RECHECK_S", 1.0)
+    async with opened(forgetful.url, data__heldout=str(HELDOUT), evaluate__limit="2") as (run, player):
+        before = run.publisher.announced.seq
+        evaluating = asyncio.create_task(run.evaluate())
+        # Those of the batch and those held out are in work when the broker forgets them.
+        assert len(await player.claim(GROUPS + 2)) == GROUPS + 2
+        await asyncio.to_thread(forgetful.stop)
+        await asyncio.to_thread(forgetful.start)
+        playing = always_seven(player)
+        assert (await asyncio.wait_for(evaluating, 30))["heldout/score"] == 0
+        playing.cancel()
+        assert run.publisher.announced.seq > before
 
 
 async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, opened: Open) -> None:
