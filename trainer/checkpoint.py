@@ -2,20 +2,25 @@
 
 A checkpoint is a folder `step-NNNNNNNN`, written beside and renamed into place, of `progress.json` (for people too) and
 `state` (tensors, see state.py). It is created owner-only and trusted.
+
+Every trainer writes in a folder of its own, `.work-*`, out of which and into which everything is renamed, and first
+removes those of its predecessors: one that was stopped, and replaced, changes nothing when it wakes up.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from services.contract.errors import ConfigError
+from services.contract.errors import ConfigError, LeaseLostError
+from services.transport.failpoints import failpoint
 
-PROGRESS, STATE = "progress.json", "state"
+PROGRESS, STATE, CLAIM = "progress.json", "state", "claim"
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,24 @@ class Checkpoints:
 
     def __init__(self, root: Path, keep: int) -> None:
         self.root, self.keep = root, keep
+        self._work = root / f".work-{secrets.token_hex(8)}"
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
+
+    def claim(self) -> None:
+        """Before `load`, by the trainer that holds the run's lease: from here on no other one can save."""
+        for other in self.root.glob(".work-*"):
+            # A rename ends what a plain removal could race with.
+            gone = other.rename(self.root / f".gone-{secrets.token_hex(8)}")
+            shutil.rmtree(gone, ignore_errors=True)
+        for gone in self.root.glob(".gone-*"):
+            shutil.rmtree(gone, ignore_errors=True)
+        self._work.mkdir(mode=0o700)
+        (self._work / CLAIM).touch()
+
+    @property
+    def _is_ours(self) -> bool:
+        return (self._work / CLAIM).exists()
 
     def steps(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step-")) for path in self.root.glob("step-*") if path.is_dir())
@@ -67,26 +88,43 @@ class Checkpoints:
     def save(self, progress: Progress, write_state: Callable[[Path], None]) -> Path:
         """`write_state` makes a folder of the path it is given. Durable before it returns.
 
-        Raises OSError (disk full) and leaves the earlier checkpoints alone.
+        Raises ConfigError (disk full) and leaves the earlier checkpoints alone, LeaseLostError if another trainer has
+        claimed them.
         """
         final = self.folder(progress.step)
-        partial = self.root / f".{final.name}.{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
         try:
-            partial.mkdir(mode=0o700)
+            self._write(final, progress, write_state)
+            self._sweep(progress.best[0] if progress.best else None)
+        except (OSError, RuntimeError) as error:
+            if not self._is_ours:
+                raise LeaseLostError(f"another trainer took over {self.root}") from None
+            free_mib = shutil.disk_usage(self.root).free / 2**20
+            raise ConfigError(
+                f"out_dir: checkpoint {final} could not be written ({error}); {free_mib:.0f} MiB free. Make room, then "
+                "start the same command again to resume from the one before"
+            ) from error
+        return final
+
+    def _write(self, final: Path, progress: Progress, write_state: Callable[[Path], None]) -> None:
+        partial = self._work / final.name
+        partial.mkdir(mode=0o700)
+        try:
             write_state(partial / STATE)
             with (partial / PROGRESS).open("w") as file:
                 json.dump(asdict(progress), file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(final, ignore_errors=True)
+            failpoint("checkpoint.before")
+            if not self._is_ours:  # write_state makes missing folders anew
+                raise FileNotFoundError(self._work)
+            if final.exists():
+                final.rename(self._work / f"{final.name}.old")
             partial.rename(final)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+            failpoint("checkpoint.after")
+        finally:
+            for path in self._work.glob("step-*"):
+                shutil.rmtree(path, ignore_errors=True)
         _sync_folder(self.root)
-        self._sweep(progress.best[0] if progress.best else None)
-        return final
 
     def load(self, step: int | None = None) -> tuple[Progress, Path] | None:
         """The newest checkpoint, or that of `step`, and its folder of state. None if there is none at all."""
@@ -108,7 +146,7 @@ class Checkpoints:
     def _sweep(self, best: int | None) -> None:
         for step in self.steps()[: -self.keep]:
             if step != best:
-                shutil.rmtree(self.folder(step))
+                shutil.rmtree(self.folder(step).rename(self._work / f"step-{step}.old"))
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:

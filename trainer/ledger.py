@@ -36,14 +36,21 @@ class Ledger:
         os.fsync(self._file.fileno())
 
     def cut(self, length: int) -> None:
-        """Forgets everything after the first `length` bytes."""
+        """Forgets everything after the first `length` bytes. What is left is a new file in the place of the old one: a
+        trainer that was stopped, and replaced, goes on writing into the old one when it wakes up.
+        """
         if self.length < length:
             raise ConfigError(
                 f"{self.path}: {self.length} bytes, the checkpoint counts on {length}; the file was cut or replaced. "
                 "Restore it, or start a new run"
             )
-        self._file.truncate(length)
-        self._file.seek(length)
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with self.path.open("rb") as old, beside.open("wb") as new:
+            new.write(old.read(length))
+            os.fsync(new.fileno())
+        beside.rename(self.path)
+        self._file.close()
+        self._file = self.path.open("ab")
 
     def close(self) -> None:
         self._file.close()

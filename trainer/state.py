@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -26,9 +27,12 @@ from transformers import PreTrainedModel
 
 
 def save_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer, updates: int) -> None:
-    """Durable before it returns. All ranks call it with one folder."""
-    with _one_or_many() as no_dist:
-        save(_tensors(model, optimizer, updates), checkpoint_id=folder, no_dist=no_dist)
+    """Durable before it returns. All ranks call it with one folder. Raises OSError (disk full)."""
+    try:
+        with _one_or_many() as no_dist:
+            save(_tensors(model, optimizer, updates), checkpoint_id=folder, no_dist=no_dist)
+    except CheckpointException as error:  # no Exception, and says what went wrong on which rank
+        raise OSError(str(error)) from error
 
 
 def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:

@@ -53,11 +53,15 @@ def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: s
 
 
 @contextmanager
-def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(command: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Ends with the block: SIGTERM, and SIGKILL if that is not heeded."""
     with log.open("ab") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment()
+            [sys.executable, "-m", *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment() | variables,
         )
     try:
         yield child

@@ -1,0 +1,57 @@
+"""A replica that was stopped for longer than its lease commits nothing twice when it wakes up, and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from services.contract.group import Group
+from services.contract.job import Job, Sink
+from services.contract.sampling import Sampling
+from services.transport import failpoints
+from services.transport.broker import Broker
+from services.transport.groups import GroupQueue
+from services.transport.lease import TrainerLease
+from services.transport.submission import Submission
+from tests.integration.rollout.process import ReplicaProcess, until
+
+
+def job(run_id: str, name: str) -> Job:
+    sampling = Sampling(max_tokens=4)
+    return Job(job_id=name, run_id=run_id, prompt_ids=[5, 6, 7], n=2, sampling=sampling, sink=Sink.TRAIN)
+
+
+async def replicas_of(groups: GroupQueue, count: int) -> dict[str, str]:
+    """Who answered which job, of `count` groups."""
+    found: dict[str, str] = {}
+    while len(found) < count:
+        for delivery in await groups.read(9, 1000):
+            assert isinstance(delivery.item, Group)
+            assert delivery.job_id not in found
+            found[delivery.job_id] = delivery.item.replica_id
+    return found
+
+
+async def test_a_stopped_replica_commits_nothing_twice(
+    model: Path, broker_url: str, broker: Broker, run_id: str, tmp_path: Path
+) -> None:
+    lease = TrainerLease(broker, "test")
+    fence = await lease.acquire()
+    args = ["--model", str(model), "--engine", "fake", "--redis-url", broker_url, "--run-id", run_id, "--lease-s", "1"]
+    trap = {failpoints.VARIABLE: "commit.before=stop"}
+    with ReplicaProcess(tmp_path / "a", *args, "--replica-id", "stopped", variables=trap) as stopped:
+        await Submission(broker).submit([job(run_id, "first")], fence=fence, limit=9)
+        until(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+        groups = GroupQueue(broker, fence=fence)
+        with ReplicaProcess(tmp_path / "b", *args, "--replica-id", "successor"):
+            assert await replicas_of(groups, 1) == {"first": "successor"}
+        os.kill(stopped.pid, signal.SIGCONT)
+        until(lambda: "job first: the lease of entry" in stopped.log)
+        # It is alone now, and as good as any other.
+        await Submission(broker).submit([job(run_id, "second")], fence=fence, limit=9)
+        assert await replicas_of(groups, 1) == {"second": "stopped"}
+    assert int(await broker.redis.hget(broker.keys.counters, "committed")) == 2
+    assert await broker.redis.xlen(broker.keys.jobs) == 0

@@ -1,0 +1,67 @@
+"""A trainer that was stopped, and replaced, publishes and saves nothing when it wakes up."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.transport import failpoints
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+from trainer.checkpoint import Checkpoints
+
+from .processes import TIMEOUT_S, config, process, replica, train, until
+
+
+def is_stopped(child: subprocess.Popen[bytes]) -> bool:
+    assert child.poll() is None, "ended instead of stopping at its fail point"
+    return psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+
+
+def everything(folder: Path) -> dict[str, str]:
+    """Every file of the run with its digest; folders that nobody else looks into are left out."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("point", "refusal"),
+    [
+        ("publish.before:2", "another trainer took over"),
+        ("announce.before:2", "another trainer took over"),
+        ("submit.before:2", "another trainer took over"),
+        ("settle.before:2", "another trainer took over"),
+        ("checkpoint.before", "another trainer took over"),
+    ],
+)
+async def test_a_replaced_trainer_wakes_up_to_nothing(
+    tmp_path: Path, own_broker: EmbeddedBroker, run_id: str, point: str, refusal: str
+) -> None:
+    flags = config(tmp_path, run_id, own_broker.url, broker__lease_s="1", steps="4")
+    log = tmp_path / "stopped.log"
+    with (
+        replica(tmp_path, run_id, own_broker.url),
+        process(["trainer", *flags], log, **{failpoints.VARIABLE: f"{point}=stop"}) as stopped,
+    ):
+        until(lambda: is_stopped(stopped), f"it stops at {point}")
+        train(flags)
+        async with await Broker.connect(own_broker.url, run_id) as broker:
+            published = await broker.redis.xrange(broker.keys.versions)
+            files = everything(tmp_path / "run" / "checkpoints") | everything(tmp_path / "run" / "submitted.jsonl")
+            stopped.send_signal(signal.SIGCONT)
+            assert stopped.wait(TIMEOUT_S) == 2
+            assert refusal in log.read_text()
+            assert await broker.redis.xrange(broker.keys.versions) == published
+    assert everything(tmp_path / "run" / "checkpoints") == files
+    found = Checkpoints(tmp_path / "run" / "checkpoints", keep=2).load()
+    assert found is not None
+    assert found[0].step == 4
+    ledgers = {name: (tmp_path / "run" / f"{name}.jsonl").stat().st_size for name in ("submitted", "consumed")}
+    assert ledgers == {"submitted": found[0].submitted_length, "consumed": found[0].consumed_length}
