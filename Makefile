@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 
-.PHONY: install sglang-cpu demo test test-slow check bench
+.PHONY: install sglang-cpu demo test test-slow check bench chaos soak
 
 install: $(STAMP)
 
@@ -43,6 +43,14 @@ test: install
 
 test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Kills everything, everywhere, on a real Redis, and accounts for every group and token: 20 minutes on two cores.
+chaos: install
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+# Half an hour under load with kills: memory, descriptors, keys and folders have to stay where they are.
+soak: install
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 check: install
 	$(BIN)/ruff check

@@ -1,0 +1,139 @@
+"""What a run has to show for itself afterwards, from evidence that its own books had no part in."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.contract.group import Group
+from services.contract.job import job_position
+from services.contract.weights import WeightVersion
+from tests.unit.dvp.oracle import policy
+from trainer.checkpoint import Checkpoints
+from trainer.ledger import read_ledger
+
+from .recorder import Evidence, Trained
+from .system import Layout
+
+TOLERANCE = 1e-4
+"""Nats between float32 in the engine and float64 here; the weights of the step before are farther off."""
+
+
+@dataclass
+class Audit:
+    steps: int = 0
+    groups: int = 0
+    tokens: int = 0
+    batches_lost_to_kills: int = 0
+    """Trained, never checkpointed, trained again by the next incarnation."""
+    lost: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+    wrong_tokens: int = 0
+    farthest: float = 0.0
+    """Nats between a token's log-prob and that of the version it names."""
+    sensitivity: float = 0.0
+    """Share of tokens that would fail if they named the version before theirs."""
+    versions: int = 0
+
+    @property
+    def faults(self) -> list[str]:
+        found = [f"groups lost: {self.lost[:5]}"] if self.lost else []
+        found += [f"groups trained twice: {self.twice[:5]}"] if self.twice else []
+        found += [f"{self.wrong_tokens} of {self.tokens} tokens name a wrong version"] if self.wrong_tokens else []
+        return found
+
+
+def audit(layout: Layout) -> Audit:
+    evidence, result = Evidence(layout.folder / "evidence"), Audit()
+    everything = list(evidence.trained())
+    final = {record.step: record for record in everything if record.step <= layout.newest_step()}
+    result.steps, result.batches_lost_to_kills = len(final), len(everything) - len(final)
+    check_books(layout, final, result)
+    check_tokens(layout, evidence, everything, result)
+    return result
+
+
+def check_books(layout: Layout, final: dict[int, Trained], result: Audit) -> None:
+    """The batches that the final weights are made of, against the ledgers and the newest checkpoint."""
+    found = Checkpoints(layout.out / "checkpoints", keep=1).load()
+    assert found is not None
+    progress = found[0]
+    ended = list(read_ledger(layout.out / "consumed.jsonl"))
+    submitted = [entry["job_id"] for entry in read_ledger(layout.out / "submitted.jsonl")]
+    trained = [group.job_id for record in final.values() for group in record.groups]
+    result.groups = len(trained)
+    result.twice = _repeated(trained) + _repeated(entry["job_id"] for entry in ended) + _repeated(submitted)
+    positions = [job_position(id)[0] for id in trained]
+    result.twice += [f"position {position}" for position in _repeated(positions)]
+    result.lost = sorted(set(submitted) - {entry["job_id"] for entry in ended} - set(progress.outstanding))
+    waiting = {job_position(id)[0] for id in progress.outstanding} | {position for position, _ in progress.retries}
+    result.lost += [f"position {p}" for p in range(progress.cursor) if p not in {*positions, *waiting}]
+    booked = [entry["job_id"] for entry in ended if entry["outcome"] == "trained"]
+    if sorted(booked) != sorted(trained):
+        result.lost.append(f"booked as trained {len(booked)}, trained {len(trained)}")
+    if sorted(final) != list(range(1, progress.step + 1)):
+        result.lost.append(f"steps {sorted(set(range(1, progress.step + 1)) - final.keys())} were never trained")
+
+
+def _repeated(values: Iterable[object]) -> list[str]:
+    return [str(value) for value, count in Counter(values).items() if count > 1]
+
+
+def check_tokens(layout: Layout, evidence: Evidence, trained: Iterable[Trained], result: Audit) -> None:
+    """Every token that was trained on, in lost timelines too, under the weights it names, in float64."""
+    groups = {(group.job_id, group.replica_id, group.finished_at): group for r in trained for group in r.groups}
+    files = {int(path.stem.removeprefix("weights-")): path for path in evidence.weights.iterdir()}
+    by_seq: dict[int, list[Group]] = defaultdict(list)
+    for group in groups.values():
+        for seq in _seqs(group):
+            by_seq[seq].append(group)
+            by_seq[seq - 1].append(group)
+    result.versions = len(by_seq)
+    model = AutoModelForCausalLM.from_pretrained(layout.model, dtype=torch.float64).eval()
+    noticed = 0
+    for seq in sorted(by_seq.keys() & files.keys()):
+        model.load_state_dict({name: weight.double() for name, weight in load_file(files[seq]).items()}, strict=False)
+        for distances, named in _distances(model, by_seq[seq], seq):
+            if named:
+                result.tokens += len(distances)
+                result.wrong_tokens += int((~(distances <= TOLERANCE)).sum())
+                result.farthest = max(result.farthest, float(distances.max()))
+            else:
+                noticed += int((~(distances <= TOLERANCE)).sum())
+    missing = {seq for group in groups.values() for seq in _seqs(group)} - files.keys()
+    if missing:
+        result.lost.append(f"weights of versions {sorted(missing)}")
+    result.sensitivity = noticed / max(result.tokens, 1)
+
+
+def _seqs(group: Group) -> set[int]:
+    return {WeightVersion.parse(span.version).seq for sample in group.samples for span in sample.versions}
+
+
+@torch.inference_mode()
+def _distances(model: torch.nn.Module, groups: Iterable[Group], seq: int) -> Iterator[tuple[np.ndarray, bool]]:
+    """|log-prob said - log-prob under the model| of the tokens that name `seq` (True), or the one after it (False)."""
+    for group in groups:
+        for sample in group.samples:
+            ids = np.concatenate([group.prompt_ids, sample.token_ids])
+            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, len(group.prompt_ids) - 1 : -1]
+            own = policy(logits.float().numpy(), group.sampling.log_min_p, group.sampling.temperature)
+            distances = np.abs(own.logprobs[np.arange(len(sample.token_ids)), sample.token_ids] - sample.logprobs)
+            for span in sample.versions:
+                named = WeightVersion.parse(span.version).seq
+                if named in (seq, seq + 1):
+                    yield distances[span.start : span.end], named == seq
+
+
+def final_parameters(out: Path) -> dict[str, torch.Tensor]:
+    found = Checkpoints(out / "checkpoints", keep=1).load()
+    assert found is not None
+    parameters: dict[str, torch.Tensor] = found[1]["model"]
+    return parameters

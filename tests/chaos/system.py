@@ -1,0 +1,282 @@
+"""A broker, replicas, a trainer, now and then an operator; whoever dies is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from services.transport.embedded import EmbeddedBroker
+from services.transport.failpoints import VARIABLE as FAILPOINTS
+from trainer.checkpoint import Checkpoints
+
+from . import recorder
+from .traps import Role, Traps, is_at_stop
+from .zygote import Zygote
+
+POLL_S = 0.03
+LEASE_S = 1.5
+ENDLESS = 10**6
+TIRED_S = 6.0
+"""A process that has not met its trap by then is killed to make room for another."""
+LAST_LINES = 12
+
+
+@asynccontextmanager
+async def together(*background: Coroutine[object, object, None]) -> AsyncIterator[None]:
+    """These run beside the body, and end with it; if one of them fails, so does the body."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in background]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+class Layout(NamedTuple):
+    """Where things are, and what the run is."""
+
+    folder: Path
+    run_id: str
+    model: Path
+    data: Path
+    deterministic: bool
+    seed: int
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def newest_step(self) -> int:
+        return max(Checkpoints(self.out / "checkpoints", keep=1).steps(), default=0)
+
+    def trainer_argv(self, steps: int) -> list[str]:
+        options = {
+            "run-id": self.run_id,
+            "out-dir": self.out,
+            "steps": steps,
+            "seed": self.seed,
+            "model.path": self.model,
+            "data.train": self.data,
+            "data.heldout": self.data,
+            "reward.name": "tests.chaos.reward:spread",
+            "sampling.n": 4,
+            "sampling.log-min-p": -3.0,
+            "sampling.max-tokens": 8,
+            "batch.groups": 4,
+            "batch.max-staleness": 0 if self.deterministic else 1,
+            "optimizer.lr": 3e-4,
+            "checkpoint.interval": 2,
+            "evaluate.interval": 5,
+            "evaluate.limit": 4,
+            "broker.lease-s": LEASE_S,
+            "broker.stall-timeout-s": 120,
+            "threads": 1,
+        }
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        return [*flags, "--no-report.tensorboard", *["--deterministic"] * self.deterministic]
+
+    def replica_argv(self, name: str) -> list[str]:
+        options = {
+            "model": self.model,
+            "run-id": self.run_id,
+            "replica-id": name,
+            "port": 0,
+            "port-file": self.folder / f"{name}.port",
+            "threads": 1,
+            "max-batch": 16,
+            "lease-s": LEASE_S,
+            "max-deliveries": 100,
+            "drain-s": 0,
+        }
+        return [*(f"--{key}={value}" for key, value in options.items()), *["--deterministic"] * self.deterministic]
+
+
+@dataclass
+class Child:
+    role: Role
+    slot: str
+    pid: int
+    log: Path
+    trap: str | None
+    started: float
+    killed: bool = False
+    stopped: bool = False
+    asked: bool = False
+    """To stop, by SIGTERM."""
+    replaced: bool = False
+    """Stopped for so long that another one has its place; must find out and end when it wakes up."""
+
+
+@dataclass
+class System:
+    layout: Layout
+    broker: EmbeddedBroker
+    zygote: Zygote
+    traps: Traps
+    rng: Random
+    num_replicas: int = 2
+    steps: int = ENDLESS
+    children: list[Child] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    """The trainer has done its steps."""
+
+    @property
+    def slots(self) -> list[tuple[Role, str]]:
+        replicas = [(Role.REPLICA, f"replica-{i}") for i in range(self.num_replicas)]
+        return replicas if self.finished.is_set() else [*replicas, (Role.TRAINER, "trainer")]
+
+    async def keep(self) -> None:
+        """Replaces whoever died, for ever."""
+        while True:
+            self.bury()
+            taken = {child.slot for child in self.children if not child.replaced}
+            for role, slot in self.slots:
+                if slot not in taken:
+                    self.start(role, slot, self.traps.take(role))
+            self.prod()
+            await asyncio.sleep(POLL_S)
+
+    def start(self, role: Role, slot: str, trap: str | None, argv: list[str] | None = None) -> Child:
+        self.counts[f"starts {role}"] += 1
+        log = self.layout.logs / f"{slot}-{self.counts[f'starts {role}']:04d}.log"
+        url, folder = self.broker.url, self.layout.folder
+        nth = 1 if role is Role.OPERATOR else self.rng.choice((1, 1, 2, 4))
+        environment: Mapping[str, str] = {
+            "DVP_ROLLOUT__REDIS_URL": url,
+            "DVP_TRAIN__BROKER__URL": url,
+            "DVP_QUEUE__REDIS_URL": url,
+            recorder.VARIABLE: str(folder / "evidence"),
+            FAILPOINTS: "" if trap is None else f"{trap}:{nth}=kill",
+        }
+        match role:
+            case Role.REPLICA:
+                (folder / f"{slot}.port").unlink(missing_ok=True)
+                main, argv = "services.rollout.__main__:main", self.layout.replica_argv(slot)
+            case Role.TRAINER:
+                main, argv = "tests.chaos.recorder:main", self.layout.trainer_argv(self.steps)
+            case Role.OPERATOR:
+                main = "services.monitor.cli:main"
+        pid = self.zygote.fork(main, argv or [], environment, log)
+        child = Child(role, slot, pid, log, trap, time.monotonic())
+        self.children.append(child)
+        return child
+
+    def bury(self) -> None:
+        for pid, code in self.zygote.reap().items():
+            (child,) = (child for child in self.children if child.pid == pid)
+            self.children.remove(child)
+            hit = code == -signal.SIGKILL and not child.killed
+            self.traps.give_back(child.trap, hit=hit and child.trap is not None)
+            self.judge(child, code, hit)
+
+    def judge(self, child: Child, code: int, hit: bool) -> None:
+        """What an end amounts to; one that nothing explains is a fault."""
+        if hit and child.trap is None:
+            self.faults.append(f"{child.slot} was killed by somebody else")
+        elif child.killed or hit:
+            self.counts[f"fail points {child.role}" if hit else f"ends by kill {child.role}"] += 1
+        elif child.replaced:
+            self.counts["woken trainers that gave up"] += 1
+            if code == 0:
+                self.faults.append(f"{child.slot} had been replaced and yet finished the run: {child.log}")
+        elif child.role is Role.TRAINER and code == 0:
+            self.finished.set()
+        elif child.asked or child.role is Role.OPERATOR:
+            self.counts[f"ends when asked {child.role}"] += 1
+        elif child.role is Role.TRAINER and code == 2 and "is being trained by" in child.log.read_text():
+            self.counts["trainers that woke up in time"] += 1
+            for other in self.children:
+                other.replaced = False
+        elif child.role is Role.TRAINER and code == 2 and "Redis at" in child.log.read_text():
+            self.counts["trainers that gave the broker up"] += 1
+        else:
+            lines = child.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            self.faults.append(f"{child.slot} ended with exit code {code}:\n  " + "\n  ".join(lines))
+
+    def prod(self) -> None:
+        """Asks those to stop whose trap lies there; ends those whose trap never comes."""
+        now = time.monotonic()
+        for child in self.children:
+            age = now - child.started
+            if child.stopped or child.killed or child.replaced:
+                continue
+            if child.trap is None and not self.traps.missing_of(child.role):
+                continue
+            if is_at_stop(child.trap) and not child.asked and age > self.rng.uniform(1.5, 4):
+                child.asked = True
+                self.signal(child, signal.SIGTERM)
+            elif age > TIRED_S:
+                self.counts[f"tired {child.role}"] += 1
+                self.kill(child)
+
+    # --- harm -----------------------------------------------------------------------------------------------------
+
+    def victims(self, role: Role) -> list[Child]:
+        return [c for c in self.children if c.role is role and not (c.killed or c.stopped or c.replaced)]
+
+    async def gone(self, child: Child) -> None:
+        while child in self.children:  # noqa: ASYNC110 - ends are polled for
+            await asyncio.sleep(POLL_S)
+
+    async def victim(self, role: Role) -> Child:
+        """A running one, chosen at random, as soon as there is one."""
+        while not (victims := self.victims(role)):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(POLL_S)
+        return self.rng.choice(victims)
+
+    def signal(self, child: Child, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+
+    def kill(self, child: Child) -> None:
+        child.killed = True
+        self.signal(child, signal.SIGKILL)
+
+    async def stop(self, child: Child, seconds: float, *, replace: bool) -> None:
+        """A hung process that wakes up. `replace`: another one takes its place meanwhile."""
+        child.stopped = True
+        self.signal(child, signal.SIGSTOP)
+        child.replaced = replace
+        await asyncio.sleep(seconds)
+        child.stopped = False
+        self.signal(child, signal.SIGCONT)
+
+    async def stop_broker(self, seconds: float) -> None:
+        assert self.broker.pid is not None
+        os.kill(self.broker.pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(self.broker.pid, signal.SIGCONT)
+
+    async def kill_broker(self, seconds: float, *, wipe: bool = False) -> None:
+        self.broker.kill()
+        if wipe:
+            shutil.rmtree(self.broker.folder)
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(self.broker.start)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """SIGTERM to all; every one has to heed it."""
+        for child in self.children:
+            child.asked = True
+            self.signal(child, signal.SIGTERM)
+        async with asyncio.timeout(30):
+            while self.children:
+                self.bury()
+                await asyncio.sleep(POLL_S)

@@ -1,0 +1,135 @@
+"""Clients of the HTTP API, jobs that cannot run, damaged entries, and people at `dvp-queue`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from services.client import AsyncClient, Retry
+from services.contract.errors import DvpError, NotFoundError
+from services.contract.job import Job, JobState, Sink
+from services.transport.broker import Broker
+from services.transport.submission import Submission
+
+from .system import System
+from .traps import Role
+
+PAUSE_S = 0.15
+MOST_OPEN = 6
+PATIENCE_S = 5.0
+TOO_LONG = [5] * 300
+"""More than the model's context: a replica finds out, and the job dies."""
+COMMANDS = {
+    "close": ["drain", "--no-wait"],
+    "open": ["open"],
+    "health": ["status"],
+    "pending": ["pending"],
+    "letters": ["dead", "list"],
+    "replay": ["dead", "replay", "--all", "--yes"],
+    "discard": ["dead", "drop", "--all", "--yes"],
+    "purge": ["purge", "--yes", "--force"],
+}
+
+
+@dataclass
+class Traffic:
+    """Client jobs end exactly once, as everything else does, unless the broker that knew of them was wiped."""
+
+    system: System
+    open: dict[str, bool] = field(default_factory=dict)
+    """Accepted and not yet ended; True for those that cannot run."""
+    counts: Counter[str] = field(default_factory=Counter)
+    submitting: bool = True
+    _number: int = 0
+
+    async def run(self) -> None:
+        while True:
+            with suppress(DvpError):
+                async with await Broker.connect(self.system.broker.url, self.system.layout.run_id) as broker:
+                    while True:
+                        await self.round(broker)
+                        await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
+
+    async def round(self, broker: Broker) -> None:
+        self._number += 1
+        if self.submitting and len(self.open) < MOST_OPEN:
+            if self._number % 9 == 0:
+                await self.poison(broker)
+            else:
+                await self.ask(f"client-{self._number}", long=self._number % 3 == 0)
+        if self.submitting and self._number % 20 == 0:
+            await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": "", "data": "damaged"})
+        for job_id in list(self.open):
+            await self.look(broker, job_id)
+
+    async def ask(self, job_id: str, *, long: bool) -> None:
+        """Until some replica has answered 202; the same id every time."""
+        size = {"n": 8, "max_tokens": 80} if long else {"n": 2, "max_tokens": 4}
+        while True:
+            slot = self.system.rng.randrange(self.system.num_replicas)
+            with suppress(DvpError, OSError, ValueError):
+                port = int((self.system.layout.folder / f"replica-{slot}.port").read_text())
+                async with AsyncClient(f"http://127.0.0.1:{port}", timeout=PATIENCE_S, retry=Retry(tries=1)) as client:
+                    sampling = {"max_tokens": size["max_tokens"]}
+                    await client.submit(prompt="1+1=", n=size["n"], sampling=sampling, job_id=job_id)
+                self.accept(job_id, poisoned=False)
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def poison(self, broker: Broker) -> None:
+        job = Job(job_id=f"poison-{self._number}", run_id=broker.run_id, prompt_ids=TOO_LONG, sink=Sink.CLIENT)
+        await Submission(broker).submit_client(job, limit=10**6)
+        self.accept(job.job_id, poisoned=True)
+
+    def accept(self, job_id: str, *, poisoned: bool) -> None:
+        self.open[job_id] = poisoned
+        self.counts["accepted"] += 1
+
+    async def look(self, broker: Broker, job_id: str) -> None:
+        wipes = self.counts["wipes"]
+        try:
+            report = await Submission(broker).status(job_id)
+        except NotFoundError:
+            if wipes == self.counts["wipes"] and job_id in self.open:
+                self.end(job_id, "lost")
+            return
+        if report.state in (JobState.DONE, JobState.DEAD) and job_id in self.open:
+            expected = JobState.DEAD if self.open[job_id] else JobState.DONE
+            self.end(job_id, report.state if report.state is expected else f"{report.state} unexpectedly")
+
+    def end(self, job_id: str, how: str) -> None:
+        del self.open[job_id]
+        self.counts[how] += 1
+        if how not in (JobState.DONE, JobState.DEAD):
+            self.system.faults.append(f"client job {job_id}: {how}")
+
+    def forget(self) -> None:
+        """The broker is wiped: what it knew of clients' jobs is gone, and they are told so."""
+        self.counts["wipes"] += 1
+        self.counts["gone with a wiped broker"] += len(self.open)
+        self.open.clear()
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    async def operate(self) -> None:
+        """One command after the other, as long as a fail point of theirs is missing."""
+        while (trap := self.system.traps.take(Role.OPERATOR)) is not None:
+            name = trap.rpartition(".")[0]
+            await self.command(name, trap)
+            if name == "close":
+                await self.command("open", None)
+            await asyncio.sleep(PAUSE_S)
+
+    async def command(self, name: str, trap: str | None) -> None:
+        run_id = self.system.layout.run_id
+        if name == "purge":
+            run_id += "-scratch"
+            with suppress(DvpError):
+                async with await Broker.connect(self.system.broker.url, run_id) as broker:
+                    job = Job(job_id="x", run_id=run_id, prompt_ids=[1], sink=Sink.CLIENT)
+                    await Submission(broker).submit_client(job, limit=10**6)
+        child = self.system.start(Role.OPERATOR, f"operator-{name}", trap, [f"--run-id={run_id}", *COMMANDS[name]])
+        await self.system.gone(child)

@@ -1,0 +1,71 @@
+"""Which fail point a new process is to die at, until every one was hit often enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+
+from services.transport import failpoints
+
+
+class Role(StrEnum):
+    REPLICA = "replica"
+    TRAINER = "trainer"
+    OPERATOR = "operator"
+
+
+REPLICA = ("create_groups", "beat", "start", "expire", "renew", "commit", "fail", "release", "abandon", "leave", "swap")
+OPERATOR = ("close", "open", "health", "letters", "pending", "replay", "discard", "purge")
+AT_STOP = ("release", "abandon", "leave", "lease_release")
+"""Reached only by a process that is asked to stop."""
+
+
+def all_points() -> list[str]:
+    scripts = (Path(failpoints.__file__).parent / "lua").glob("*.lua")
+    names = sorted(path.stem for path in scripts if path.stem != "prelude")
+    return [f"{name}.{side}" for name in names for side in ("before", "after")] + [*failpoints.BESIDES_SCRIPTS]
+
+
+def role_of(point: str) -> Role:
+    name = point.rpartition(".")[0]
+    if name in OPERATOR:
+        return Role.OPERATOR
+    return Role.REPLICA if name in (*REPLICA, "submit_client", "read.replicas") else Role.TRAINER
+
+
+def is_at_stop(point: str | None) -> bool:
+    return point is not None and point.rpartition(".")[0] in AT_STOP
+
+
+class Traps:
+    def __init__(self, hits: int, rng: Random) -> None:
+        self._rng = rng
+        self.missing = Counter({point: hits for point in all_points()})
+        self.hits: Counter[str] = Counter({point: 0 for point in all_points()})
+        self._armed: Counter[str] = Counter()
+
+    def take(self, role: Role) -> str | None:
+        """A point for a new process to die at. None now and then, so that the run also gets on."""
+        open_points = [p for p, n in self.missing.items() if role_of(p) is role and n > self._armed[p]]
+        if not open_points or (role is not Role.OPERATOR and self._rng.random() < 0.2):
+            return None
+        point = self._rng.choice(open_points)
+        self._armed[point] += 1
+        return point
+
+    def give_back(self, point: str | None, *, hit: bool) -> None:
+        """The process is gone, by its trap or otherwise."""
+        if point is None:
+            return
+        self._armed[point] -= 1
+        self.hits[point] += hit
+        self.missing[point] -= hit
+
+    def missing_of(self, role: Role) -> int:
+        return sum(n for point, n in self.missing.items() if role_of(point) is role)
+
+    @property
+    def left(self) -> int:
+        return sum(self.missing.values())
