@@ -182,7 +182,7 @@ def compare(layout: Layout, broker: EmbeddedBroker, zygote: Zygote) -> bool:
         await system.close()
 
     asyncio.run(run())
-    ours, theirs = final_parameters(layout.out), final_parameters(quiet.out)
+    ours, theirs = final_parameters(layout), final_parameters(quiet)
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from services.contract.group import Group
 from services.contract.job import job_position
 from services.contract.weights import WeightVersion
+from services.transport.weight_folder import folder_name
 from tests.unit.dvp.oracle import policy
 from trainer.checkpoint import Checkpoints
 from trainer.ledger import read_ledger
@@ -132,8 +132,10 @@ def _distances(model: torch.nn.Module, groups: Iterable[Group], seq: int) -> Ite
                     yield distances[span.start : span.end], named == seq
 
 
-def final_parameters(out: Path) -> dict[str, torch.Tensor]:
-    found = Checkpoints(out / "checkpoints", keep=1).load()
+def final_parameters(layout: Layout) -> dict[str, torch.Tensor]:
+    """The weights that the newest checkpoint was announced with."""
+    found = Checkpoints(layout.out / "checkpoints", keep=1).load()
     assert found is not None
-    parameters: dict[str, torch.Tensor] = found[1]["model"]
+    name = f"{folder_name(found[0].seq)}.safetensors"
+    parameters: dict[str, torch.Tensor] = load_file(Evidence(layout.folder / "evidence").weights / name)
     return parameters
