@@ -9,9 +9,11 @@ import asyncio
 import builtins
 import logging
 import re
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio import Redis
@@ -120,7 +122,7 @@ class Broker:
             if task and task.cancelling() > cancelling:
                 raise asyncio.CancelledError
         except _RefusedError as error:
-            raise ConfigError(f"Redis at {self._where} refuses the user or password of redis_url: {error}") from None
+            raise ConfigError(f"Redis at {self._where} {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
             raise UnavailableError(f"Redis at {self._where} does not answer: {error}") from None
         except OutOfMemoryError:
@@ -173,25 +175,30 @@ class Broker:
 
 
 class _RefusedError(RedisError):
-    """The user or password is wrong."""
+    """The user, the password or the server's certificate is wrong."""
 
 
 class _Retry(Retry):
-    """redis-py takes a refused password for a connection error; trying it again helps nobody."""
+    """redis-py takes a refused password or certificate for a connection error; trying it again helps nobody."""
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:
             try:
                 return await do()
             except (AuthenticationError, AuthorizationError) as error:
-                raise _RefusedError(str(error)) from None
+                raise _RefusedError(f"refuses the user or password of redis_url: {error}") from None
+            except ConnectionError as error:
+                if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
+                    remedy = "rediss://...?ssl_ca_certs=FILE names the authority to trust"
+                    raise _RefusedError(f"shows a certificate that cannot be trusted: {error}; {remedy}") from None
+                raise
 
         return await super().call_with_retry(once, *args, **options)
 
 
 def _client(url: str) -> Redis:
     try:
-        return Redis.from_url(
+        client = Redis.from_url(
             url,
             protocol=2,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
@@ -200,8 +207,17 @@ def _client(url: str) -> Redis:
             retry=_Retry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), NUM_RETRIES),
             retry_on_error=[ConnectionError, TimeoutError],
         )
-    except ValueError as error:
-        raise ConfigError(f"redis_url: {error}; expected redis://[:password@]host:port/0 or rediss://") from None
+        # Opens nothing, but knows which options there are.
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, RedisError) as error:
+        raise ConfigError(
+            f"redis_url: {error}; expected redis://[:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for "
+            "an authority of your own"
+        ) from None
+    authority = client.connection_pool.connection_kwargs.get("ssl_ca_certs")
+    if authority is not None and not Path(authority).is_file():
+        raise ConfigError(f"redis_url: ssl_ca_certs={authority}: no such file; expected certificates in PEM")
+    return client
 
 
 def _address(redis: Redis) -> str:

