@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from services import tracing
+from services.contract.arrays import Int32Array
 from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import DeadLetter, Group, LogprobKind
 from services.contract.job import Job, Sink, job_id, job_position
@@ -361,7 +362,7 @@ def check_group(group: Group, job: Job) -> None:
     """Raises GroupMismatchError unless the group is what this job asked for and what the trainer trains on."""
     expected = {
         "run_id": (group.run_id, job.run_id),
-        "prompt_ids": (group.prompt_ids.tolist(), job.prompt_ids.tolist()),
+        "prompt_ids": (_fingerprint(group.prompt_ids), _fingerprint(job.prompt_ids)),
         "number of samples": (len(group.samples), job.n),
         "engine.logprob_kind": (group.engine.logprob_kind, LogprobKind.CONSTRAINED),
         "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),
@@ -373,3 +374,8 @@ def check_group(group: Group, job: Job) -> None:
             f"group {group.job_id} from replica {group.replica_id} ({group.engine.name} {group.engine.version}): "
             + "; ".join(wrong)
         )
+
+
+def _fingerprint(prompt_ids: Int32Array) -> str:
+    """Prompts are not logged."""
+    return f"{len(prompt_ids)} tokens of {hashlib.sha256(prompt_ids.tobytes()).hexdigest()[:8]}"

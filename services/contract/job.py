@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import msgpack
-import numpy as np
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from .arrays import Int32Array
@@ -84,7 +83,7 @@ class Job(Record):
     @classmethod
     def _prompt(cls, prompt_ids: Int32Array) -> Int32Array:
         if len(prompt_ids) == 0 or prompt_ids.min() < 0:
-            raise ValueError(f"needs at least one token id, all >= 0, got {np.array2string(prompt_ids, threshold=8)}")
+            raise ValueError(f"needs at least one token id, all >= 0, got {len(prompt_ids)}")
         return prompt_ids
 
     @model_validator(mode="after")

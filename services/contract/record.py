@@ -6,6 +6,7 @@ in front, so that a reader of another generation refuses instead of guessing.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any, Self
 
 import msgpack
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from .errors import RequestError
 
 SCHEMA_VERSION = 1
+MAX_SHOWN = 80
+"""Characters of a value that an error repeats."""
 
 
 def _raw(value: Any) -> bytes:
@@ -54,9 +57,17 @@ class Record(BaseModel):
 
 
 def describe(what: str, error: ValidationError) -> str:
-    """One line per bad field: where, why, and the value seen, cut to a readable length."""
+    """One line per bad field: where, why, and the value seen. Of anything that may hold a prompt only the size is told,
+    because these lines are logged."""
     lines = [
-        f"{what}: {'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}, got {item['input']!r:.120}"
+        f"{what}: {'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}, got {_brief(item['input'])}"
         for item in error.errors(include_url=False, include_context=False)
     ]
     return "\n".join(lines)
+
+
+def _brief(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= MAX_SHOWN):
+        return f"{value!r:.{MAX_SHOWN}}"
+    size = f" of {len(value)}" if isinstance(value, Sized) else ""
+    return f"{type(value).__name__}{size}"

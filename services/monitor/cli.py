@@ -98,6 +98,7 @@ def drain(
     reason: Annotated[str, typer.Option(help="Shown to whoever asks why nothing is admitted.")] = "drained by hand",
     wait: Annotated[bool, typer.Option(help="Until nothing is queued or running.")] = True,
     timeout_s: Annotated[float, typer.Option(min=0, help="Longest wait.")] = 3600.0,
+    as_json: Json = False,
 ) -> None:
     """Admit no new jobs and wait until the others have ended. Lasts until `dvp-queue open`."""
 
@@ -107,13 +108,16 @@ def drain(
             await _empty(broker, timeout_s)
 
     _run(context, close_and_wait)
-    typer.echo("closed" + (", and nothing is queued or running" if wait else "") + "; dvp-queue open admits jobs again")
+    words = "closed" + (", and nothing is queued or running" if wait else "") + "; dvp-queue open admits jobs again"
+    typer.echo(json.dumps({"closed": True, "empty": wait or None}) if as_json else words)
 
 
 @app.command(name="open")
-def reopen(context: typer.Context) -> None:
+def reopen(context: typer.Context, as_json: Json = False) -> None:
     """Admit jobs again after a drain."""
-    typer.echo("open again" if _run(context, open_queue) else "was open already")
+    was_closed = _run(context, open_queue)
+    words = "open again" if was_closed else "was open already"
+    typer.echo(json.dumps({"closed": False, "was_closed": was_closed}) if as_json else words)
 
 
 @app.command()
@@ -121,13 +125,15 @@ def purge(
     context: typer.Context,
     yes: Yes = False,
     force: Annotated[bool, typer.Option("--force", help="Even while a trainer or replicas work on the run.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Remove everything the broker holds of this run: jobs, groups, dead letters, weight versions, books."""
     run_id = QueueSettings.load(context.obj).run_id
     if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
         raise RequestError("that is not its name; nothing was removed")
     removed = _run(context, lambda broker: purge_run(broker, force=force))
-    typer.echo(f"run {run_id} is gone, with the books of {removed} jobs, results and replicas")
+    words = f"run {run_id} is gone, with the books of {removed} jobs, results and replicas"
+    typer.echo(json.dumps({"run_id": run_id, "removed": removed}) if as_json else words)
 
 
 @dead.command(name="list")

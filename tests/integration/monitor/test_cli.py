@@ -126,6 +126,14 @@ async def test_drain_waits_until_the_queue_is_empty(cli: Cli, rig: Rig) -> None:
     assert (await cli(rig.run_id, "open")).out == "was open already\n"
 
 
+async def test_every_change_can_be_read_by_a_script(cli: Cli, rig: Rig) -> None:
+    await rig.submit(1)
+    drained = await cli(rig.run_id, "drain", "--no-wait", "--json")
+    assert (drained.code, drained.json) == (0, {"closed": True, "empty": None})
+    assert (await cli(rig.run_id, "open", "--json")).json == {"closed": False, "was_closed": True}
+    assert (await cli(rig.run_id, "purge", "--yes", "--force", "--json")).json == {"run_id": rig.run_id, "removed": 1}
+
+
 async def test_a_drain_that_takes_too_long_says_who_is_in_the_way(cli: Cli, staged: Rig) -> None:
     ran = await cli(staged.run_id, "drain", "--timeout-s", "0.1")
     assert ran.code == 2

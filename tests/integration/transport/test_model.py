@@ -141,7 +141,13 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+FEW = {
+    *("commit without the owner check", "commit that cannot be repeated", "submit without the dedupe key"),
+    *("settle without the fencing token", "a death without a tombstone", "a trainer that recovers nothing"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in MUTANTS])
 async def test_the_walk_finds_a_script_that_is_wrong(name: str, broker: Broker) -> None:
     script, text, instead = MUTANTS[name]
     source = broker_module._source(script, broker.run_id)
