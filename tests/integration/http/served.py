@@ -29,7 +29,8 @@ STARTED_S = 20.0
 
 
 def _rollout(tokens: Sequence[str]) -> FastAPI:
-    return rollout.create_app(Service(RolloutSettings.load(["--model", "none"]), LogContext()), tokens)
+    settings = RolloutSettings.load(["--model", "none"])
+    return rollout.create_app(Service(settings, LogContext()), tokens, settings.max_requests)
 
 
 def _monitor(tokens: Sequence[str]) -> FastAPI:
