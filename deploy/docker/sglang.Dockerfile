@@ -1,6 +1,6 @@
 # A replica whose engine is SGLang on GPUs. The context is the root of the repository:
 #     docker build -f deploy/docker/sglang.Dockerfile -t dvp-rl/rollout-sglang .
-#     docker run --gpus all --shm-size 8g -e DVP_ROLLOUT__TOKEN -v ./models:/models:ro -p 127.0.0.1:8000:8000 \
+#     docker run --gpus all --shm-size 32g -e DVP_ROLLOUT__TOKEN -v ./models:/models:ro -p 127.0.0.1:8000:8000 \
 #       dvp-rl/rollout-sglang --model /models/Qwen3-0.6B
 #
 # SGLang's own image brings CUDA and every version that SGLang pins, torch among them. Nothing of that is moved: the

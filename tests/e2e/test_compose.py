@@ -23,7 +23,7 @@ from trainer.reporting import read_metrics
 from .stack import BUILD_S, Stack, clone, require_engine, running
 
 TRAINING_S = 1200.0
-STEPS = 200
+STEPS = 400
 """More than the demo's, so that the run lasts until everything has been done to it."""
 IMAGES = ("rollout", "trainer", "monitor", "gateway")
 SERVICES = ("redis", *IMAGES)
