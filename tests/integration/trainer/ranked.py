@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.unit.trainer.golden import make_batch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.unit.trainer.golden import make_batch
 from trainer.config import TrainSettings
 from trainer.model import load_model
 from trainer.step import Learner
