@@ -34,11 +34,11 @@ MUTANTS = {
     "fencing token": Mutant(PRELUDE, "elseif newest ~= token then", "elseif false then"),
     "acknowledge after checkpoint": Mutant(
         LOOP,
-        """        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.state())
+        """        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.save)
         await self.feeder.acknowledge()
 """,
         """        await self.feeder.acknowledge()
-        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.state())
+        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.save)
 """,
     ),
 }

@@ -25,8 +25,8 @@ def is_stopped(child: subprocess.Popen[bytes]) -> bool:
 
 def everything(run: Path) -> dict[str, str]:
     """The run's checkpoints, ledgers and metrics, by digest. Weights that nobody announces harm nobody."""
-    files = [*run.glob("*.jsonl"), *run.glob("checkpoints/step-*/*")]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = [*run.glob("*.jsonl"), *run.glob("checkpoints/step-*/**/*")]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
 
 
 @pytest.mark.slow
