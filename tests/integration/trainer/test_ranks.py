@@ -14,6 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.models import make_model
+from trainer.ledger import read_ledger
+
+from .processes import TIMEOUT_S, config, process, replica
+from .processes import train as train_alone
 
 SIZES = (1, 2, 4)
 # AdamW divides by the root of a second moment: what is rounding in a gradient near zero is a part of lr in its update.
@@ -92,6 +96,21 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(
     for name, weight in weights_of(alone).items():
         assert float((weight - weights_of(together)[name]).abs().mean()) <= TOLERANCE, name
     assert any(not torch.equal(w, weights_of(outcomes[2])[name]) for name, w in weights_of(alone).items())
+
+
+def test_two_ranks_train_on_the_queue_and_one_goes_on(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    """The whole way of a sample, with evaluation, checkpoints and weights that a replica loads."""
+    flags = config(tmp_path, run_id, broker_url, steps="4")
+    two = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    log = tmp_path / "ranks.log"
+    with replica(tmp_path, run_id, broker_url):
+        with process([*two, *flags], log) as ranks:
+            assert ranks.wait(TIMEOUT_S) == 0, log.read_text()
+        train_alone([flag if flag != "--steps=4" else "--steps=6" for flag in flags])
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    trained = [e["job_id"] for e in read_ledger(tmp_path / "run" / "consumed.jsonl") if e["outcome"] == "trained"]
+    assert len(trained) == len(set(trained)) == 6 * 4
 
 
 def test_a_rank_that_dies_ends_the_others(model: Path, tmp_path: Path) -> None:
