@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 
@@ -48,7 +49,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 LOOK_S = 0.1
 KEEP_LAST = 1
 """Versions that stay beside those in use and the one that comes."""
-WRITE_BUFFER = 1024 * 1024
+BLOCK_BYTES = 1024 * 1024
 
 SeqsInUse = Callable[[], Awaitable[frozenset[int]]]
 
@@ -180,13 +181,27 @@ async def _append(client: httpx.AsyncClient, url: str, path: Path, size: int) ->
         going_on = response.status_code == 206
         if going_on and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
             raise WeightError(f"{url}: asked from byte {have}, got {response.headers.get('content-range')!r:.80}")
-        with await asyncio.to_thread(path.open, "ab" if going_on else "wb", WRITE_BUFFER) as out:
-            async for chunk in response.aiter_raw():
-                if out.tell() + len(chunk) > size:
-                    raise WeightError(f"{url}: longer than the {size} bytes that {MANIFEST_NAME} lists")
-                out.write(chunk)
+        with await asyncio.to_thread(path.open, "ab" if going_on else "wb") as out:
+            await _write(response, out, url, size - have if going_on else size)
     if _size(path) < size:
         raise _CutError("the server sent less than it has")
+
+
+async def _write(response: httpx.Response, out: BinaryIO, url: str, room: int) -> None:
+    """Everything that arrives, also when it ends early. In blocks and on a thread: a disk may take its time, and this
+    event loop has jobs to serve."""
+    block = bytearray()
+    try:
+        async for chunk in response.aiter_raw():
+            room -= len(chunk)
+            if room < 0:
+                raise WeightError(f"{url}: longer than {MANIFEST_NAME} says")
+            block += chunk
+            if len(block) >= BLOCK_BYTES:
+                full, block = block, bytearray()
+                await asyncio.to_thread(out.write, full)
+    finally:
+        out.write(block)
 
 
 async def _read(client: httpx.AsyncClient, url: str) -> bytes:
