@@ -84,13 +84,11 @@ class TrainerLease:
         keeper = asyncio.create_task(self._keep(body))
         try:
             yield token
-        except asyncio.CancelledError:
-            if self._lost is None:
-                raise
-            body.uncancel()
-            raise self._lost from None
         finally:
             keeper.cancel()
+            if self._lost is not None:
+                await _take_cancellation(body)
+                raise self._lost from None
             await asyncio.wait([keeper])
             with contextlib.suppress(UnavailableError):
                 await self.release()
@@ -108,3 +106,12 @@ class TrainerLease:
                 self._lost = error
                 body.cancel()
                 return
+
+
+async def _take_cancellation(task: asyncio.Task[object]) -> None:
+    """The body may have ended by an error of its own while its cancellation was on the way: it must not meet what is
+    outside the block."""
+    while task.cancelling():
+        task.uncancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)

@@ -126,6 +126,26 @@ async def test_held_stops_the_body_when_the_lease_is_lost(broker: Broker) -> Non
     await asyncio.wait_for(asyncio.sleep(0), 5)
 
 
+async def test_held_names_the_lost_lease_whatever_the_body_ends_with(broker: Broker) -> None:
+    """A task group inside cancels as well when one of its own tasks has noticed first."""
+
+    async def train() -> None:
+        async with TrainerLease(broker, "x", ttl_s=0.1).held():
+            await _run_out(broker)
+            await broker.redis.incr(broker.keys.fence)
+            body = asyncio.current_task()
+            assert body is not None
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                body.cancel()
+                raise RuntimeError("noticed by itself") from None
+
+    with pytest.raises(LeaseLostError):
+        await train()
+    await asyncio.wait_for(asyncio.sleep(0), 5)
+
+
 async def test_held_lets_a_real_cancellation_through(broker: Broker) -> None:
     entered = asyncio.Event()
 
