@@ -35,6 +35,7 @@ class TrainerLease:
         self._nonce = secrets.token_hex(8)
         self._who = (holder, socket.gethostname(), os.getpid())
         self._lost: LeaseLostError | None = None
+        self._leaving = False
 
     @property
     def _ttl_ms(self) -> int:
@@ -85,11 +86,13 @@ class TrainerLease:
         try:
             yield token
         finally:
-            keeper.cancel()
+            self._leaving = True  # a renewal that is refused from here on cancels nobody
             if self._lost is not None:
                 await _take_cancellation(body)
-                raise self._lost from None
+            keeper.cancel()
             await asyncio.wait([keeper])
+            if self._lost is not None:
+                raise self._lost from None
             with contextlib.suppress(UnavailableError):
                 await self.release()
 
@@ -104,7 +107,8 @@ class TrainerLease:
             except LeaseLostError as error:
                 logger.error("%s", error)
                 self._lost = error
-                body.cancel()
+                if not self._leaving:
+                    body.cancel()
                 return
 
 
