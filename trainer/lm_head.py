@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MAX_SHARE = 0.05
-"""Kept share of the logits above which the dense backward is faster (python -m tests.benchmarks.lm_head)."""
+"""Kept share of a block's logits above which its backward is dense: an estimate from one machine's CPU, for
+`python -m tests.benchmarks.lm_head` to settle."""
 CPU_CHUNK, DEVICE_CHUNK = 2**23, 2**27
 """Logits in memory at a time: 32 MiB of float32 on a CPU, 512 MiB on a device."""
 
@@ -53,7 +54,7 @@ def head_logprobs(
     rules = (setting.to(hidden.device).expand(len(hidden), 1) for setting in (threshold, tau))
     chunk_rows = max(1, chunk // weight.shape[0])
     outputs = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk_rows
+        hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk_rows, torch.is_grad_enabled()
     )
     return Constrained(*outputs)
 
@@ -70,8 +71,10 @@ class _HeadLogprobs(torch.autograd.Function):
         tau: Tensor,
         max_share: float,
         chunk_rows: int,
+        recording: bool,
     ) -> Constrained:
-        learning = any(ctx.needs_input_grad[:3])
+        # Without gradient mode, inputs that need one still say so.
+        learning = recording and any(ctx.needs_input_grad[:3])
         head = _Head(weight, bias, hidden, chunk_rows)
         out = Constrained(
             *(
@@ -113,8 +116,8 @@ class _HeadLogprobs(torch.autograd.Function):
         mine = active[is_sparse].repeat_interleave(count[is_sparse])
         total.add_sparse(rows, count[rows], columns[mine], slopes[mine] * slope[rows, 0].repeat_interleave(count[rows]))
 
-        head = _Head(weight, bias, hidden, ctx.chunk_rows) if ctx.logits is None else None
         dense = (active & ~is_sparse).nonzero()[:, 0]
+        head = _Head(weight, bias, hidden, ctx.chunk_rows) if len(dense) and ctx.logits is None else None
         for chunk in dense.split(ctx.chunk_rows) if len(dense) else ():
             logits = ctx.logits[chunk] if head is None else head(hidden[chunk])
             for piece, ids, pull, member, *limits in split_rows(
@@ -122,7 +125,7 @@ class _HeadLogprobs(torch.autograd.Function):
             ):
                 piece.copy_(logit_gradient(constrain(piece, *limits), ids, pull, member))
             total.add_dense(chunk, logits)
-        return total.hidden, total.weight, total.bias, None, None, None, None, None
+        return total.hidden, total.weight, total.bias, *(None,) * 6
 
 
 class _Head:
