@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from services.contract.group import Group
 from services.contract.job import job_position
+from services.contract.sampling import Sampling
 from services.contract.weights import WeightVersion
 from services.transport.weight_folder import folder_name
-from tests.unit.dvp.oracle import policy
+from tests.unit.dvp.oracle import Floats, policy
 from trainer.checkpoint import Checkpoints
 from trainer.ledger import read_ledger
 
@@ -119,17 +120,26 @@ def _seqs(group: Group) -> set[int]:
 
 @torch.inference_mode()
 def _distances(model: torch.nn.Module, groups: Iterable[Group], seq: int) -> Iterator[tuple[np.ndarray, bool]]:
-    """|log-prob said - log-prob under the model| of the tokens that name `seq` (True), or the one after it (False)."""
+    """How far the log-probs said are from those of the model, of tokens that name `seq` (True) or the one after it."""
     for group in groups:
         for sample in group.samples:
             ids = np.concatenate([group.prompt_ids, sample.token_ids])
             logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, len(group.prompt_ids) - 1 : -1]
-            own = policy(logits.float().numpy(), group.sampling.log_min_p, group.sampling.temperature)
-            distances = np.abs(own.logprobs[np.arange(len(sample.token_ids)), sample.token_ids] - sample.logprobs)
+            distances = distance(logits.numpy(), group.sampling, sample.token_ids, sample.logprobs)
             for span in sample.versions:
                 named = WeightVersion.parse(span.version).seq
                 if named in (seq, seq + 1):
                     yield distances[span.start : span.end], named == seq
+
+
+def distance(logits: Floats, sampling: Sampling, ids: np.ndarray, said: np.ndarray) -> Floats:
+    """[T] nats to the nearest log-prob of a set that float32 may have kept: a token within TOLERANCE of the threshold
+    is in it or not, and moves the others' log-probs by its mass. inf where the token itself is below that."""
+    wide = policy(logits, sampling.log_min_p - TOLERANCE, sampling.temperature)
+    narrow = policy(logits, min(0.0, sampling.log_min_p + TOLERANCE), sampling.temperature)
+    low = wide.logprobs[np.arange(len(ids)), ids]
+    high = low + np.log(wide.kept_mass / narrow.kept_mass)
+    return np.maximum(np.maximum(low - said, said - high), 0.0)
 
 
 def final_parameters(layout: Layout) -> dict[str, torch.Tensor]:
