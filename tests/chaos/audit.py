@@ -51,13 +51,14 @@ class Audit:
         return found
 
 
-def audit(layout: Layout) -> Audit:
+def audit(layout: Layout, every: int = 1) -> Audit:
+    """Of all groups, and of the tokens of every `every`-th version."""
     evidence, result = Evidence(layout.folder / "evidence"), Audit()
     everything = list(evidence.trained())
     final = {record.step: record for record in everything if record.step <= layout.newest_step()}
     result.steps, result.batches_lost_to_kills = len(final), len(everything) - len(final)
     check_books(layout, final, result)
-    check_tokens(layout, evidence, everything, result)
+    check_tokens(layout, evidence, everything, every, result)
     return result
 
 
@@ -87,8 +88,8 @@ def _repeated(values: Iterable[object]) -> list[str]:
     return [str(value) for value, count in Counter(values).items() if count > 1]
 
 
-def check_tokens(layout: Layout, evidence: Evidence, trained: Iterable[Trained], result: Audit) -> None:
-    """Every token that was trained on, in lost timelines too, under the weights it names, in float64."""
+def check_tokens(layout: Layout, evidence: Evidence, trained: Iterable[Trained], every: int, result: Audit) -> None:
+    """The tokens that were trained on, in lost timelines too, under the weights they name, in float64."""
     groups = {(group.job_id, group.replica_id, group.finished_at): group for r in trained for group in r.groups}
     files = {int(path.stem.removeprefix("weights-")): path for path in evidence.weights.iterdir()}
     by_seq: dict[int, list[Group]] = defaultdict(list)
@@ -99,7 +100,7 @@ def check_tokens(layout: Layout, evidence: Evidence, trained: Iterable[Trained],
     result.versions = len(by_seq)
     model = AutoModelForCausalLM.from_pretrained(layout.model, dtype=torch.float64).eval()
     noticed = 0
-    for seq in sorted(by_seq.keys() & files.keys()):
+    for seq in sorted(seq for seq in by_seq.keys() & files.keys() if seq % every == 0):
         model.load_state_dict({name: weight.double() for name, weight in load_file(files[seq]).items()}, strict=False)
         for distances, named in _distances(model, by_seq[seq], seq):
             if named:

@@ -40,6 +40,8 @@ GROWN_UP_S = 15.0
 KILL_S = 10.0
 MOST_GROWTH = 1.1
 MIB = 2**20
+AUDIT_EVERY = 20
+"""Tokens of one in so many weight versions: half an hour makes tens of thousands of versions."""
 MOST_FOLDERS = 12
 """Weight folders: the last two, those served, loading or checkpointed."""
 
@@ -102,7 +104,7 @@ async def watch(system: System, meters: Meters, started: float) -> None:
 async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[str, int]:
     """Streams, and keys that nothing will ever remove by itself."""
     try:
-        async with await Broker.connect(broker.url, layout.run_id) as connected:
+        async with await Broker.connect(broker.url, layout.run_id) as connected, connected.call():
             redis, keys = connected.redis, connected.keys
             lasting = 0
             async for key in redis.scan_iter(keys.everything, count=1000):
@@ -155,7 +157,7 @@ def main(
             Zygote(folder / "zygote.log") as zygote,
         ):
             system, traffic, meters = asyncio.run(run(layout, broker, zygote, minutes))
-        result = audit(layout)
+        result = audit(layout, every=AUDIT_EVERY)
     sys.stdout.write(f"{minutes:g} minutes, medians of the first and the last third\n")
     for meter in sorted(meters.values(), key=lambda meter: meter.name):
         sys.stdout.write(f"{meter}\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from services.rollout.loops import cancel
 from services.transport.embedded import EmbeddedBroker
 from services.transport.failpoints import VARIABLE as FAILPOINTS
 from trainer.checkpoint import Checkpoints
@@ -37,8 +38,7 @@ async def together(*background: Coroutine[object, object, None]) -> AsyncIterato
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in background]
         yield
-        for task in tasks:
-            task.cancel()
+        await cancel(tasks)
 
 
 class Layout(NamedTuple):
