@@ -75,8 +75,8 @@ def check_books(layout: Layout, final: dict[int, Trained], result: Audit) -> Non
     positions = [job_position(id)[0] for id in trained]
     result.twice += [f"position {position}" for position in _repeated(positions)]
     result.lost = sorted(set(submitted) - {entry["job_id"] for entry in ended} - set(progress.outstanding))
-    waiting = {job_position(id)[0] for id in progress.outstanding} | {position for position, _ in progress.retries}
-    result.lost += [f"position {p}" for p in range(progress.cursor) if p not in {*positions, *waiting}]
+    accounted = {*positions, *(job_position(id)[0] for id in progress.outstanding), *(p for p, _ in progress.retries)}
+    result.lost += [f"position {p}" for p in range(progress.cursor) if p not in accounted]
     booked = [entry["job_id"] for entry in ended if entry["outcome"] == "trained"]
     if sorted(booked) != sorted(trained):
         result.lost.append(f"booked as trained {len(booked)}, trained {len(trained)}")
