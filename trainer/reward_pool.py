@@ -95,9 +95,13 @@ class RewardPool:
         size = max(1, min(MAX_CHUNK, len(requests) // (4 * self._num_workers)))
         loop = asyncio.get_running_loop()
         chunks = [_Chunk(requests[i : i + size], loop.create_future()) for i in range(0, len(requests), size)]
-        for chunk in chunks:
-            await self._chunks.put(chunk)
-        parts = await asyncio.gather(*(chunk.results for chunk in chunks))
+        try:
+            for chunk in chunks:
+                await self._chunks.put(chunk)
+            parts = await asyncio.gather(*(chunk.results for chunk in chunks))
+        finally:
+            for chunk in chunks:  # nobody waits for them any more
+                chunk.results.cancel()
         return [result for part in parts for result in part]
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -132,6 +133,19 @@ async def test_a_cancelled_score_leaves_the_pool_usable(pool: RewardPool) -> Non
     with pytest.raises(asyncio.CancelledError):
         await scoring
     assert (await pool.score([request("fine")]))[0].value == 0.25
+
+
+async def test_a_score_cancelled_while_it_waits_for_room_leaves_no_error_behind(misbehaving: str) -> None:
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with RewardPool(misbehaving, timeout_s=60) as pool:
+        scoring = asyncio.create_task(pool.score([request("sleep")] * 100))
+        await asyncio.sleep(0.05)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+    gc.collect()
+    assert errors == []
 
 
 async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None:

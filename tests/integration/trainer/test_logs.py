@@ -1,0 +1,61 @@
+"""What a prompt says is in no log: a whole system, with everything that can go wrong with a prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.rollout.process import ReplicaProcess
+
+from .processes import MODEL, config, process
+
+SECRET = "Xq7Zw9Kj2Vb4"
+TOO_LONG = SECRET * 40
+"""More than the model's context: its jobs become dead letters."""
+REWARD = """
+def broken(completion, answer, *, prompt, extra):
+    if extra["case"] == 0:
+        raise ValueError("no score")
+    while extra["case"] == 1:
+        pass
+    return float(len(completion))
+"""
+
+
+@pytest.mark.slow
+def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{SECRET}{i}=", "answer": SECRET, "case": i % 8} for i in range(16)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": TOO_LONG, "answer": "", "case": 3}]))
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": SECRET}) + "\n" + json.dumps({"question": SECRET}) + "\n")
+    (tmp_path / "reward_for_logs.py").write_text(REWARD)
+    at = [f"--redis-url={broker_url}", f"--run-id={run_id}"]
+    rollout = [f"--model={MODEL}", "--threads=1"]
+    flags = config(tmp_path, run_id, broker_url, reward__name="reward_for_logs:broken", reward__timeout_s="0.5")
+    flags = [flag for flag in flags if not flag.startswith("--data.train")]
+    variables = {"PYTHONPATH": str(tmp_path)}
+    with (
+        ReplicaProcess(tmp_path / "replica", *rollout, *at) as replica,
+        process(["services.monitor", *at, "--port=0"], tmp_path / "monitor.log"),
+    ):
+        for body in (
+            {"prompt": SECRET, "sampling": {"max_tokens": 2}},
+            {"prompt": SECRET, "sampling": {"min_p": 7}},
+            {"prompt": TOO_LONG},
+            {"prompt": SECRET, "n": SECRET},
+        ):
+            httpx.post(f"{replica.url}/v1/rollouts", json=body, timeout=30)
+        httpx.post(f"{replica.url}/v1/jobs", json={"prompt": TOO_LONG, "job_id": "letter"}, timeout=30)
+        with process(["trainer", *flags, f"--data.train={data}"], tmp_path / "trainer.log", **variables) as trainer:
+            assert trainer.wait(90) == 0, (tmp_path / "trainer.log").read_text()
+        with process(
+            ["trainer", *flags, f"--data.train={tmp_path / 'bad.jsonl'}"], tmp_path / "refused.log"
+        ) as refused:
+            assert refused.wait(60) == 2
+    logs = {path.name: path.read_text() for path in [*tmp_path.glob("*.log"), tmp_path / "replica" / "log"]}
+    assert "never retrieved" not in logs["trainer.log"]
+    assert "exceed the context" in logs["log"]
+    assert [name for name, text in logs.items() if SECRET in text] == []
