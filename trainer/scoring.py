@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from .rewards import Overlong, overlong_penalty
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> NDArray[np.int32]:
@@ -44,19 +47,29 @@ class Scorer:
 
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection) -> None:
         self._pool, self.tokenizer, self._rules = pool, tokenizer, rules
+        self._warned = False
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
         """Raises ConfigError if a reward fails and on_error is `stop`."""
         completions = [self.tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
         requests = [RewardRequest(row.index, text, row.answer, row.text, row.extra) for text in completions]
         results = await self._pool.score(requests)
+        scores = settle(results, self._rules.on_error)
+        self._warn_once([result.error for result in results if result.error is not None])
         return ScoredGroup(
             group=group,
-            rewards=self._shaped(group, settle(results, self._rules.on_error)),
+            rewards=self._shaped(group, scores),
             staleness=0,
             num_failed=sum(result.value is None for result in results),
             reward_s=sum(result.seconds for result in results),
         )
+
+    def _warn_once(self, errors: Sequence[str]) -> None:
+        """Row and kind of the first failure; an exception's own words may hold the prompt."""
+        if errors and not self._warned:
+            self._warned = True
+            first = ": ".join(errors[0].split(": ")[:2])
+            log.warning("a reward failed and counts as 0 (%s); further ones are counted in reward/failed", first)
 
     def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
         if self._rules.overlong is not Overlong.SOFT:

@@ -18,7 +18,7 @@ TOO_LONG = SECRET * 40
 REWARD = """
 def broken(completion, answer, *, prompt, extra):
     if extra["case"] == 0:
-        raise ValueError("no score")
+        raise ValueError(prompt)
     while extra["case"] == 1:
         pass
     return float(len(completion))
@@ -56,6 +56,7 @@ def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> 
         ) as refused:
             assert refused.wait(60) == 2
     logs = {path.name: path.read_text() for path in [*tmp_path.glob("*.log"), tmp_path / "replica" / "log"]}
+    assert logs["trainer.log"].count("further ones are counted in reward/failed") == 1
     assert "never retrieved" not in logs["trainer.log"]
     assert "exceed the context" in logs["log"]
     assert [name for name, text in logs.items() if SECRET in text] == []
