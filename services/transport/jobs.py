@@ -65,9 +65,11 @@ class JobQueue:
         taken = await self.broker.script(
             "expire", self.consumer, self.lease_ms, count, self.max_deliveries, *self._held
         )
-        for entry_id, job_id, _ in taken:
-            logger.warning("lease of job %s (entry %s) ran out, taking it over", job_id.decode(), entry_id.decode())
-        return await self._start([(entry_id.decode(), data) for entry_id, _, data in taken])
+        for _, job_id, _, holder in taken:
+            replica_id, _, _ = holder.decode().rpartition("/")
+            reason = "died or hangs" if holder.decode() != self.consumer else "is this one, and never got the reply"
+            logger.warning("taking over job %s: replica %s %s", job_id.decode(), replica_id, reason)
+        return await self._start([(entry_id.decode(), data) for entry_id, _, data, _ in taken])
 
     async def _start(self, entries: Sequence[tuple[str, bytes]]) -> list[Lease]:
         jobs = {entry_id: job for entry_id, data in entries if (job := await self._decode(entry_id, data))}

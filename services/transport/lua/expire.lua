@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Takes over entries whose lease ran out. ARGV: consumer, lease in ms, count, most deliveries, then the caller's own live
--- entries. Answers (entry id, data) each.
+-- entries. Answers (entry id, job id, data, consumer that let it go) each.
 local held = {}
 for i = 5, #ARGV do held[ARGV[i]] = true end
 local lease, most, wanted = tonumber(ARGV[2]), tonumber(ARGV[4]), tonumber(ARGV[3])
@@ -28,7 +28,7 @@ for _, item in ipairs(pending.err and {} or pending) do
       bury(JOBS, REPLICA_GROUP, entry, fields, 'its replica died or hung ' .. deliveries .. ' times, last ' .. before, before)
     else
       redis.call('XCLAIM', JOBS, REPLICA_GROUP, ARGV[1], 0, entry, 'JUSTID')
-      taken[#taken + 1] = {entry, fields.id or '', fields.data}
+      taken[#taken + 1] = {entry, fields.id or '', fields.data, before}
     end
   end
 end

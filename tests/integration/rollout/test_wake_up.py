@@ -46,8 +46,9 @@ async def test_a_stopped_replica_commits_nothing_twice(
         await Submission(broker).submit([job(run_id, "first")], fence=fence, limit=9)
         until(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
         groups = GroupQueue(broker, fence=fence)
-        with ReplicaProcess(tmp_path / "b", *args, "--replica-id", "successor"):
+        with ReplicaProcess(tmp_path / "b", *args, "--replica-id", "successor") as successor:
             assert await replicas_of(groups, 1) == {"first": "successor"}
+        assert "taking over job first: replica stopped died or hangs" in successor.log
         os.kill(stopped.pid, signal.SIGCONT)
         until(lambda: "job first: the lease of entry" in stopped.log)
         # It is alone now, and as good as any other.
