@@ -1,12 +1,7 @@
-"""The HTML report of a run: one file without links, light and dark, readable on a phone.
-
-Plots are drawn by matplotlib in placeholder colours that become CSS variables, so that one drawing serves both modes.
-"""
+"""The HTML report of a run: one file without links, light and dark, readable on a phone."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,15 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .drawing import MUTED, dress, ink, svg, variable
 from .reporting import read_metrics
 
 TEMPLATE = "report.html.j2"
-SERIES = tuple(f"--s{i}" for i in range(1, 7))
-PLACEHOLDERS = {f"#00000{i}": f"var(--s{i})" for i in range(1, 7)} | {
-    "#000008": "var(--muted)",
-    "#000009": "var(--line)",
-}
-MUTED, LINE = "#000008", "#000009"
 
 
 class Kind(StrEnum):
@@ -133,7 +123,8 @@ class Line(NamedTuple):
     """One curve with what the metrics file has for it, gaps left out."""
 
     curve: Curve
-    colour: str
+    number: int
+    """Decides its colour."""
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
 
@@ -161,11 +152,11 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
 
 def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
     lines = []
-    for curve, colour in zip(panel.curves, SERIES, strict=False):
+    for number, curve in enumerate(panel.curves):
         points = [(r["step"], r[curve.key]) for r in records if isinstance(r.get(curve.key), (int, float))]
         if points:
             steps, values = np.array(points, np.float64).T
-            lines.append(Line(curve, colour, steps, values))
+            lines.append(Line(curve, number, steps, values))
     return lines
 
 
@@ -178,38 +169,24 @@ def _subtitle(records: Sequence[Mapping[str, Any]]) -> str:
 def _plot(panel: Panel, lines: Sequence[Line]) -> dict[str, Any]:
     from markupsafe import Markup
 
-    legend = [{"label": line.curve.label, "colour": line.colour, "dashed": line.curve.dashed} for line in lines]
+    legend = [
+        {"label": line.curve.label, "colour": variable(line.number), "dashed": line.curve.dashed} for line in lines
+    ]
     ends = "; ".join(f"{line.curve.label} {_text(line.values[0])} → {_text(line.values[-1])}" for line in lines)
-    svg = Markup(_draw(panel, lines))  # our own drawing: nothing of the user's is in it
-    return {"title": panel.title, "legend": legend, "svg": svg, "caption": panel.caption, "ends": ends}
+    drawing = Markup(_draw(panel, lines))  # our own drawing: nothing of the user's is in it
+    return {"title": panel.title, "legend": legend, "svg": drawing, "caption": panel.caption, "ends": ends}
 
 
 def _draw(panel: Panel, lines: Sequence[Line]) -> str:
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": panel.title,
-        "font.size": 10.5,
-        "xtick.labelsize": 10.5,
-        "ytick.labelsize": 10.5,
-        "font.family": "sans-serif",
-    }
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(5.0, 2.9), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+    def draw(axes: Any) -> None:
         if panel.kind is Kind.STACKED:
             _draw_stacked(axes, lines)
         else:
             for line in lines:
                 _draw_line(axes, line)
         _dress(axes, panel.from_zero)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(buffer.getvalue(), panel.title)
+
+    return svg(panel.title, draw)
 
 
 def _draw_line(axes: Any, line: Line) -> None:
@@ -221,14 +198,14 @@ def _draw_line(axes: Any, line: Line) -> None:
         line.steps,
         line.values,
         style,
-        color=_ink(line.colour),
+        color=ink(line.number),
         lw=width,
         alpha=alpha,
         marker="o" if sparse else None,
         ms=4,
     )
     if noisy:
-        axes.plot(line.steps, moving_average(line.values), style, color=_ink(line.colour), lw=2.2)
+        axes.plot(line.steps, moving_average(line.values), style, color=ink(line.number), lw=2.2)
 
 
 def _draw_stacked(axes: Any, lines: Sequence[Line]) -> None:
@@ -238,7 +215,7 @@ def _draw_stacked(axes: Any, lines: Sequence[Line]) -> None:
         layer[np.searchsorted(steps, line.steps)] = line.values
     bottom = np.zeros(len(steps))
     for layer, line in zip(layers, lines, strict=True):
-        axes.fill_between(steps, bottom, bottom + layer, step="mid", color=_ink(line.colour), lw=0)
+        axes.fill_between(steps, bottom, bottom + layer, step="mid", color=ink(line.number), lw=0)
         bottom = bottom + layer
 
 
@@ -248,14 +225,8 @@ def _dress(axes: Any, from_zero: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=False)
-    axes.yaxis.get_offset_text().set_color(MUTED)
     axes.set_xlabel("step", color=MUTED)
-    axes.tick_params(color=LINE, labelcolor=MUTED, length=3)
-    axes.grid(axis="y", color=LINE, lw=0.7)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(LINE)
+    dress(axes)
     if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:  # one step: no ticks at fractions of it
         axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)
     low, high = axes.get_ylim()
@@ -263,20 +234,6 @@ def _dress(axes: Any, from_zero: bool) -> None:
         axes.set_ylim(low - 0.5, high + 0.5)
     if from_zero:
         axes.set_ylim(bottom=0)
-
-
-def _ink(variable: str) -> str:
-    return f"#00000{variable[-1]}"
-
-
-def _inline(svg: str, label: str) -> str:
-    """The svg element alone, with CSS variables for placeholder colours and a name for screen readers."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"font: [^;\"]*sans-serif[^;\"]*", lambda m: m[0].split("'")[0] + "system-ui, sans-serif", svg)
-    for placeholder, variable in PLACEHOLDERS.items():
-        svg = svg.replace(placeholder, variable)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
