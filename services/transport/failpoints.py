@@ -3,8 +3,8 @@
 Each Lua script `<name>` is surrounded by `<name>.before` and `<name>.after`: every transition of a job's, a group's, a
 weight version's and the trainer's state is one script, so a process can be stopped on both sides of each. Besides:
 `read.replicas.after` and `read.trainer.after` (entries read, nothing done yet), `manifest.before`, `publish.*` and
-`retire.*` (weight folders: finished, renamed into place, renamed out of sight), `swap.*` (a replica's weights) and
-`checkpoint.*` (the trainer's books, renamed into place).
+`retire.*` (weight folders: finished, renamed into place, renamed out of sight), `swap.*` (a replica's weights),
+`checkpoint.*` (the trainer's books, renamed into place) and `send_piece.before` (weights on their way to a replica).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ BESIDES_SCRIPTS = (
     *("read.replicas.after", "read.trainer.after", "manifest.before", "publish.before", "publish.after"),
     *("retire.before", "retire.after", "swap.before", "swap.after", "checkpoint.before", "checkpoint.after"),
 )
+IN_SENDING = ("send_piece.before",)
+"""Of the process that sends weights, which `make chaos` does not have: it has a test of its own."""
 
 
 class FailPointError(DvpError):

@@ -22,6 +22,7 @@ from services.contract.errors import ConfigError, UnavailableError, WeightError
 from services.contract.transfer import Offer, TransferRequest
 from services.engines.weight_pieces import pieces, stretches
 from services.transport.broker import Broker
+from services.transport.failpoints import IN_SENDING, VARIABLE
 from services.transport.transfers import Transfers
 from tests.models import make_model
 from trainer.sender import address_of
@@ -102,6 +103,23 @@ async def test_a_replica_that_never_joins_is_given_up(broker: Broker, model: Pat
         await Transfers(broker).ask(request("run:1:aa"), 30)
         assert len(sending_processes()) == 1
         await none_sending()
+
+
+@pytest.mark.parametrize("point", IN_SENDING)
+async def test_a_sending_process_that_is_killed_costs_one_transfer(
+    broker: Broker, model: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    async with sender(broker, "run:1:aa", model, piece_bytes=PIECES):
+        monkeypatch.setenv(VARIABLE, f"{point}:2=kill")
+        cut_off = await Transfers(broker).ask(request("run:1:aa"), 30)
+        with pytest.raises(RuntimeError):
+            await asyncio.to_thread(receive, cut_off)
+        await none_sending()
+        monkeypatch.delenv(VARIABLE)
+        offer = await Transfers(broker).ask(request("run:1:aa"), 30)
+        found = await asyncio.to_thread(receive, offer)
+        await none_sending()
+    assert [hashlib.sha256(data).hexdigest() for data in found] == [piece.sha256 for piece in offer.pieces]
 
 
 async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: Broker) -> None:

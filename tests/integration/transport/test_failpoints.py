@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.contract.errors import ConfigError
+from services.contract.keys import REPLICAS, TRAINER
 from services.transport import failpoints
+from tests.chaos.traps import all_points
 from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig, make_group
 
 VICTIM = """
@@ -85,6 +87,17 @@ def test_a_bad_setting_is_named(text: str) -> None:
 def test_several_points() -> None:
     assert failpoints.parse("a.before=kill,b:2=stop") == {"a.before": (1, "kill"), "b": (2, "stop")}
     assert failpoints.parse("") == {}
+
+
+def test_every_fail_point_in_the_code_is_one_that_processes_are_killed_at() -> None:
+    root = Path(failpoints.__file__).parents[2]
+    code = "".join(path.read_text() for folder in ("services", "trainer") for path in (root / folder).rglob("*.py"))
+    written = re.findall(r"""failpoint\(f?["']([^"']+)["']\)""", code)
+    assert len(written) == len(re.findall(r"(?<!def )\bfailpoint\(", code)), "a name that this test cannot read"
+    names = {name for name in written if "{" not in name} | {f"read.{group}.after" for group in (REPLICAS, TRAINER)}
+    assert names == {*failpoints.BESIDES_SCRIPTS, *failpoints.IN_SENDING}
+    assert {name for name in written if "{" in name} == {"{name}.before", "{name}.after", "read.{group}.after"}
+    assert names - {*failpoints.IN_SENDING} <= {*all_points()}
 
 
 def test_every_script_name_is_a_legal_fail_point() -> None:
