@@ -110,10 +110,10 @@ local function prospect(letter)
   if letter.sink == 'client' then return 'open' end
   local stream = inbox(letter.sink)
   if (letter.tombstone or '') == '' or not read(stream, letter.tombstone) then return 'closed' end
-  -- What a trainer that is gone had read, its successor reads again: only the one that holds the run has closed its books.
-  local reader = owner(stream, TRAINER_GROUP, letter.tombstone)
-  local holder = redis.call('HGET', LEASE, 'token')
-  return reader and holder and reader == 'trainer/' .. holder and 'closed' or 'open'
+  -- What a trainer that ended or was replaced had read, the next one reads again. One whose lease merely ran out may carry
+  -- on: its books are closed.
+  local reader, newest = owner(stream, TRAINER_GROUP, letter.tombstone), redis.call('GET', FENCE)
+  return reader and newest and reader == 'trainer/' .. newest and 'closed' or 'open'
 end
 
 -- Back to the end of the queue, with the age it has.

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from services.contract.errors import NotFoundError, OverloadedError, RequestError
+from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
 from services.contract.group import DeadLetter, Group
 from services.contract.http import ReplicaState
 from services.contract.job import Job, JobState, Sink
@@ -122,16 +122,30 @@ async def test_a_death_that_the_trainer_has_counted_stays(rig: Rig) -> None:
     assert await dead.drop([letter.entry_id]) == [Outcome.DROPPED]
 
 
-async def test_what_a_crashed_trainer_had_counted_can_be_replayed(rig: Rig) -> None:
-    lease = TrainerLease(rig.broker, "crashed")
+async def test_what_a_stalled_trainer_has_counted_stays(rig: Rig) -> None:
+    """It may be hung, and carry on where it was: a group that it no longer waits for would never be trained on."""
+    await _kill(rig)
+    await rig.groups.read(4, BLOCK_MS)
+    await rig.broker.redis.delete(rig.broker.keys.lease)  # what time does
+    dead = DeadLetters(rig.broker)
+    (letter,) = await dead.page()
+    assert letter.prospect is Prospect.CLOSED
+    assert await dead.replay([letter]) == [Outcome.CLOSED]
+    assert await rig.length(rig.broker.keys.jobs) == 0
+
+
+async def test_what_a_trainer_that_ended_had_counted_can_be_replayed(rig: Rig) -> None:
     await rig.broker.redis.delete(rig.broker.keys.lease)
+    lease = TrainerLease(rig.broker, "ended")
     groups = GroupQueue(rig.broker, fence=await lease.acquire())
     await rig.submission.submit([make_job(rig.run_id)], fence=lease.token, limit=1)
     replica = rig.replica("a")
     (job,) = await replica.claim(1, BLOCK_MS)
     await replica.fail(job, "boom", fatal=True)
     assert isinstance((await groups.read(4, BLOCK_MS))[0].item, DeadLetter)
-    await rig.broker.redis.delete(rig.broker.keys.lease)
+    await lease.release()
+    with pytest.raises(LeaseLostError):
+        await groups.read(4, BLOCK_MS)
     (letter,) = await DeadLetters(rig.broker).page()
     assert await DeadLetters(rig.broker).replay([letter]) == [Outcome.REPLAYED]
     successor = GroupQueue(rig.broker, fence=await TrainerLease(rig.broker, "successor").acquire())

@@ -595,6 +595,9 @@ async def _replay(world: World, before: Seen, number: int) -> None:
     letter = (await letters.page())[::-1][number]
     (outcome,) = await letters.replay([letter])
     assert (outcome is Outcome.REPLAYED) == (letter.prospect is Prospect.OPEN), outcome
+    heard = [trainer for trainer in world.trainers if str(trainer.lease.token) == before.fence]
+    counted = {job_id for trainer in heard for job_id in trainer.buried - world.checkpoint.buried}
+    assert outcome is not Outcome.REPLAYED or letter.letter.job_id not in counted, "nobody would train on it"
 
 
 async def _drop(world: World, before: Seen, number: int) -> None:
