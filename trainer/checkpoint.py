@@ -9,6 +9,7 @@ removes those of its predecessors: one that was stopped, and replaced, changes n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -60,20 +61,41 @@ class Checkpoints:
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
 
-    def claim(self) -> None:
-        """Before `load`, by the trainer that holds the run's lease: from here on no other one can save."""
-        for other in self.root.glob(".work-*"):
+    def newest_token(self) -> int:
+        """The highest fencing token that ever claimed them; 0 if none did."""
+        tokens = [0]
+        for path in self.root.glob(f".*/{CLAIM}"):
+            with contextlib.suppress(FileNotFoundError, ValueError):  # swept meanwhile; cut short by a crash
+                tokens.append(int(path.read_text()))
+        return max(tokens)
+
+    def claim(self, token: int) -> None:
+        """Before `load`, by the trainer that holds the run's lease: from here on no other one can save. Raises
+        LeaseLostError if a newer one has."""
+        if self.newest_token() > token:
+            raise self._taken()
+        others = list(self.root.glob(".work-*"))
+        # Ours first: whenever a claim is removed, a higher one is there.
+        self._work.mkdir(mode=0o700)
+        with (self._work / CLAIM).open("w") as file:
+            file.write(str(token))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(self._work)
+        _sync_folder(self.root)
+        for other in others:
             # A rename ends what a plain removal could race with.
             gone = other.rename(self.root / f".gone-{secrets.token_hex(8)}")
             shutil.rmtree(gone, ignore_errors=True)
         for gone in self.root.glob(".gone-*"):
             shutil.rmtree(gone, ignore_errors=True)
-        self._work.mkdir(mode=0o700)
-        (self._work / CLAIM).touch()
 
     @property
     def _is_ours(self) -> bool:
         return (self._work / CLAIM).exists()
+
+    def _taken(self) -> LeaseLostError:
+        return LeaseLostError(f"another trainer took over {self.root}")
 
     def steps(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step-")) for path in self.root.glob("step-*") if path.is_dir())
@@ -97,7 +119,7 @@ class Checkpoints:
             self._sweep(progress.best[0] if progress.best else None)
         except (OSError, RuntimeError) as error:
             if not self._is_ours:
-                raise LeaseLostError(f"another trainer took over {self.root}") from None
+                raise self._taken() from None
             free_mib = shutil.disk_usage(self.root).free / 2**20
             raise ConfigError(
                 f"out_dir: checkpoint {final} could not be written ({error}); {free_mib:.0f} MiB free. Make room, then "

@@ -97,9 +97,14 @@ async def _assemble(
         pool = await stack.enter_async_context(
             RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s)
         )
-        lease = TrainerLease(broker, f"dvp-train in {settings.out_dir}", ttl_s=settings.broker.lease_s)
+        lease = TrainerLease(
+            broker,
+            f"dvp-train in {settings.out_dir}",
+            ttl_s=settings.broker.lease_s,
+            above=checkpoints.newest_token(),
+        )
         fence = await stack.enter_async_context(lease.held())
-        checkpoints.claim()
+        checkpoints.claim(fence)
 
         learner = Learner(load_model(settings.model), settings, tokenizer.pad_id, world)
         progress = restore(settings, checkpoints, learner, prompts, which)

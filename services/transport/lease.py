@@ -27,11 +27,13 @@ class TrainerLease:
     """The token only grows, also over a wiped broker. Scripts compare it with the newest one handed out, so a stopped
     trainer that wakes up late is refused; one that merely stalled, with nobody in its place, carries on."""
 
-    def __init__(self, broker: Broker, holder: str, *, ttl_s: float = 15.0) -> None:
-        """`holder`: a word for people, e.g. the command line's config name; host and pid are added."""
+    def __init__(self, broker: Broker, holder: str, *, ttl_s: float = 15.0, above: int = 0) -> None:
+        """`holder`: a word for people, e.g. the command line's config name; host and pid are added. `above`: a token
+        that was given out before, in case the broker has forgotten it and its clock was set back."""
         self.broker = broker
         self.token = 0
         self.ttl_s = ttl_s
+        self._above = above
         self._nonce = secrets.token_hex(8)
         self._who = (holder, socket.gethostname(), os.getpid())
         self._lost: LeaseLostError | None = None
@@ -58,7 +60,7 @@ class TrainerLease:
         return self.token
 
     async def _try_acquire(self) -> Any:
-        return await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, *self._who)
+        return await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, self._above, *self._who)
 
     def _refusal(self, holder: str, host: str, pid: str, since: str) -> str:
         when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

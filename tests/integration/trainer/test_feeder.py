@@ -25,6 +25,7 @@ from tests.integration.transport.rig import until
 from trainer import evaluate as evaluate_module
 from trainer import feeder as feeder_module
 from trainer.batch import Batch
+from trainer.checkpoint import Checkpoints
 from trainer.config import TrainSettings
 from trainer.ledger import read_ledger
 from trainer.loop import Run
@@ -114,6 +115,17 @@ def ids_of(batch: Batch) -> list[tuple[int, int]]:
 
 def outcomes(run: Run) -> list[tuple[tuple[int, int], str]]:
     return [(job_position(e["job_id"]), e["outcome"]) for e in read_ledger(run.feeder.consumed.path)]
+
+
+async def test_a_wiped_broker_with_its_clock_set_back_gives_no_older_token(
+    broker_url: str, run_id: str, opened: Open
+) -> None:
+    async with opened(broker_url) as (run, player):
+        remembered = run.feeder.fence + 3_600_000
+        Checkpoints(run.checkpoints.root, keep=1).claim(remembered)  # by a clock that was right
+        await player.jobs.broker.redis.delete(player.jobs.broker.keys.fence)
+    async with opened(broker_url) as (run, _):
+        assert run.feeder.fence == remembered + 1
 
 
 async def test_a_batch_is_scored_settled_and_acknowledged(broker_url: str, opened: Open) -> None:

@@ -61,6 +61,13 @@ async def _clock_passed(broker: Broker, token: int) -> bool:
     return bool(seconds * 1000 + micros // 1000 > token)
 
 
+async def test_a_token_is_above_any_that_the_run_remembers(broker: Broker) -> None:
+    """A broker that was wiped, and whose clock was set back, knows nothing of the tokens that it gave out."""
+    seconds, _ = await broker.redis.time()
+    remembered = (seconds + 3600) * 1000
+    assert await TrainerLease(broker, "x", above=remembered).acquire() == remembered + 1
+
+
 async def test_a_retried_acquisition_keeps_its_token(broker: Broker) -> None:
     lease = TrainerLease(broker, "x")
     assert await lease.acquire() == await lease.acquire()
