@@ -3,13 +3,12 @@
 A checkpoint is a folder `step-NNNNNNNN`, written beside and renamed into place, of `progress.json` (for people too) and
 `state` (tensors, see state.py). It is created owner-only and trusted.
 
-Every trainer writes in a folder of its own, `.work-*`, out of which and into which everything is renamed, and first
-removes those of its predecessors: one that was stopped, and replaced, changes nothing when it wakes up.
+Every trainer writes in a folder of its own, `.work-TOKEN-*`, out of which and into which everything is renamed, and
+first removes those of its predecessors: one that was stopped, and replaced, changes nothing when it wakes up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -57,36 +56,30 @@ class Checkpoints:
 
     def __init__(self, root: Path, keep: int) -> None:
         self.root, self.keep = root, keep
-        self._work = root / f".work-{secrets.token_hex(8)}"
+        self._work = root / ".work"
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
 
     def newest_token(self) -> int:
         """The highest fencing token that ever claimed them; 0 if none did."""
-        tokens = [0]
-        for path in self.root.glob(f".*/{CLAIM}"):
-            with contextlib.suppress(FileNotFoundError, ValueError):  # swept meanwhile; cut short by a crash
-                tokens.append(int(path.read_text()))
-        return max(tokens)
+        return max((int(path.name.split("-")[1]) for path in self.root.glob(".work-*-*")), default=0)
 
     def claim(self, token: int) -> None:
         """Before `load`, by the trainer that holds the run's lease: from here on no other one can save. Raises
         LeaseLostError if a newer one has."""
-        if self.newest_token() > token:
-            raise self._taken()
-        others = list(self.root.glob(".work-*"))
-        # Ours first: whenever a claim is removed, a higher one is there.
+        # Ours first, then the others: of two that claim at once the newer one stays, and no token is forgotten.
+        self._work = self.root / f".work-{token}-{secrets.token_hex(8)}"
         self._work.mkdir(mode=0o700)
-        with (self._work / CLAIM).open("w") as file:
-            file.write(str(token))
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(self._work)
+        (self._work / CLAIM).touch()
         _sync_folder(self.root)
-        for other in others:
-            # A rename ends what a plain removal could race with.
-            gone = other.rename(self.root / f".gone-{secrets.token_hex(8)}")
-            shutil.rmtree(gone, ignore_errors=True)
+        if self.newest_token() > token:
+            shutil.rmtree(self._work)
+            raise self._taken()
+        for other in self.root.glob(".work-*"):
+            if other != self._work:
+                # A rename ends what a plain removal could race with.
+                gone = other.rename(self.root / f".gone-{secrets.token_hex(8)}")
+                shutil.rmtree(gone, ignore_errors=True)
         for gone in self.root.glob(".gone-*"):
             shutil.rmtree(gone, ignore_errors=True)
 

@@ -21,14 +21,6 @@ def test_the_folder_remembers_the_highest_token(tmp_path: Path) -> None:
         assert Checkpoints(tmp_path, keep=1).newest_token() == token
 
 
-def test_a_claim_that_a_crash_cut_short_is_no_token(tmp_path: Path) -> None:
-    Checkpoints(tmp_path, keep=1).claim(7)
-    for name in (".work-cut", ".work-empty"):
-        (tmp_path / name).mkdir()
-    (tmp_path / ".work-cut" / "claim").touch()
-    assert Checkpoints(tmp_path, keep=1).newest_token() == 7
-
-
 def test_a_trainer_that_wakes_up_before_its_claim_takes_nothing_from_its_successor(tmp_path: Path) -> None:
     successor = Checkpoints(tmp_path, keep=1)
     successor.claim(12)
