@@ -129,7 +129,11 @@ MUTANTS = {
     "settle without the fencing token": ("settle", "fenced_off(ARGV[1])", "nil"),
     "acknowledge without the fencing token": ("acknowledge", "fenced_off(ARGV[1])", "nil"),
     "restore without the fencing token": ("restore", "fenced_off(ARGV[1])", "nil"),
-    "a token that does not grow": ("lease_acquire", "math.max(now, (redis.call('GET', FENCE) or 0) + 1)", "1"),
+    "a token that does not grow": (
+        "lease_acquire",
+        "math.max(now, (redis.call('GET', FENCE) or 0) + 1, ARGV[3] + 1)",
+        "1",
+    ),
     "a death without a tombstone": ("fail", "sink ~= 'client'", "false"),
     "a death that stays in flight": ("fail", "redis.call('SREM', IN_FLIGHT, job_id)", ""),
     "a replay that leaves the tombstone": ("replay", "letter.tombstone ~= ''", "false"),
