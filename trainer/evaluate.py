@@ -12,6 +12,7 @@ from services.contract.errors import UnavailableError
 from services.contract.group import DeadLetter, FinishReason
 from services.contract.job import Job, Sink
 from services.transport.groups import Delivery, GroupQueue
+from services.transport.pending import who_holds
 from services.transport.submission import Submission
 
 from .config import TrainSettings
@@ -80,7 +81,8 @@ class Evaluator:
 
     async def _recheck(self, rows: Mapping[str, Row]) -> None:
         """Silence: the broker was wiped, or it refused the jobs. Weights and jobs are cheap to offer again."""
-        logger.info("still waiting for %d held-out groups", len(rows))
+        whom = await who_holds(self._groups.broker, rows)
+        logger.info("still waiting for %d held-out groups: %s", len(rows), whom)
         await self._publisher.announce_again()
         await self._submit(rows)
 

@@ -35,6 +35,7 @@ from services.contract.group import DeadLetter, Group, LogprobKind
 from services.contract.job import Job, Sink, job_id, job_position
 from services.contract.sampling import MAX_SEED
 from services.transport.groups import Delivery, GroupQueue
+from services.transport.pending import who_holds
 from services.transport.submission import Submission, Submitted
 
 from .batch import Batch, ScoredGroup
@@ -313,19 +314,24 @@ class Feeder:
                     scored = await self._scored.get()
                 return replace(scored, staleness=self.publisher.staleness(scored.group))
             await self._recheck()
+        whom = await self._who_holds()
         raise UnavailableError(
-            f"no group arrived for {timeout_s:g} s ({len(self.outstanding)} jobs in flight). "
+            f"no group arrived for {timeout_s:g} s ({len(self.outstanding)} jobs in flight: {whom}). "
             "GET /v1/queue on any replica says why; start the same command again to resume"
         )
 
     async def _recheck(self) -> None:
         """Silence: a broker that was wiped has forgotten jobs and weights. Both are cheap to offer again."""
         missing = {id: job for id, job in self.outstanding.items() if id not in self._arrived}
-        logger.info("still waiting for %d of %d jobs in flight", len(missing), len(self.outstanding))
+        num_missing, num = len(missing), len(self.outstanding)
+        logger.info("still waiting for %d of %d jobs in flight: %s", num_missing, num, await self._who_holds())
         if await self.publisher.announce_again():
             logger.warning("the broker had lost the weights; they are %s now", self.publisher.announced.version)
         self._unsent |= missing
         self._room.set()
+
+    async def _who_holds(self) -> str:
+        return await who_holds(self.groups.broker, self.outstanding)
 
     # --- the end of an attempt --------------------------------------------------------------------------------------
 

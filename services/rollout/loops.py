@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from services.contract.errors import DvpError, UnavailableError
@@ -18,36 +19,45 @@ MAX_DELAY_S = 2.0
 CANCEL_AGAIN_S = 0.25
 
 
+def pauses() -> Iterator[float]:
+    """Seconds before each further try: growing, and of random length, so that replicas that lost the broker at the same
+    moment do not come back at the same moment."""
+    longest = MIN_DELAY_S
+    while True:
+        yield longest * random.uniform(0.5, 1.0)
+        longest = min(2 * longest, MAX_DELAY_S)
+
+
 async def keep_doing(what: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Repeats `step` until cancelled. A failure is logged once per outage and retried with growing delays."""
-    delay = MIN_DELAY_S
+    """Repeats `step` until cancelled. A failure is logged once per outage and retried after `pauses`."""
+    outage: Iterator[float] | None = None
     while True:
         try:
             await step()
-            if delay > MIN_DELAY_S:
+            if outage is not None:
                 logger.info("%s: works again", what)
-            delay = MIN_DELAY_S
+            outage = None
         except Exception as error:  # a task boundary: the loop has to live on
-            if delay == MIN_DELAY_S:
+            if outage is None:
                 expected = isinstance(error, DvpError)
                 logger.warning("%s: %s; trying again", what, error, exc_info=None if expected else error)
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_DELAY_S)
+                outage = pauses()
+            await asyncio.sleep(next(outage))
 
 
 async def outlast(what: str, call: Callable[[], Awaitable[T]], patience_s: float) -> T:
     """The result of an idempotent `call`, repeated while the broker is away. Raises UnavailableError in the end."""
     clock = asyncio.get_running_loop().time
-    give_up, delay = clock() + patience_s, MIN_DELAY_S
-    while True:
+    give_up = clock() + patience_s
+    for pause in pauses():
         try:
             return await call()
         except UnavailableError as error:
-            if clock() + delay > give_up:
+            if clock() + pause > give_up:
                 raise
             logger.warning("%s: %s; trying again", what, error)
-        await asyncio.sleep(delay)
-        delay = min(2 * delay, MAX_DELAY_S)
+        await asyncio.sleep(pause)
+    raise AssertionError("unreachable")
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

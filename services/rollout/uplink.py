@@ -13,7 +13,7 @@ from services.transport.jobs import JobQueue
 from services.transport.replicas import BEAT_S, ReplicaBeat, ReplicaRegistry
 from services.transport.weights import WeightRegistry
 
-from .loops import MAX_DELAY_S, MIN_DELAY_S, cancel, keep_doing
+from .loops import cancel, keep_doing, pauses
 from .replica import Replica
 from .settings import RolloutSettings
 from .weights import WeightSwap
@@ -90,8 +90,8 @@ class Uplink:
                 await self._broker.close()
 
     async def _connect(self) -> Broker:
-        delay, told = MIN_DELAY_S, ""
-        while True:
+        told = ""
+        for pause in pauses():
             try:
                 return await Broker.connect(self._url, self._settings.run_id)
             except DvpError as error:
@@ -99,8 +99,8 @@ class Uplink:
             if self.error != told:
                 logger.error("%s; serving HTTP only until it answers", self.error)
                 told = self.error
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_DELAY_S)
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
 
     async def _beat(self) -> None:
         try:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from services.contract.keys import REPLICAS, TRAINER
 
 from .broker import Broker
 from .entries import checked
+
+MOST_LOOKED_AT = 1000
+"""Entries that `who_holds` reads, oldest first."""
+NAMED = 3
 
 
 class Stream(StrEnum):
@@ -40,3 +47,19 @@ async def pending(broker: Broker, stream: Stream, count: int, *, after: str | No
         Pending(entry.decode(), job.decode(), sink.decode(), holder.decode(), silent / 1000, age / 1000, deliveries)
         for entry, holder, silent, job, sink, deliveries, age in rows
     ]
+
+
+async def who_holds(broker: Broker, job_ids: Container[str]) -> str:
+    """For people: the replicas that these jobs wait for, the longest silent first."""
+    found = await pending(broker, Stream.JOBS, MOST_LOOKED_AT)
+    held = sorted((entry for entry in found if entry.job_id in job_ids), key=attrgetter("holder"))
+    groups = [list(entries) for _, entries in groupby(held, key=attrgetter("holder"))]
+    groups.sort(key=lambda entries: -max(entry.silent_s for entry in entries))
+    named = [_described(entries) for entries in groups[:NAMED]] + ["..."] * (len(groups) > NAMED)
+    return "; ".join(named) or "no replica holds any of them"
+
+
+def _described(entries: list[Pending]) -> str:
+    replica_id, _, _ = entries[0].holder.rpartition("/")
+    silent_s, age_s = (max(map(attrgetter(name), entries)) for name in ("silent_s", "age_s"))
+    return f"replica {replica_id} holds {len(entries)}, silent for {silent_s:.0f} s, queued for up to {age_s:.0f} s"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import re
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +24,9 @@ from services.transport.dead_letters import DeadLetters
 from services.transport.dead_letters import Outcome as Replay
 from services.transport.embedded import EmbeddedBroker
 from services.transport.jobs import JobQueue, Lease
+from services.transport.pending import Stream, pending
 from services.transport.weights import WeightRegistry
+from tests.integration.rollout.process import ReplicaProcess
 from tests.integration.transport.rig import until
 from trainer import evaluate as evaluate_module
 from trainer import feeder as feeder_module
@@ -31,7 +37,7 @@ from trainer.ledger import read_ledger
 from trainer.loop import Run
 from trainer.setup import open_run
 
-from .processes import HELDOUT, config
+from .processes import HELDOUT, MODEL, config
 
 GROUPS, N = 2, 4
 
@@ -418,7 +424,39 @@ async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, open
             await run.feeder.next_batch()
     stalled = caught.value.subgroup(UnavailableError)
     assert stalled is not None
-    assert "no group arrived for 0.5 s (2 jobs in flight)" in str(stalled.exceptions[0])
+    assert "no group arrived for 0.5 s (2 jobs in flight: no replica holds any of them)" in str(stalled.exceptions[0])
+
+
+async def test_the_log_names_the_replica_that_hangs(
+    broker_url: str,
+    run_id: str,
+    opened: Open,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeder_module, "RECHECK_S", 0.5)
+    # Alive, it would renew what it holds twice a second.
+    args = ["--model", str(MODEL), "--engine", "fake", "--fake.service-time-s", "600", "--lease-s", "2"]
+    args += ["--redis-url", broker_url, "--run-id", run_id, "--replica-id", "hung"]
+
+    async def named() -> bool:
+        return (
+            re.search(rf"waiting for {GROUPS} of .*: replica hung holds {GROUPS}, silent for [2-9]", caplog.text)
+            is not None
+        )
+
+    async def held() -> bool:
+        return len(await pending(player.jobs.broker, Stream.JOBS, 9)) == GROUPS
+
+    async with opened(broker_url) as (run, player):
+        waiting = asyncio.create_task(run.feeder.next_batch())
+        with caplog.at_level(logging.INFO, feeder_module.__name__), ReplicaProcess(tmp_path / "hung", *args) as replica:
+            await until(held)
+            os.kill(replica.pid, signal.SIGSTOP)
+            await until(named)
+            replica.stop(signal.SIGKILL)
+        waiting.cancel()
 
 
 async def test_a_broker_full_of_trained_groups_gets_a_checkpoint_and_goes_on(
