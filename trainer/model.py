@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
 from services.dvp.policy import Constrained, constrained_logprobs
+from services.engines.model_folder import has_linear_head
 
 from .batch import MicroBatch
 from .config import ModelSection
@@ -87,15 +88,3 @@ def shard(policy: Policy, world: World) -> None:
 def full(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor: every rank has to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def has_linear_head(model: PreTrainedModel) -> bool:
-    """The logits are nothing but the product of the LM head and the last hidden state: no soft cap or scale follows.
-    Found out by comparing both on a few tokens, bit for bit."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        return False
-    ids = torch.arange(8, device=head.weight.device).remainder(head.out_features).unsqueeze(0)
-    with torch.no_grad():
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -194,6 +195,14 @@ class Batch:
         first = 0 if last is None else max(0, stop - last)
         ids: list[int] = self._columns.record[row, first:stop, 0].long().tolist()
         return ids
+
+    def history(self, rows: Sequence[int], width: int) -> Tensor:
+        """[rows, width] what each row has read and drawn, prompt first, zeros behind it."""
+        token_ids = torch.zeros(len(rows), width, dtype=torch.long)
+        for line, row in zip(token_ids, rows, strict=True):
+            known = torch.tensor([*self.rows[row].job.prompt_ids.tolist(), *self.token_ids(row)][:width])
+            line[: len(known)] = known
+        return token_ids.to(self.device)
 
     def records(self, rows: list[int]) -> list[NDArray[np.float32]]:
         """[T, 4] of each row, on the host."""

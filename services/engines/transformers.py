@@ -2,7 +2,8 @@
 
 Continuous batching at token granularity (worker.py) over a cache written in place (kv_cache.py). In deterministic mode
 one job is one batch and threads are fixed: on the CPU results depend on weights and job alone, bit for bit. Otherwise
-the same seed draws from logits that move by about 3e-7 with the rest of the batch.
+the same seed draws from logits that move by about 3e-7 with the rest of the batch. With a fixed shape there is no
+cache, and log-probs are those of a trainer with the same shape, bit for bit (fixed_shape.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import transformers
 from services.contract.errors import ConfigError, UnavailableError
 from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
+from services.contract.shape import Shape
 
 from .commands import Cancel, Reply, Stop, Submission, Swap
+from .decoder import CachedDecoder, Decoder
+from .fixed_shape import FixedDecoder
 from .limits import check_fits
 from .model_folder import DTYPES, check_full_attention, load_model, read_weights
 from .tokenizer import Tokenizer, load_config, load_tokenizer
@@ -34,7 +38,8 @@ class TransformersEngine:
 
     `max_batch`: samples that decode side by side; the cache grows up to that many rows of the longest one's length.
     `max_context`: lowers the model's own context. `threads`: PyTorch's intra-op threads, 1 in deterministic mode unless
-    given. In deterministic mode a swap waits for the job that has begun.
+    given. In deterministic mode a swap waits for the job that has begun. `fixed_shape`: its length is the context, and
+    threads are 1 unless given.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class TransformersEngine:
         max_context: int | None = None,
         deterministic: bool = False,
         threads: int | None = None,
+        fixed_shape: Shape | None = None,
         version: str = "local:0:0",
     ) -> None:
         if dtype not in DTYPES:
@@ -58,13 +64,16 @@ class TransformersEngine:
         config = load_config(model)
         self.facts = EngineFacts(name="transformers", version=transformers.__version__, dtype=dtype)
         self.context_length = _context_length(model, config, max_context)
+        if fixed_shape is not None:
+            self.context_length = min(self.context_length, fixed_shape.length)
         self.vocab_size: int = config.vocab_size
         self.capacity = max_batch
         check_full_attention(config, self.context_length)
         self._folder = model
         self._device = _device(device)
         self._deterministic = deterministic
-        self._threads = threads or (1 if deterministic else None)
+        self._fixed_shape = fixed_shape
+        self._threads = threads or (1 if deterministic or fixed_shape else None)
         self._initial_version = version
         self._model: Any = None
         self._worker: Worker | None = None
@@ -81,9 +90,10 @@ class TransformersEngine:
         return self._worker.num_running if self._worker else 0
 
     async def start(self) -> None:
-        tokenizer, self._model = await asyncio.to_thread(self._load)
+        tokenizer, self._model, decoder = await asyncio.to_thread(self._load)
         self._worker = Worker(
             self._model,
+            decoder,
             tokenizer,
             version=self._initial_version,
             max_batch=self.capacity,
@@ -94,10 +104,11 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._worker.run, name="transformers-engine", daemon=True)
         self._thread.start()
 
-    def _load(self) -> tuple[Tokenizer, Any]:
-        return load_tokenizer(self._folder), load_model(
-            self._folder, dtype=DTYPES[self.facts.dtype], device=self._device
-        )
+    def _load(self) -> tuple[Tokenizer, Any, Decoder]:
+        tokenizer = load_tokenizer(self._folder)
+        model = load_model(self._folder, dtype=DTYPES[self.facts.dtype], device=self._device)
+        shape = self._fixed_shape
+        return tokenizer, model, CachedDecoder(model) if shape is None else FixedDecoder(model, shape)
 
     async def generate(self, job: Job) -> tuple[Sample, ...]:
         worker = self._running()

@@ -13,20 +13,18 @@ import queue
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from services.contract.errors import EngineError, WeightError
 from services.contract.group import FinishReason
 
 from .batch import Batch, Row
-from .commands import Cancel, Command, Prefill, Stop, Submission, Swap
-from .kv_cache import RowCache
+from .commands import Cancel, Command, Stop, Submission, Swap
+from .decoder import Decoder, Placement
 from .limits import max_new_tokens
 from .model_folder import swap_weights
 from .tokenizer import Tokenizer
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
-
-PREFILL_TOKENS = 8192
-"""Prompt tokens of one forward; a longer prompt goes alone."""
 
 STOP_MARGIN = 8
 """Tokens decoded before the longest stop string, as some decode to nothing or join with their neighbours."""
@@ -49,6 +44,7 @@ class Worker:
     def __init__(
         self,
         model: Any,
+        decoder: Decoder,
         tokenizer: Tokenizer,
         *,
         version: str,
@@ -59,7 +55,7 @@ class Worker:
     ) -> None:
         self.version = version
         self._model = model
-        self._device = model.device
+        self._decoder = decoder
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._context_length = context_length
@@ -70,8 +66,7 @@ class Worker:
         """Everything that still owes a reply, wherever it is."""
         self._waiting: deque[Submission] = deque()
         self._swaps: deque[Swap] = deque()
-        self._batch = Batch(self._device)
-        self._cache = RowCache()
+        self._batch = Batch(model.device)
         self._stopping = False
 
     def send(self, command: Command) -> None:
@@ -90,7 +85,7 @@ class Worker:
                 with torch.inference_mode():
                     self._boundary()
                     if len(self._batch) and not self._stopping:
-                        self._step()
+                        self._draw(self._decoder.step(self._batch), 0)
             except Exception as error:
                 log.exception("generation failed; every job in flight fails, the engine serves on")
                 self._fail_all(EngineError(f"generation failed: {type(error).__name__}: {error}"))
@@ -130,35 +125,27 @@ class Worker:
         placements = list(self._placements())
         if not placements:
             return
-        self._prefill(submission for submission, _ in placements if submission.prefill is None)
-        start, logits = len(self._batch), []
+        start = len(self._batch)
         for submission, count in placements:
-            prefill = submission.prefill
-            assert prefill is not None
             rows = [self._row(submission, submission.placed + i) for i in range(count)]
-            index = torch.full((count,), prefill.index, device=self._device)
-            self._cache.fill(len(self._batch), prefill.cache, index)
             self._batch.add(rows, self._tokenizer.eos_ids)
-            logits.append(prefill.logits.expand(count, -1))
             submission.placed += count
-            if not submission.unplaced:
-                submission.prefill = None
-        self._draw(torch.cat(logits), start)
+        self._draw(self._decoder.begin(self._batch, placements), start)
 
-    def _placements(self) -> Iterator[tuple[Submission, int]]:
+    def _placements(self) -> Iterator[Placement]:
         free = self._max_batch - len(self._batch)
         if self._deterministic:
             if self._busy and not (self._waiting and self._waiting[0].placed):
                 return
             if not self._busy:
-                self._cache.clear()  # so that the cache's shape, too, depends on the job alone
+                self._decoder.clear()  # so that the cache's shape, too, depends on the job alone
         while self._waiting and free > 0:
             submission = self._waiting[0]
             count = min(free, submission.unplaced)
             free -= count
             if count == submission.unplaced:
                 self._waiting.popleft()
-            yield submission, count
+            yield Placement(submission, count)
             if self._deterministic:
                 return
 
@@ -166,55 +153,7 @@ class Worker:
         limit = max_new_tokens(submission.job, self._context_length)
         return Row(submission, index, limit, [(self.version, 0)])
 
-    def _prefill(self, submissions: Iterable[Submission]) -> None:
-        """One forward per length, at most PREFILL_TOKENS at a time."""
-        by_length = sorted(submissions, key=lambda s: len(s.job.prompt_ids))
-        for length, group in groupby(by_length, key=lambda s: len(s.job.prompt_ids)):
-            same = list(group)
-            size = max(1, PREFILL_TOKENS // length)
-            for part in (same[i : i + size] for i in range(0, len(same), size)):
-                prompts = np.stack([submission.job.prompt_ids for submission in part])
-                logits, cache = self._read(torch.from_numpy(prompts.astype(np.int64)))
-                for index, submission in enumerate(part):
-                    submission.prefill = Prefill(cache, index, logits[index : index + 1])
-
-    def _read(self, token_ids: Tensor) -> tuple[Tensor, DynamicCache]:
-        """Forward over whole rows [rows, length]: logits [rows, V] of the last position, and the filled cache."""
-        cache = DynamicCache()
-        positions = torch.arange(token_ids.shape[1], device=self._device).expand(token_ids.shape)
-        out = self._model(
-            input_ids=token_ids.to(self._device),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1], cache
-
     # -- step --------------------------------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        lengths = self._batch.lengths
-        count, span = len(lengths), int(lengths.max()) + 1
-        positions = torch.from_numpy(lengths).to(self._device)
-        self._cache.reserve(count, span)
-        self._cache.aim(positions, span)
-        out = self._model(
-            input_ids=self._batch.inputs,
-            position_ids=positions[:, None],
-            attention_mask=self._mask(lengths, positions, span),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self._draw(out.logits[:, -1], 0)
-
-    def _mask(self, lengths: NDArray[np.int64], positions: Tensor, span: int) -> Tensor | None:
-        """Additive [n, 1, 1, span]; None where all rows are equally long."""
-        if lengths.min() == lengths.max():
-            return None
-        beyond = torch.arange(span, device=self._device) > positions[:, None]
-        zeros = torch.zeros(beyond.shape, dtype=self._model.dtype, device=self._device)
-        return zeros.masked_fill_(beyond, float("-inf"))[:, None, None]
 
     def _draw(self, logits: Tensor, start: int) -> None:
         """One token for the rows from `start` on; those that end with it leave."""
@@ -277,17 +216,14 @@ class Worker:
     def _remove(self, rows: list[int]) -> None:
         source, target = self._batch.remove(rows)
         if source:
-            length = int(self._batch.lengths[target].max())
-            self._cache.move(self._index(source), self._index(target), length)
-
-    def _index(self, rows: Iterable[int]) -> Tensor:
-        return torch.tensor(list(rows), device=self._device)
+            self._decoder.move(self._batch, source, target)
 
     def _fail_all(self, error: EngineError) -> None:
         """Everything in flight; the engine starts over with an empty batch."""
         for submission in self._live:
             submission.reply.error(error)
-        self._batch, self._cache = Batch(self._device), RowCache()
+        self._batch = Batch(self._model.device)
+        self._decoder.clear()
         self._waiting.clear()
         self._live.clear()
         if self._stopping:
@@ -315,24 +251,8 @@ class Worker:
             submission.prefill = None
         for row, generated in zip(self._batch.rows, self._batch.generated, strict=True):
             row.spans.append((swap.version, int(generated)))
-        self._recompute()
+        self._decoder.recompute(self._batch)
         log.info("serving %s, %d samples go on under it", swap.version, len(self._batch))
-
-    def _recompute(self) -> None:
-        """Fills the cache again from token ids, a block of rows at a time, padded on the right."""
-        lengths = self._batch.lengths
-        if not len(lengths):
-            return
-        longest = int(lengths.max())
-        size = max(1, PREFILL_TOKENS // longest)
-        for start in range(0, len(lengths), size):
-            rows = range(start, min(start + size, len(lengths)))
-            padded = torch.zeros(len(rows), longest, dtype=torch.long)
-            for i, row in enumerate(rows):
-                ids = [*self._batch.rows[row].job.prompt_ids.tolist(), *self._batch.token_ids(row)]
-                padded[i, : lengths[row]] = torch.tensor(ids[:-1])
-            _, cache = self._read(padded)
-            self._cache.fill(start, cache, torch.arange(len(rows), device=self._device))
 
 
 def _indices(flags: NDArray[np.bool_], start: int) -> list[int]:

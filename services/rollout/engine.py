@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from services.contract.errors import ConfigError
+from services.contract.shape import Shape
 from services.contract.weights import INITIAL_SEQ, WeightVersion
 from services.engines.protocol import Engine
 from services.engines.sglang_server import Launch, Remote, default_python
@@ -38,6 +39,12 @@ def build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
 
 
 def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
+    if settings.fixed_shape is not None and settings.engine is not EngineName.TRANSFORMERS:
+        raise ConfigError(
+            f"fixed_shape {settings.fixed_shape}: only engine = transformers computes in a fixed shape, not "
+            f"{settings.engine.value}. Nearest to it on a GPU is SGLang with --deterministic and "
+            "--sglang.extra-args='--rl-on-policy-target fsdp'"
+        )
     if settings.engine is EngineName.FAKE:
         from services.engines.fake import FakeEngine
 
@@ -62,6 +69,7 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
             max_context=settings.max_context,
             deterministic=settings.deterministic,
             threads=settings.threads,
+            fixed_shape=None if settings.fixed_shape is None else Shape.parse(settings.fixed_shape),
             version=version,
         )
     return _sglang(settings, version)

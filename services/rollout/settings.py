@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID
 from services.http.settings import MAX_REQUESTS, ListenSettings, RedisUrl
 from services.settings import Section
@@ -118,6 +119,9 @@ class RolloutSettings(ListenSettings):
     """CPU threads of the engine. Default: torch's own choice."""
     deterministic: bool = False
     """One job is one batch, so that a seed gives the same bits every time."""
+    fixed_shape: ShapeText | None = None
+    """ROWSxLENGTH: one full forward of this shape per token, so that a trainer with the same shape gets the same bits.
+    Slow; for the engine transformers."""
 
     fake: FakeSettings = FakeSettings()
     sglang: SglangSettings = SglangSettings()

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.dvp.policy import Constrained, constrained_logprobs
+from services.engines.model_folder import has_linear_head
 from tests.models import make_model
 from trainer.lm_head import head_logprobs
-from trainer.model import has_linear_head
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97
 SPARSE, MIXED, DENSE = 1.0, 0.05, 0.0
