@@ -70,15 +70,25 @@ class Evidence:
 
 
 def pruning_metrics(evidence: Evidence) -> dict[str, float]:
-    """What pruning removed. The unmasked log-prob is the masked one plus log Z, so both can stand side by side."""
+    """What pruning removed, by both sides' log-probs of the same tokens with it and without: log pi = log pi_mp + log Z
+    of a token inside. A mean over nothing is absent."""
     mask, inside = evidence.mask, evidence.mask & evidence.inside
-    masked = evidence.train_logprobs - evidence.infer_logprobs
-    unmasked = masked + (evidence.train_kept_mass / evidence.infer_kept_mass).log()
-    return {
+    mass = evidence.infer_kept_mass[mask].double()
+    metrics = {
         # Pruning counts as at work where it takes at least a thousandth of the probability.
-        "pruned/share": float((evidence.infer_kept_mass[mask] <= 0.999).double().mean()),
-        "pruned/mass": float((1 - evidence.infer_kept_mass[mask]).double().mean()),
-        "mismatch/kl_unmasked": float(-unmasked[inside].double().mean()) if inside.any() else 0.0,
+        "pruned/share": float((mass <= 0.999).double().mean()),
+        "pruned/mass": float((1 - mass).mean()),
         # Monte Carlo over the engine's own samples.
         "entropy/constrained": float(-evidence.infer_logprobs[mask].double().mean()),
     }
+    if not inside.any():
+        return metrics
+    sides = {
+        "train": (evidence.train_logprobs, evidence.train_kept_mass),
+        "infer": (evidence.infer_logprobs, evidence.infer_kept_mass),
+    }
+    for side, (logprobs, kept_mass) in sides.items():
+        constrained = logprobs[inside].double()
+        metrics[f"logprob/{side}_constrained"] = float(constrained.mean())
+        metrics[f"logprob/{side}_full"] = float((constrained + kept_mass[inside].double().log()).mean())
+    return metrics | {"mismatch/kl_unmasked": metrics["logprob/infer_full"] - metrics["logprob/train_full"]}

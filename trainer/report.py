@@ -47,8 +47,23 @@ PANELS = (
     ),
     Panel(
         "Mismatch: KL(infer ‖ train) per token",
-        "Two estimates of the same, over tokens inside the safe set, before anything is rejected.",
-        (Curve("mismatch/kl", "mean(−l)"), Curve("mismatch/k3_kl", "K3", dashed=True)),
+        "Two estimates of the same, over tokens inside the safe set, before anything is rejected; and the first one of "
+        "the policies without pruning, for the same tokens.",
+        (
+            Curve("mismatch/kl", "mean(−l)"),
+            Curve("mismatch/k3_kl", "K3", dashed=True),
+            Curve("mismatch/kl_unmasked", "without pruning"),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Skew: mean of −(r − 1) A",
+        "Mismatch that depends on the advantage's sign: no KL estimate sees it. Zero if noise alone is at work.",
+        (
+            Curve("mismatch/skew", "all tokens"),
+            Curve("mismatch/skew_positive", "A > 0"),
+            Curve("mismatch/skew_negative", "A < 0"),
+        ),
         from_zero=False,
     ),
     Panel(
@@ -61,6 +76,12 @@ PANELS = (
             Curve("veto/nan", "veto: NaN", dashed=True),
             Curve("mis/fraction", "MIS"),
         ),
+    ),
+    Panel(
+        "Kept weight",
+        "Importance weight that is left after veto and MIS, per sequence: the share of the trainer's own distribution "
+        "that is learned from. Predicted from the KL and the length; near 1 is healthy, 1/2 is not.",
+        (Curve("mis/kept_weight", "measured"), Curve("mis/predicted_kept_weight_upper", "predicted", dashed=True)),
     ),
     Panel(
         "Kept mass",
@@ -77,6 +98,24 @@ PANELS = (
         "Positions pruned",
         "Share of positions at which min-p takes at least a thousandth of the probability away.",
         (Curve("pruned/share", "share"),),
+    ),
+    Panel(
+        "Log-probs with and without pruning",
+        "Mean over the sampled tokens inside both safe sets. The distance between a side's two curves is what pruning "
+        "removed; the distance between the sides is the mismatch.",
+        (
+            Curve("logprob/train_constrained", "trainer, constrained"),
+            Curve("logprob/infer_constrained", "replica, constrained", dashed=True),
+            Curve("logprob/train_full", "trainer, full"),
+            Curve("logprob/infer_full", "replica, full", dashed=True),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Bounds on the bias",
+        "How far pruning can move the expected reward: (max R − min R) E[Σ (1 − Z)], and Prop. 5.5's "
+        "R_max T (1 − Z_min).",
+        (Curve("bias/bound_measured", "measured"), Curve("bias/bound", "Prop. 5.5", dashed=True)),
     ),
     Panel(
         "Staleness",

@@ -17,6 +17,7 @@ Of the trainer:
     groups/*                                       no_signal: groups with zero advantage; the rest: how jobs ended
     length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
     pruned/share, pruned/mass                      positions that lost >= 1e-3 of their probability; mean loss
+    logprob/{train,infer}_{constrained,full}       mean log-prob of the tokens inside, with pruning and without
     mismatch/kl_unmasked                           the same tokens under both full softmaxes
     drift/kl                                       what the further updates of a batch add
     grad/norm, loss/surrogate, optimizer/lr, optimizer/updates
