@@ -20,6 +20,8 @@ from pathlib import Path
 from services.contract.errors import ConfigError, LeaseLostError
 from services.transport.failpoints import failpoint
 
+from .disk import unwritable, writing
+
 PROGRESS, STATE, CLAIM = "progress.json", "state", "claim"
 
 
@@ -69,9 +71,10 @@ class Checkpoints:
         LeaseLostError if a newer one has."""
         # Ours first, then the others: of two that claim at once the newer one stays, and no token is forgotten.
         self._work = self.root / f".work-{token}-{secrets.token_hex(8)}"
-        self._work.mkdir(mode=0o700)
-        (self._work / CLAIM).touch()
-        _sync_folder(self.root)
+        with writing(f"out_dir: {self._work}", self.root):
+            self._work.mkdir(mode=0o700)
+            (self._work / CLAIM).touch()
+            _sync_folder(self.root)
         if self.newest_token() > token:
             shutil.rmtree(self._work)
             raise self._taken()
@@ -113,11 +116,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:
             if not self._is_ours:
                 raise self._taken() from None
-            free_mib = shutil.disk_usage(self.root).free / 2**20
-            raise ConfigError(
-                f"out_dir: checkpoint {final} could not be written ({error}); {free_mib:.0f} MiB free. Make room, then "
-                "start the same command again to resume from the one before"
-            ) from error
+            raise ConfigError(unwritable(f"out_dir: checkpoint {final}", self.root, error)) from error
         return final
 
     def _write(self, final: Path, progress: Progress, write_state: Callable[[Path], None]) -> None:

@@ -7,12 +7,13 @@ timeline that the checkpoint belongs to, and grow without bound only on disk.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from services.contract.errors import ConfigError
+
+from .disk import AppendedFile
 
 
 class Ledger:
@@ -21,36 +22,29 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = AppendedFile(path)
 
     @property
     def length(self) -> int:
-        """Bytes written so far, buffered ones included."""
-        return self._file.tell()
+        """Bytes written so far."""
+        return self._file.length
 
     def append(self, entries: Iterable[dict[str, Any]]) -> None:
-        self._file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
-        self._file.flush()
+        self._file.append(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def cut(self, length: int) -> None:
-        """Forgets everything after the first `length` bytes. What is left is a new file in the place of the old one: a
-        trainer that was stopped, and replaced, goes on writing into the old one when it wakes up.
-        """
+        """Forgets everything after the first `length` bytes."""
         if self.length < length:
             raise ConfigError(
                 f"{self.path}: {self.length} bytes, the checkpoint counts on {length}; the file was cut or replaced. "
                 "Restore it, or start a new run"
             )
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with self.path.open("rb") as old, beside.open("wb") as new:
-            new.write(old.read(length))
-            os.fsync(new.fileno())
-        beside.rename(self.path)
-        self._file.close()
-        self._file = self.path.open("ab")
+        with self.path.open("rb") as old:
+            kept = old.read(length)
+        self._file.replace(kept)
 
     def close(self) -> None:
         self._file.close()

@@ -49,9 +49,10 @@ async def train(run: Run) -> None:
         await run.feeder.settle(batch)
         if run.is_due(run.settings.evaluate.interval):
             metrics |= await run.evaluate()
+        run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch))
+        # After the log: what a checkpoint covers is not logged again.
         if run.is_due(run.settings.checkpoint.interval) or run.is_best:
             await run.save()
-        run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch))
     run.finished = True
     await run.tell()
 

@@ -17,6 +17,7 @@ from services.transport.weight_folder import folder_name, newest_seq, publish_fo
 from services.transport.weights import WeightRegistry
 
 from .config import TrainSettings
+from .disk import unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +118,7 @@ class Publisher:
             manifest = write_manifest(partial, self._run_id, seq, updates)
             publish_folder(partial, final)
         except (OSError, WeightError) as error:
-            free_mib = shutil.disk_usage(self._root).free / 2**20
-            raise WeightError(
-                f"weights.folder {self._root}: version {seq} could not be written ({error}); {free_mib:.0f} MiB free. "
-                "Make room or name another folder, then start the same command again to resume"
-            ) from error
+            raise WeightError(unwritable(f"weights.folder: version {seq}", self._root, error)) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return manifest

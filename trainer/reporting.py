@@ -32,13 +32,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.contract.errors import ConfigError
+
+from .disk import AppendedFile, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,15 +91,12 @@ class JsonlSink:
         """`resumed_step`: keep the lines up to this step and go on after them. None starts a new file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        beside.rename(path)
-        self._file = path.open("a")
+        self._file = AppendedFile(path)
+        self._file.replace("".join(json.dumps(record) + "\n" for record in kept).encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps({"step": step, "time": time.time(), **values}).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -123,15 +122,22 @@ class TensorboardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._folder = folder
+        with self._writing():
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with self._writing():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):  # everything is flushed, unless `log` has raised the same
+            self._writer.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"out_dir: {self._folder}", self._folder.parent)
 
 
 class WandbSink:

@@ -31,8 +31,9 @@ def save_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer, updat
     try:
         with _one_or_many() as no_dist:
             save(_tensors(model, optimizer, updates), checkpoint_id=folder, no_dist=no_dist)
-    except CheckpointException as error:  # no Exception, and says what went wrong on which rank
-        raise OSError(str(error)) from error
+    except CheckpointException as error:  # no Exception, and in its words a traceback of every rank
+        failures = (f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+        raise OSError("; ".join(failures)) from error
 
 
 def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:
