@@ -58,6 +58,9 @@ class Submission:
     def unplaced(self) -> int:
         return self.job.n - self.placed
 
+    def start_over(self) -> None:
+        self.placed, self.samples, self.prefill = 0, {}, None
+
     def reply_if_whole(self) -> bool:
         """True if the last sample is there and the reply went out."""
         whole = len(self.samples) == self.job.n

@@ -64,6 +64,9 @@ class Worker:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: set[Submission] = set()
         """Everything that still owes a reply, wherever it is."""
+        self._suspects: set[Submission] = set()
+        """In flight when generation failed. While any of them is left one job is one batch, so that what one job does,
+        running out of memory say, is not held against the others."""
         self._waiting: deque[Submission] = deque()
         self._swaps: deque[Swap] = deque()
         self._batch = Batch(model.device)
@@ -87,9 +90,9 @@ class Worker:
                     if len(self._batch) and not self._stopping:
                         self._draw(self._decoder.step(self._batch), 0)
             except Exception as error:
-                log.exception("generation failed; every job in flight fails, the engine serves on")
-                self._fail_all(EngineError(f"generation failed: {type(error).__name__}: {error}"))
-        self._fail_all(EngineError("the engine was closed"))
+                log.exception("generation failed; the engine serves on")
+                self._start_over(EngineError(f"generation failed: {type(error).__name__}: {error}"))
+        self._close(EngineError("the engine was closed"))
 
     # -- boundary ----------------------------------------------------------------------------------------------------
 
@@ -120,6 +123,11 @@ class Worker:
         """A job has begun and is not finished."""
         return len(self._batch) > 0 or bool(self._waiting and self._waiting[0].placed)
 
+    @property
+    def _one_by_one(self) -> bool:
+        self._suspects &= self._live
+        return self._deterministic or bool(self._suspects)
+
     def _admit(self) -> None:
         """Gives free rows to waiting samples, first come first served, and draws their first tokens."""
         placements = list(self._placements())
@@ -133,8 +141,8 @@ class Worker:
         self._draw(self._decoder.begin(self._batch, placements), start)
 
     def _placements(self) -> Iterator[Placement]:
-        free = self._max_batch - len(self._batch)
-        if self._deterministic:
+        free, one_by_one = self._max_batch - len(self._batch), self._one_by_one
+        if one_by_one:
             if self._busy and not (self._waiting and self._waiting[0].placed):
                 return
             if not self._busy:
@@ -146,7 +154,7 @@ class Worker:
             if count == submission.unplaced:
                 self._waiting.popleft()
             yield Placement(submission, count)
-            if self._deterministic:
+            if one_by_one:
                 return
 
     def _row(self, submission: Submission, index: int) -> Row:
@@ -218,18 +226,29 @@ class Worker:
         if source:
             self._decoder.move(self._batch, source, target)
 
-    def _fail_all(self, error: EngineError) -> None:
-        """Everything in flight; the engine starts over with an empty batch."""
-        for submission in self._live:
-            submission.reply.error(error)
+    def _start_over(self, error: EngineError) -> None:
+        """The job that was alone in the batch is at fault. Of several each is drawn again, alone."""
+        begun = [submission for submission in self._live if submission.placed]
         self._batch = Batch(self._model.device)
         self._decoder.clear()
-        self._waiting.clear()
-        self._live.clear()
-        if self._stopping:
-            for command in [*self._swaps, *self._left_over()]:
-                if isinstance(command, (Submission, Swap)):
-                    command.reply.error(error)
+        for submission in begun:
+            self._forget(submission)
+        if len(begun) == 1:
+            begun[0].reply.error(error)
+            return
+        for submission in begun:
+            submission.start_over()
+        self._live.update(begun)
+        self._suspects = set(begun)
+        self._waiting.extendleft(begun)
+
+    def _close(self, error: EngineError) -> None:
+        """Nothing waits for an answer any more."""
+        for submission in self._live:
+            submission.reply.error(error)
+        for command in [*self._swaps, *self._left_over()]:
+            if isinstance(command, (Submission, Swap)):
+                command.reply.error(error)
 
     def _left_over(self) -> Iterator[Command]:
         with suppress(queue.Empty):

@@ -80,6 +80,32 @@ async def test_a_failing_forward_fails_its_jobs_and_no_later_one(folders: dict[s
     await engine.close()
 
 
+async def test_a_job_that_cannot_be_drawn_fails_alone(folders: dict[str, Path]) -> None:
+    """What was in flight beside it is drawn again, one job at a time, and then side by side as before."""
+    engine = TransformersEngine(folders["even"], threads=1, max_batch=8)
+    await engine.start()
+    poison, width = make_job("poison", [5] * 33, n=1), 33
+    rows: list[int] = []
+
+    def fail(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        rows.append(len(kwargs["input_ids"]))
+        if kwargs["input_ids"].shape[1] == width:
+            raise RuntimeError("out of memory")
+
+    engine._model.register_forward_pre_hook(fail, with_kwargs=True)
+    for _ in range(2):
+        good = [
+            asyncio.create_task(engine.generate(make_job(f"good-{i}", [5] * 20, n=3, max_tokens=300))) for i in range(2)
+        ]
+        await until(lambda: engine.num_running == 6)
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.generate(poison)
+        failed_at = len(rows)
+        assert [len(samples) for samples in await asyncio.gather(*good)] == [3, 3]
+        assert max(rows[failed_at:]) == 3
+    await engine.close()
+
+
 async def test_bfloat16_follows_the_float64_oracle_loosely(folders: dict[str, Path], make_engine: MakeEngine) -> None:
     engine = await make_engine(folders["qwen3"], dtype="bfloat16")
     assert engine.facts.dtype == "bfloat16"
