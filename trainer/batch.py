@@ -1,14 +1,8 @@
-"""From scored groups to padded tensors.
-
-Shapes: G groups of n samples, N = G * n sequences; a micro-batch has b of them, P is its longest prompt and T its
-longest completion. Prompts are padded on the left and completions on the right, so that completion token t stands in
-column P + t of every row and one slice of the logits serves all rows.
-"""
+"""Scored groups, and the sequences of one optimizer step. G groups of n samples are N = G * n sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -18,7 +12,7 @@ import torch
 from services.contract.group import FinishReason, Group, Sample
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 
@@ -113,78 +107,3 @@ class Batch:
         """Samples that ended by themselves, not by max_tokens."""
         stopped = [[s.finish_reason is FinishReason.STOP for s in scored.group.samples] for scored in self.groups]
         return torch.tensor(stopped)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Sequences that fit into memory together."""
-
-    rows: Int[Tensor, " b"]
-    """Index of each sequence in the batch's [N] vectors."""
-    input_ids: Int[Tensor, "b P+T"]
-    attention_mask: Bool[Tensor, "b P+T"]
-    position_ids: Int[Tensor, "b P+T"]
-    token_ids: Int[Tensor, "b T"]
-    """The completion; 0 where padded."""
-    mask: Bool[Tensor, "b T"]
-    """True on model tokens."""
-    infer_logprobs: Float[Tensor, "b T"]
-    """log pi_infer_mp; 0 where padded. Likewise kept mass 1 and kept count 1 where padded."""
-    infer_kept_mass: Float[Tensor, "b T"]
-    infer_kept_count: Int[Tensor, "b T"]
-
-    @classmethod
-    def collate(cls, sequences: list[TrainSequence], pad_id: int, device: torch.device) -> MicroBatch:
-        b = len(sequences)
-        P = max(len(sequence.prompt_ids) for sequence in sequences)
-        T = max(len(sequence.sample.token_ids) for sequence in sequences)
-        input_ids = np.full((b, P + T), pad_id, np.int64)
-        attention = np.zeros((b, P + T), bool)
-        logprobs, mass = np.zeros((b, T), np.float32), np.ones((b, T), np.float32)
-        count = np.ones((b, T), np.int64)
-        for row, sequence in enumerate(sequences):
-            p, sample = len(sequence.prompt_ids), sequence.sample
-            t = len(sample.token_ids)
-            input_ids[row, P - p : P] = sequence.prompt_ids
-            input_ids[row, P : P + t] = sample.token_ids
-            attention[row, P - p : P + t] = True
-            logprobs[row, :t], mass[row, :t], count[row, :t] = sample.logprobs, sample.kept_mass, sample.kept_count
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        return cls(
-            rows=torch.tensor([sequence.index for sequence in sequences], device=device),
-            input_ids=tensor(input_ids),
-            attention_mask=tensor(attention),
-            position_ids=tensor(np.maximum(attention.cumsum(1) - 1, 0)),
-            token_ids=tensor(np.where(attention[:, P:], input_ids[:, P:], 0)),
-            mask=tensor(attention[:, P:]),
-            infer_logprobs=tensor(logprobs),
-            infer_kept_mass=tensor(mass),
-            infer_kept_count=tensor(count),
-        )
-
-    def idle(self) -> MicroBatch:
-        """The same without a model token: forward and backward run, and add nothing."""
-        return replace(self, mask=torch.zeros_like(self.mask))
-
-
-def micro_batches(
-    sequences: list[TrainSequence], *, max_tokens: int, pad_id: int, device: torch.device
-) -> Iterator[MicroBatch]:
-    """Packs sequences, longest first, into micro-batches of at most `max_tokens` padded tokens (one sequence at least).
-
-    Sorted by length so that little is padding; ties keep their order, so the packing is a function of the batch alone.
-    """
-    pending: list[TrainSequence] = []
-    prompt = completion = 0
-    for sequence in sorted(sequences, key=lambda s: -s.num_tokens):
-        p, t = len(sequence.prompt_ids), len(sequence.sample.token_ids)
-        if pending and (len(pending) + 1) * (max(prompt, p) + max(completion, t)) > max_tokens:
-            yield MicroBatch.collate(pending, pad_id, device)
-            pending, prompt, completion = [], 0, 0
-        pending.append(sequence)
-        prompt, completion = max(prompt, p), max(completion, t)
-    if pending:
-        yield MicroBatch.collate(pending, pad_id, device)

@@ -34,7 +34,7 @@ class ModelSection(Section):
     """bfloat16: autocast over fp32 master weights. Logits are cast to float32 before the method sees them."""
     gradient_checkpointing: bool = False
     micro_batch_tokens: Positive = 16_384
-    """Padded tokens of one forward and backward; memory grows with this."""
+    """Tokens of one forward and backward, every sequence with its prompt; memory grows with this."""
 
 
 class BrokerSection(Section):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .batch import MicroBatch
+from .micro_batch import MicroBatch
 from .world import World
 
 if TYPE_CHECKING:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,14 +16,19 @@ from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
 from services.dvp.policy import Constrained, constrained_logprobs
-from services.engines.model_folder import has_linear_head
+from services.engines.model_folder import has_linear_head, narrow_layers
 
-from .batch import MicroBatch
+from .attention import PACKED
 from .config import ModelSection
+from .layout import Tokens, packed
 from .lm_head import head_logprobs
+from .micro_batch import MicroBatch
 from .world import World
 
 logger = logging.getLogger(__name__)
+
+PACKING_TOLERANCE = 1e-2
+"""Standard deviations of the hidden states: far above rounding, far below another attention."""
 
 
 def load_model(section: ModelSection) -> PreTrainedModel:
@@ -54,21 +61,24 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model = model
         self._has_linear_head = has_linear_head(model)
+        self.packs = self._has_linear_head and use_packed_attention(model)
+        """Sequences may come packed."""
         self._dtype: torch.dtype = getattr(torch, compute_dtype)
         self._log_min_p, self._temperature = log_min_p, temperature
 
     def forward(self, micro: MicroBatch) -> Constrained:
         """One entry per model token, in row-major order of `micro.mask`. Prompt positions never become logits."""
-        inputs = {name: getattr(micro, name) for name in ("input_ids", "attention_mask", "position_ids")}
-        token_ids, T = micro.token_ids[micro.mask], micro.mask.shape[1]
+        inputs, token_ids = micro.layout.model_inputs(), micro.token_ids[micro.mask]
         with torch.autocast(micro.mask.device.type, dtype=self._dtype, enabled=self._dtype is not torch.float32):
             if not self._has_linear_head:
+                T = micro.mask.shape[1]
                 logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
             else:
-                states = self.model.base_model(**inputs, use_cache=False).last_hidden_state[:, -T - 1 : -1][micro.mask]
+                states = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         if not self._has_linear_head:
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
         head = self.model.get_output_embeddings()
+        states = states.index_select(0, micro.layout.before)
         return head_logprobs(
             states, head.weight, head.bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature
         )
@@ -88,3 +98,41 @@ def shard(policy: Policy, world: World) -> None:
 def full(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor: every rank has to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Makes the model attend within packed rows, if that leaves its answers as they are; else leaves it alone."""
+    before = model.config._attn_implementation
+    if narrow := narrow_layers(model.config, getattr(model.config, "max_position_embeddings", sys.maxsize)):
+        reason = f"it has layers of {narrow[0]}"
+    else:
+        try:
+            gap = packing_gap(model)
+        except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
+            reason = str(error)
+        else:
+            if gap <= PACKING_TOLERANCE:
+                return True
+            reason = f"hidden states would differ by {gap:.2g} standard deviations"
+    model.set_attn_implementation(before)
+    logger.info("sequences are padded, not packed, for %s: %s", model.config.model_type, reason)
+    return False
+
+
+@torch.no_grad()
+def packing_gap(model: PreTrainedModel) -> float:
+    """How far packing moves the hidden states of a few tokens, in standard deviations; the model attends packed then.
+
+    Rounding, for full attention as Llama has it; far more where a layer keeps a state, or biases or caps attention in
+    its own way.
+    """
+    device, vocab = model.device, model.get_input_embeddings().weight.shape[0]
+    ids = np.arange(2, 14) % vocab
+    pack = [Tokens(ids[:4], ids[4:9]), Tokens(ids[6:9], ids[9:10]), Tokens(ids[:4], ids[9:12])]
+    alone = [torch.tensor(np.concatenate(tokens))[None, :-1].to(device) for tokens in pack]
+    theirs = [model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in alone]
+    wanted = torch.cat([states[len(prompt) - 1 :] for states, (prompt, _) in zip(theirs, pack, strict=True)])
+    layout = packed(pack, device)
+    model.set_attn_implementation(PACKED)
+    ours = model.base_model(**layout.model_inputs(), use_cache=False).last_hidden_state[0][layout.before]
+    return float((ours - wanted).abs().max() / wanted.std())

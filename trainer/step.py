@@ -23,9 +23,10 @@ from services.dvp.objective import surrogate_loss
 from services.dvp.policy import Constrained
 
 from .advantages import Baseline, advantages
-from .batch import Batch, MicroBatch, TrainSequence, micro_batches
+from .batch import Batch, TrainSequence
 from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics
+from .micro_batch import MicroBatch, micro_batches, share
 from .model import Policy, full, shard
 from .rewards import Overlong
 from .state import load_state, save_state
@@ -213,14 +214,20 @@ class Learner:
         return self.settings.batch.updates > 1 or weighted
 
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
-        """This rank's share, by length in turns. Ranks with fewer micro-batches than others get idle ones: sharded
-        parameters are gathered by all ranks at once or not at all."""
-        world, share = self.world, sorted(sequences, key=lambda s: -s.num_tokens)[self.world.rank :: self.world.size]
+        """This rank's share. Ranks with fewer micro-batches than others get idle ones: sharded parameters are gathered
+        by all ranks at once or not at all."""
+        world, pack = self.world, self.policy.packs
+        # Padded ones by length, so that little is padding; packed ones as they come, prompt by prompt.
+        ordered = sequences if pack else sorted(sequences, key=lambda s: -s.num_tokens)
         limit = self.settings.model.micro_batch_tokens
-        mine = list(micro_batches(share, max_tokens=limit, pad_id=self.pad_id, device=self.device))
+
+        def batches(part: list[TrainSequence]) -> list[MicroBatch]:
+            return list(micro_batches(part, max_tokens=limit, pack=pack, pad_id=self.pad_id, device=self.device))
+
+        mine = batches(share(ordered, world.rank, world.size))
         yield from mine
         for _ in range(world.max(len(mine)) - len(mine)):
-            yield MicroBatch.collate(sequences[:1], self.pad_id, self.device).idle()
+            yield batches(sequences[:1])[0].idle()
 
     def _apply(self, D: int) -> float | None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]

@@ -24,15 +24,20 @@ STEP_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_full_attention(config: Any, context_length: int) -> None:
-    """Raises ConfigError unless every layer attends to the whole context."""
+def narrow_layers(config: Any, context_length: int) -> list[str]:
+    """Kinds of layers that do not attend to the whole context."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    for kind in sorted(set(kinds)):
-        if kind == "full_attention" or (kind == "sliding_attention" and window and window >= context_length):
-            continue
+    wide = {"full_attention"} | ({"sliding_attention"} if window and window >= context_length else set())
+    return sorted(set(kinds) - wide)
+
+
+def check_full_attention(config: Any, context_length: int) -> None:
+    """Raises ConfigError unless every layer attends to the whole context."""
+    for kind in narrow_layers(config, context_length):
+        window = getattr(config, "sliding_window", None)
         cure = f"set max_context to {window} or less, or " if kind == "sliding_attention" else ""
         raise ConfigError(
             f"model type {config.model_type}: a layer is {kind} (window {window}, context {context_length}), the "

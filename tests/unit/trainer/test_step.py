@@ -127,7 +127,7 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("log_min_p", [-13.0, -6.0, math.log(0.1)])
-def test_the_train_logprobs_equal_the_oracle_for_padded_rows(
+def test_the_train_logprobs_equal_the_oracle(
     make_learner: Callable[..., Learner], oracle: PreTrainedModel, log_min_p: float, temperature: float
 ) -> None:
     learner = make_learner(sampling={"n": 3, "log_min_p": log_min_p, "temperature": temperature})
@@ -184,12 +184,13 @@ def test_groups_without_signal_do_no_forward_and_are_counted(
     signal, flat = make_batch(oracle).groups
     flat = ScoredGroup(flat.group, (1.0, 1.0, 1.0), 0)
     learner = make_learner()
-    rows_seen = list[int]()
+    seen = list[int]()
     learner.model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows_seen.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda module, args, kwargs: seen.extend(kwargs["input_ids"].flatten().tolist()), with_kwargs=True
     )
     metrics = learner.step(Batch((signal, flat)))
-    assert rows_seen == [3]
+    samples = signal.group.samples
+    assert len(seen) == len(signal.group.prompt_ids) + sum(len(sample.token_ids) - 1 for sample in samples)
     assert metrics["groups/no_signal"] == 1
     assert_close(
         {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None},
