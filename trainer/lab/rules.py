@@ -29,11 +29,15 @@ class Rule(NamedTuple):
         return (self.log_min_p - self.slope * H).clamp(max=0.0)
 
     @property
+    def prunes(self) -> bool:
+        return self.log_min_p > -math.inf
+
+    @property
     def label(self) -> str:
-        if self.log_min_p == -math.inf:
+        if not self.prunes:
             return "0"
-        fixed = f"e^{self.log_min_p:g}"
-        return f"{fixed} by entropy ({self.slope:g})" if self.slope else fixed
+        fixed = f"e^{self.log_min_p:.3g}"
+        return f"{fixed} − {self.slope:g} H" if self.slope else fixed
 
 
 NOTHING_PRUNED = Rule(-math.inf)

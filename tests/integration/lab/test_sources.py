@@ -1,0 +1,127 @@
+"""Engines of a study on a real model: what they draw and what they say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.contract.errors import ConfigError
+from services.dvp.policy import constrained_logprobs
+from tests.models import EOS_ID, make_model
+from trainer.lab.mismatch import EDGES, measure
+from trainer.lab.page import write_study
+from trainer.lab.precision import Format, rounded
+from trainer.lab.rules import NOTHING_PRUNED, Rule
+from trainer.lab.signature import signature
+from trainer.lab.sources import Engine, Trainer, opened, traces, until_end
+from trainer.lab.subject import Subject, file_subject
+
+EVERY = len(EDGES) - 1
+HERE = [engine for engine in Engine if not engine.is_sglang]
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    torch.set_num_threads(1)
+    folder = make_model(tmp_path_factory.mktemp("lab") / "model", "qwen3", spread=2.0, context=64)
+    prompts = torch.randint(5, 90, (6, 5), generator=torch.Generator().manual_seed(0))
+    return Subject(folder, torch.split(prompts, 4), "a model of random weights")
+
+
+@pytest.mark.parametrize("engine", HERE)
+@pytest.mark.parametrize("rule", [NOTHING_PRUNED, Rule(-2.0), Rule(-1.0, 0.5)], ids=lambda rule: rule.label)
+def test_an_engine_draws_from_the_logits_it_shows(subject: Subject, engine: Engine, rule: Rule) -> None:
+    with opened(engine, subject.folder) as source:
+        token_ids, mask, logprobs, logits = source.sample(subject.prompts[0], rule, 12, seed=3)
+        again = source.sample(subject.prompts[0], rule, 12, seed=3)
+        other = source.sample(subject.prompts[0], rule, 12, seed=4)
+    assert logits is not None
+    shown = constrained_logprobs(logits, token_ids, log_min_p=rule(logits), temperature=1.0)
+    assert shown.inside.all()
+    torch.testing.assert_close(shown.logprobs, logprobs)
+    assert torch.equal(mask, until_end(token_ids, torch.tensor([EOS_ID])))
+    assert torch.equal(again.token_ids, token_ids)
+    assert not torch.equal(other.token_ids, token_ids)
+
+
+def test_in_float32_there_is_next_to_no_mismatch_and_in_low_precision_there_is(subject: Subject) -> None:
+    trainer, s = Trainer(subject.folder), {}
+    for engine in HERE:
+        with opened(engine, subject.folder) as source:
+            found = measure(traces(source, trainer, subject.prompts, NOTHING_PRUNED, 12, seed=0))
+        s[engine] = found.s
+        assert found.bucket(0, EVERY).beyond_exact == 0
+        assert all(bucket.is_ordered for _, bucket in found.buckets())
+    assert s[Engine.FP32] < 1e-5
+    assert min(s[engine] for engine in HERE if engine is not Engine.FP32) > 1e-3
+
+
+def test_signature_of_several_engines(subject: Subject, tmp_path: Path) -> None:
+    said = []
+    study = signature(
+        subject, HERE[-2:], 8, seed=0, progress=lambda done, total, what: said.append((done, total, what))
+    )
+    assert said == [(0, 2, "transformers-fp8-kv"), (1, 2, "gaussian")]
+    assert [finding.holds for finding in study.findings[:3]] == [True, None, True], "bounds and order"
+    write_study(study, tmp_path)
+    tables = json.loads((tmp_path / "signature.json").read_text())["tables"]
+    assert [row[0] for row in tables[0]["rows"]] == HERE[-2:]
+    assert [row[-1] for row in tables[0]["rows"]] == [0, 0], "tokens beyond the exact range"
+
+
+@pytest.mark.slow
+def test_signature_of_a_real_sglang(subject: Subject) -> None:
+    """In float32 its log-probs of the whole vocabulary are those of the trainer; its min-p is the rule's."""
+    trainer = Trainer(subject.folder)
+    with opened(Engine.SGLANG_FP32, subject.folder) as source:
+        found = measure(traces(source, trainer, subject.prompts, NOTHING_PRUNED, 12, seed=0))
+        pruned = source.sample(subject.prompts[0], rule := Rule(-2.0), 12, seed=0)
+        with pytest.raises(ConfigError, match="min-p per request"):
+            source.sample(subject.prompts[0], Rule(-2.0, 0.5), 12, seed=0)
+    assert found.num_tokens > 30
+    assert found.s < 1e-5
+    assert found.bucket(0, EVERY).beyond_exact == 0
+    logits = trainer.logits(subject.prompts[0], pruned.token_ids)
+    own = constrained_logprobs(logits, pruned.token_ids, log_min_p=rule(logits), temperature=1.0)
+    assert own.inside[pruned.mask].all()
+    torch.testing.assert_close(own.logprobs[pruned.mask], pruned.logprobs[pruned.mask], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("format", "step"),
+    [(Format.BFLOAT16, 2**-8), (Format.FP8, 2**-4), (Format.INT8, 0.5 / 127), (Format.INT4, 0.5 / 7)],
+)
+def test_rounding_is_to_the_nearest(format: Format, step: float) -> None:
+    """Within half a step: relative to the value for floats, to the row's largest for integers."""
+    torch.manual_seed(0)
+    values = torch.randn(5, 64)
+    values[0] = 0.0
+    found = rounded(values, format)
+    largest = values.abs().amax(-1, keepdim=True)
+    is_float = format in (Format.BFLOAT16, Format.FP8)
+    allowed = values.abs() * step + largest * 2**-15 if is_float else largest * step * 1.001
+    assert ((found - values).abs() <= allowed).all()
+    assert not torch.equal(found, values)
+    torch.testing.assert_close(rounded(found, format), found)
+
+
+def test_prompts_of_a_file_come_in_blocks_of_one_length(subject: Subject, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    texts = [f"{'9' * (1 + i % 3)}+1=" for i in range(50)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    found = file_subject(subject.folder, file, 40, seed=0)
+    assert found.num_prompts == 40
+    assert all(len(block) <= 16 for block in found.prompts)
+    assert {block.shape[1] for block in found.prompts} == {4, 5, 6}
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), ('{"text": 1}\n', "line 1 is no JSON object")])
+def test_what_is_no_file_of_prompts_is_said(subject: Subject, tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        file_subject(subject.folder, file, 4, seed=0)

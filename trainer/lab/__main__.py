@@ -1,0 +1,115 @@
+"""`dvp-lab`: how an engine and a trainer differ, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.contract.errors import ConfigError
+from services.engines.sglang_server import CHECKOUT_PYTHON
+from services.settings import user_errors
+
+from .page import write_study
+from .signature import signature
+from .sources import Engine
+from .study import Study
+from .subject import Subject, file_subject, text_subject
+
+if TYPE_CHECKING:
+    from .subject import Progress as Tell
+
+TEXT_MODEL = Path("runs/lab/text-model")
+
+app = typer.Typer(
+    help="How an engine and a trainer differ, and what to do about it. Every command writes JSON, PNG and a page.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+Model = Annotated[Path | None, typer.Option(help="Hugging Face folder. Default: a small language model, made once.")]
+Prompts = Annotated[Path | None, typer.Option(help="With --model: JSONL file with a prompt per row.")]
+Engines = Annotated[list[Engine] | None, typer.Option("--engine", help="Repeat it for several. Default: all.")]
+Sequences = Annotated[int, typer.Option(min=2, help="Prompts, one sample of each.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Longest sample.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of prompts, samples and noise.")]
+Out = Annotated[Path, typer.Option(help="Folder for the three files.")]
+
+
+def main() -> None:
+    with user_errors("dvp-lab"):
+        app()
+
+
+@app.callback()
+def threads(
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of both sides.")] = 1,
+) -> None:
+    torch.set_num_threads(threads)
+
+
+@app.command(name="signature")
+def signature_command(
+    model: Model = None,
+    prompts: Prompts = None,
+    engine: Engines = None,
+    sequences: Sequences = 96,
+    tokens: Tokens = 160,
+    seed: Seed = 0,
+    out: Out = Path("runs/lab"),
+) -> None:
+    """The mismatch of an engine: by bucket of pi_train, against the bounds on it, along a sequence."""
+    with progress() as tell:
+        subject = _subject(model, prompts, sequences, seed, tell)
+        study = signature(subject, engine or available(), tokens, seed, tell)
+    _write(study, out)
+
+
+def available() -> list[Engine]:
+    """All engines that can run here: SGLang only where `make sglang-cpu` has built one."""
+    return [engine for engine in Engine if CHECKOUT_PYTHON.exists() or not engine.is_sglang]
+
+
+def _subject(model: Path | None, prompts: Path | None, count: int, seed: int, tell: Tell) -> Subject:
+    if model is None and prompts is None:
+        return text_subject(TEXT_MODEL, count, seed, tell)
+    if model is None or prompts is None:
+        raise ConfigError("--model and --prompts belong together: give both, or none for the built-in language model")
+    return file_subject(model, prompts, count, seed)
+
+
+def _write(study: Study, folder: Path) -> None:
+    page = write_study(study, folder)
+    for finding in study.findings:
+        verdict = {True: "[green]holds[/]", False: "[red]does not hold[/]", None: "figure"}[finding.holds]
+        Console().print(f"{verdict}  {finding.statement}  [bold]{finding.figures}[/]", highlight=False, soft_wrap=True)
+    Console().print(f"written: {page}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress() -> Iterator[Tell]:
+    """A bar on a terminal, a line per new thing to do elsewhere."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task, said = bar.add_task(""), ""
+
+        def tell(done: int, total: int, what: str) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal and what.partition(",")[0] != said:
+                said = what.partition(",")[0]
+                console.print(said, highlight=False)
+
+        yield tell
+
+
+if __name__ == "__main__":
+    main()
