@@ -1,4 +1,4 @@
-"""Runs inside SGLang's interpreter, by path and with the standard library only: `python sglang_launch.py FLAGS`.
+"""Runs inside SGLang's interpreter, by path and with nothing of ours: `python sglang_launch.py FLAGS`.
 
 Ends with the process that started it, however that one ends, and takes further flags (the keys) as a JSON list from its
 standard input: a command line can be read by everybody on the machine.
@@ -22,8 +22,16 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         os._exit(1)  # the parent died before the line above took effect
+    refuse_websockets()
     sys.argv = ["sglang.launch_server", *sys.argv[1:], *json.loads(line)]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def refuse_websockets() -> None:
+    """SGLang asks for its keys over HTTP only. A request for its WebSocket (audio) is an ordinary one after this."""
+    from uvicorn.config import WS_PROTOCOLS
+
+    WS_PROTOCOLS["auto"] = WS_PROTOCOLS["none"]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Who is let in, by every route of every service and every command of dvp-queue: asked for, and written down.
 
-services/http/README.md shows what is found here; `DVP_TEST_WRITE_TABLES=1` writes it there.
+services/http/README.md shows what is found here, see table.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import httpx
@@ -19,10 +17,9 @@ from fastapi import FastAPI
 from services.monitor.cli import app as queue_app
 from services.monitor.cli import main
 from tests.integration.http.served import APPS, serving
+from tests.integration.http.table import check_table
 
 TOKENS = ("first-token", "second-token")
-README = Path(__file__).parents[3] / "services" / "http" / "README.md"
-WRITE = "DVP_TEST_WRITE_TABLES"
 LOOPBACK, FOREIGN = "localhost", "evil.example"
 OPEN = {"/healthz", "/readyz"}
 HEAD = ("Service", "Call", "no token set", "and a foreign Host", "token set, none sent", "wrong token", "right token")
@@ -92,7 +89,7 @@ def test_nobody_is_let_in_without_a_token_or_from_elsewhere(rows: list[tuple[str
 
 
 def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:
-    _check("calls", HEAD, rows)
+    check_table("calls", HEAD, rows)
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "Basic"])
@@ -137,7 +134,7 @@ def test_dvp_queue_needs_the_brokers_password(
             codes.append(f"refused, exit code {code}")
         table.append((f"`dvp-queue {' '.join(command)}`", *codes))
     assert {code for _, *codes in table for code in codes} == {"refused, exit code 2"}
-    _check("commands", ("Command", "no password", "wrong password"), table)
+    check_table("commands", ("Command", "no password", "wrong password"), table)
 
 
 def _run_queue(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -146,16 +143,3 @@ def _run_queue(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         main()
     assert isinstance(ended.value.code, int)
     return ended.value.code, capsys.readouterr().err
-
-
-def _check(name: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
-    before, start, rest = README.read_text().partition(f"<!-- {name} -->\n")
-    written, end, after = rest.partition(f"<!-- end of {name} -->")
-    assert start, f"no table of {name} in {README}"
-    assert end, f"no end of the table of {name} in {README}"
-    found = "\n".join(lines) + "\n"
-    if os.environ.get(WRITE):
-        README.write_text(before + start + found + end + after)
-    else:
-        assert written == found, f"run this with {WRITE}=1"
