@@ -10,6 +10,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.contract.job import MAX_GROUP_TOKENS
 from services.contract.sampling import LOG_RHO, Sampling
+from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID, WeightRoute
 from services.dvp.correction import Bounds, Level, Mode
 from services.dvp.denominators import Denominator
@@ -35,6 +36,9 @@ class ModelSection(Section):
     gradient_checkpointing: bool = False
     micro_batch_tokens: Positive = 16_384
     """Tokens of one forward and backward, every sequence with its prompt; memory grows with this."""
+    fixed_shape: ShapeText | None = None
+    """ROWSxLENGTH of every forward. With the same in the replicas, everything in float32 and max_staleness 0, the
+    log-probs of both sides are equal bit for bit."""
 
 
 class BrokerSection(Section):

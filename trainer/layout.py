@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.contract.errors import ConfigError
+from services.contract.shape import Shape
+
 from .attention import Rows
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ class Layout(NamedTuple):
     input_ids: Int[Tensor, "rows columns"]
     position_ids: Int[Tensor, "rows columns"]
     attention_mask: Bool[Tensor, "rows columns"] | None
-    """None if packed."""
+    """None if packed or fixed."""
     before: Int[Tensor, " tokens"]
     """For every completion token, sequence after sequence: where the token before it lies, whose state predicts it."""
     packed_rows: Rows | None
@@ -61,6 +64,23 @@ def padded(sequences: Sequence[Tokens], pad_id: int, device: torch.device) -> La
         _tensor(attention, device),
         _tensor(np.concatenate(before), device),
         None,
+    )
+
+
+def fixed(sequences: Sequence[Tokens], shape: Shape, device: torch.device) -> Layout:
+    """[R, L] from the left, zeros behind and in the rows that are left over: services/engines/fixed_shape.py."""
+    input_ids, before = np.zeros(shape, np.int64), []
+    for row, (prompt, completion) in enumerate(sequences):
+        p, t = len(prompt), len(completion)
+        if p + t > shape.length:
+            raise ConfigError(
+                f"model.fixed_shape {shape}: a sequence of {p} + {t} tokens came; replicas need the same fixed_shape"
+            )
+        input_ids[row, : p + t] = np.concatenate([prompt, completion])
+        before.append(row * shape.length + p - 1 + np.arange(t))
+    positions = np.tile(np.arange(shape.length), (shape.rows, 1))
+    return Layout(
+        _tensor(input_ids, device), _tensor(positions, device), None, _tensor(np.concatenate(before), device), None
     )
 
 

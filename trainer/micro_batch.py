@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.contract.shape import Shape
+
 from .batch import TrainSequence
-from .layout import Layout, Tokens, packed, padded
+from .layout import Layout, Tokens, fixed, packed, padded
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -62,6 +64,13 @@ def micro_batches(
     for part in fill(sequences, max_tokens=max_tokens, pack=pack):
         tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
         yield MicroBatch.collate(part, packed(tokens, device) if pack else padded(tokens, pad_id, device))
+
+
+def fixed_batches(sequences: list[TrainSequence], shape: Shape, device: torch.device) -> Iterator[MicroBatch]:
+    for start in range(0, len(sequences), shape.rows):
+        part = sequences[start : start + shape.rows]
+        tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
+        yield MicroBatch.collate(part, fixed(tokens, shape, device))
 
 
 def fill(sequences: list[TrainSequence], *, max_tokens: int, pack: bool) -> Iterator[list[TrainSequence]]:

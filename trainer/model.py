@@ -15,7 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
+from services.contract.shape import Shape
 from services.dvp.policy import Constrained, constrained_logprobs
+from services.engines.fixed_shape import check_fixed_shape, whole_blocks
+from services.engines.kv_cache import ATTENTION
 from services.engines.model_folder import has_linear_head, narrow_layers
 
 from .attention import PACKED
@@ -57,11 +60,24 @@ def load_model(section: ModelSection) -> PreTrainedModel:
 class Policy(torch.nn.Module):
     """pi_train_mp: from the token ids of a micro-batch to the constrained log-probs of its completions."""
 
-    def __init__(self, model: PreTrainedModel, compute_dtype: str, *, log_min_p: float, temperature: float) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compute_dtype: str,
+        *,
+        log_min_p: float,
+        temperature: float,
+        shape: Shape | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self._has_linear_head = has_linear_head(model)
-        self.packs = self._has_linear_head and use_packed_attention(model)
+        self.shape = shape
+        """Of every forward, if it is fixed."""
+        if shape is not None:
+            model.set_attn_implementation(ATTENTION)
+            check_fixed_shape(model, shape)
+        self.packs = shape is None and self._has_linear_head and use_packed_attention(model)
         """Sequences may come packed."""
         self._dtype: torch.dtype = getattr(torch, compute_dtype)
         self._log_min_p, self._temperature = log_min_p, temperature
@@ -78,10 +94,20 @@ class Policy(torch.nn.Module):
         if not self._has_linear_head:
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
         head = self.model.get_output_embeddings()
-        states = states.index_select(0, micro.layout.before)
-        return head_logprobs(
-            states, head.weight, head.bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature
+        states, chunk = states.index_select(0, micro.layout.before), None
+        if self.shape is not None:
+            states, token_ids = (whole_blocks(values, self.shape.rows) for values in (states, token_ids))
+            chunk = self.shape.rows * len(head.weight)
+        out = head_logprobs(
+            states,
+            head.weight,
+            head.bias,
+            token_ids,
+            log_min_p=self._log_min_p,
+            temperature=self._temperature,
+            chunk=chunk,
         )
+        return Constrained(*(values[: len(micro.layout.before)] for values in out))
 
 
 def shard(policy: Policy, world: World) -> None:

@@ -177,6 +177,7 @@ def set_up_torch(settings: TrainSettings) -> None:
     torch.manual_seed(settings.seed)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
+    if settings.deterministic or settings.model.fixed_shape is not None:
         torch.set_num_threads(settings.threads or 1)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from services.contract.shape import Shape
 from services.dvp.correction import Correction, correct
 from services.dvp.denominators import denominator
 from services.dvp.metrics import MetricBatch, mismatch_metrics
@@ -26,7 +27,7 @@ from .advantages import Baseline, advantages
 from .batch import Batch, TrainSequence
 from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics
-from .micro_batch import MicroBatch, micro_batches, share
+from .micro_batch import MicroBatch, fixed_batches, micro_batches, share
 from .model import Policy, full, shard
 from .rewards import Overlong
 from .state import load_state, save_state
@@ -61,9 +62,13 @@ class Learner:
     ) -> None:
         self.model, self.settings, self.pad_id, self.world = model, settings, pad_id, world or World()
         self.device = next(model.parameters()).device
-        policy = settings.sampling
+        policy, shape = settings.sampling, settings.model.fixed_shape
         self.policy = Policy(
-            model, settings.model.compute_dtype, log_min_p=policy.log_min_p, temperature=policy.temperature
+            model,
+            settings.model.compute_dtype,
+            log_min_p=policy.log_min_p,
+            temperature=policy.temperature,
+            shape=None if shape is None else Shape.parse(shape),
         )
         if self.world.size > 1:
             shard(self.policy, self.world)
@@ -216,12 +221,14 @@ class Learner:
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
         """This rank's share. Ranks with fewer micro-batches than others get idle ones: sharded parameters are gathered
         by all ranks at once or not at all."""
-        world, pack = self.world, self.policy.packs
+        world, pack, shape = self.world, self.policy.packs, self.policy.shape
         # Padded ones by length, so that little is padding; packed ones as they come, prompt by prompt.
         ordered = sequences if pack else sorted(sequences, key=lambda s: -s.num_tokens)
         limit = self.settings.model.micro_batch_tokens
 
         def batches(part: list[TrainSequence]) -> list[MicroBatch]:
+            if shape is not None:
+                return list(fixed_batches(part, shape, self.device))
             return list(micro_batches(part, max_tokens=limit, pack=pack, pad_id=self.pad_id, device=self.device))
 
         mine = batches(share(ordered, world.rank, world.size))
