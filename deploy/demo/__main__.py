@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ READY_TIMEOUT_S = 300.0
 SWAP_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 5.0
 MAX_BATCH = 256
+ZERO_MISMATCH = {"model.fixed_shape": "64x16", "batch.max_staleness": 0}
+"""Of the trainer. A sum and its answer have at most 12 tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,22 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the run; an earlier one is moved aside.")] = Path("runs/demo"),
     engine: Annotated[EngineName, typer.Option(help="What the replicas generate with.")] = EngineName.TRANSFORMERS,
     replicas: Annotated[int, typer.Option(min=1, max=16)] = 2,
+    zero_mismatch: Annotated[
+        bool, typer.Option("--zero-mismatch", help="Both sides compute the same bits, at a forward per token.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option(min=1, help="Longest time for the training.")] = 1800.0,
 ) -> None:
     """Trains a small language model on sums, with two rollout replicas, a broker and a trainer on this machine."""
     with user_errors("demo"), interruptible():
-        demo = Demo(load_settings(seed, steps, out), engine, replicas, timeout_s, Console())
+        settings = load_settings(seed, steps, out, zero_mismatch=zero_mismatch)
+        demo = Demo(settings, engine, replicas, timeout_s, Console())
         raise SystemExit(demo.run())
 
 
-def load_settings(seed: int, steps: int | None, out: Path) -> TrainSettings:
+def load_settings(seed: int, steps: int | None, out: Path, *, zero_mismatch: bool = False) -> TrainSettings:
     """The trainer's own settings, so that both sides of the demo agree on them."""
-    options = {"seed": seed, "out-dir": out.absolute()} | ({} if steps is None else {"steps": steps})
-    return TrainSettings.load([f"--{name}={value}" for name, value in options.items()], CONFIG)
+    options: dict[str, object] = {"seed": seed, "out_dir": out.absolute()} | ({} if steps is None else {"steps": steps})
+    return TrainSettings.load(flags(options | (ZERO_MISMATCH if zero_mismatch else {})), CONFIG)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,15 @@ class Demo:
     timeout_s: float
     console: Console
 
+    @property
+    def zero_mismatch(self) -> bool:
+        return self.settings.model.fixed_shape is not None
+
+    @property
+    def dtype(self) -> str:
+        """Of the replicas."""
+        return "float32" if self.zero_mismatch else "bfloat16"
+
     def run(self) -> int:
         """The exit code: 0 if the model learned, nothing was lost and every replica served what was pushed."""
         started = time.monotonic()
@@ -99,7 +115,7 @@ class Demo:
             summary = self.conclude(folder, replicas, time.monotonic() - started)
         self.console.print(to_table(summary))
         self.console.print(f"report: {folder.report}\nnumbers: {folder.summary}", highlight=False, soft_wrap=True)
-        faults = find_faults(summary)
+        faults = find_faults(summary, zero_mismatch=self.zero_mismatch)
         for fault in faults:
             self.console.print(f"[red]FAILED[/] {fault}", highlight=False, soft_wrap=True)
         return 1 if faults else 0
@@ -125,7 +141,7 @@ class Demo:
     def announce(self, folder: RunFolder) -> None:
         settings = self.settings
         lines = (
-            f"[bold]dvp-rl demo[/]: {self.num_replicas} rollout replicas in bf16, one trainer in fp32; "
+            f"[bold]dvp-rl demo[/]: {self.num_replicas} rollout replicas in {self.dtype}, one trainer in float32; "
             f"{settings.steps} steps of {settings.batch.groups} x {settings.sampling.n} samples, seed {settings.seed}.",
             f"rho = e^{settings.sampling.log_min_p:g} instead of the paper's e^-13: the vocabulary is small, and e^-13 "
             "would prune next to nothing.",
@@ -143,9 +159,10 @@ class Demo:
             replica_id=name,
             port=0,
             port_file=port_file,
-            dtype="bfloat16",
+            dtype=self.dtype,
             threads=1,
             max_batch=MAX_BATCH,
+            **({"fixed_shape": self.settings.model.fixed_shape} if self.zero_mismatch else {}),
             **({"sglang.log_file": folder.logs / f"{name}-sglang.log"} if self.engine is EngineName.SGLANG else {}),
         )
         return Server(fleet.start(name, command, cwd=REPOSITORY, env={"DVP_ROLLOUT__REDIS_URL": broker_url}), port_file)
@@ -153,7 +170,8 @@ class Demo:
     def start_trainer(self, fleet: Fleet, broker_url: str) -> Child:
         """Its standard output is the launcher's: that is the progress people see."""
         settings = self.settings
-        command = argv("trainer", CONFIG, seed=settings.seed, steps=settings.steps, out_dir=settings.out_dir)
+        options = {name: getattr(settings, name) for name in ("seed", "steps", "out_dir")}
+        command = argv("trainer", CONFIG, **options, **(ZERO_MISMATCH if self.zero_mismatch else {}))
         return fleet.start("trainer", command, cwd=REPOSITORY, env={"DVP_TRAIN__BROKER__URL": broker_url}, show=True)
 
     def conclude(self, folder: RunFolder, replicas: list[Replica], wall_s: float) -> Summary:
@@ -175,8 +193,11 @@ class Demo:
 
 def argv(module: str, *positional: object, **options: object) -> list[str]:
     """A command of this repository in this interpreter."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", module, *map(str, positional), *flags]
+    return [sys.executable, "-m", module, *map(str, positional), *flags(options)]
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -61,6 +62,8 @@ class Summary:
     """Positions at which pruning took at least a thousandth of the probability."""
     kl: float
     """Mismatch KL(infer || train) per token."""
+    largest_log_ratio: float
+    """Of all tokens: |log pi_train - log pi_infer|."""
     veto: float
     """Share of sequences."""
     mis: float
@@ -91,6 +94,7 @@ def summarize(
     """`metrics`: one record per step, as in metrics.jsonl; `progress`: the newest checkpoint's."""
     rewards = _values(metrics, "reward/mean")
     heldout = _values(metrics, "heldout/score")
+    ratios = _values(metrics, "mismatch/ratio_min") + _values(metrics, "mismatch/ratio_max")
     return Summary(
         seed=seed,
         steps=progress["step"],
@@ -101,6 +105,7 @@ def summarize(
         log_min_p=log_min_p,
         pruned_share=_mean(_values(metrics, "pruned/share")),
         kl=_mean(_values(metrics, "mismatch/kl")),
+        largest_log_ratio=max((abs(math.log(ratio)) for ratio in ratios), default=0.0),
         veto=_mean(_values(metrics, "veto/total")),
         mis=_mean(_values(metrics, "mis/fraction")),
         samples_trained=progress["samples"],
@@ -113,7 +118,7 @@ def summarize(
     )
 
 
-def find_faults(summary: Summary) -> list[str]:
+def find_faults(summary: Summary, *, zero_mismatch: bool = False) -> list[str]:
     """Why this run shows nothing, or worse; empty if it does what the demo promises."""
     idle = [replica.id for replica in summary.replicas if replica.seq == 0]
     checks = {
@@ -125,6 +130,9 @@ def find_faults(summary: Summary) -> list[str]:
         f"never served weights that the trainer pushed: {', '.join(idle)}": bool(idle),
         f"only {summary.pruned_share:.1%} of the positions prune, at least {MIN_PRUNED:.0%} should: raise "
         "sampling.log_min_p": summary.pruned_share < MIN_PRUNED,
+        f"log-probs differ by up to {summary.largest_log_ratio:.2g}, and should not at all": (
+            zero_mismatch and summary.largest_log_ratio != 0.0
+        ),
     }
     return [fault for fault, applies in checks.items() if applies]
 
@@ -139,6 +147,7 @@ def to_table(summary: Summary) -> Table:
         "rho (scaled up from e^-13)": f"e^{summary.log_min_p:g}",
         "positions pruned": f"{summary.pruned_share:.1%}",
         "KL(infer || train) per token": f"{summary.kl:.2e}",
+        "largest |log pi_train - log pi_infer|": f"{summary.largest_log_ratio:.2g}",
         "sequences vetoed": f"{summary.veto:.2%}",
         "sequences over the MIS bound": f"{summary.mis:.2%}",
         "samples trained": f"{summary.samples_trained:,}",

@@ -94,6 +94,16 @@ def test_reward_rises(tmp_path: Path, seed: int) -> None:
     assert "traceback" not in launcher.output.lower()
 
 
+def test_without_mismatch_every_ratio_is_one(tmp_path: Path) -> None:
+    with launched(tmp_path / "demo", "--zero-mismatch", "--steps=12") as launcher:
+        assert launcher.process.wait(600) == 0, launcher.output
+    records = map(json.loads, (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines())
+    trained = [record for record in records if "reward/mean" in record]
+    ratios = {record[f"mismatch/ratio_{side}"] for record in trained for side in ("min", "max")}
+    assert ratios == {1.0}
+    assert launcher.summary["largest_log_ratio"] == 0.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_everything_and_the_next_run_works(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path / "demo") as launcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ def write_run(folder: Path, *, consumed: list[str] = IDS, rewards: list[float] |
             "reward/mean": reward,
             "pruned/share": 0.5,
             "mismatch/kl": 1e-3,
+            "mismatch/ratio_min": 0.5,
+            "mismatch/ratio_max": 1.5,
             "veto/total": 0.0,
             "mis/fraction": 0.0,
             "time/step_s": 0.5,
@@ -102,6 +105,7 @@ def test_good_run_succeeds(finish: Callable[..., int], tmp_path: Path) -> None:
         "log_min_p": -3.0,
         "pruned_share": pytest.approx(0.5),
         "kl": pytest.approx(1e-3),
+        "largest_log_ratio": pytest.approx(math.log(2)),
         "veto": 0.0,
         "mis": 0.0,
         "samples_trained": 64,
@@ -150,6 +154,8 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert find_faults(replace(good, lost=2)) == ["2 jobs were submitted and never came back"]
     assert "replica-2" in find_faults(replace(good, replicas=(SERVING[0], Replica("replica-2", ""))))[0]
     assert "log_min_p" in find_faults(replace(good, pruned_share=0.01))[0]
+    assert find_faults(good, zero_mismatch=True) == ["log-probs differ by up to 0.69, and should not at all"]
+    assert find_faults(replace(good, largest_log_ratio=0.0), zero_mismatch=True) == []
 
 
 def test_summary_of_no_step_is_a_fault(tmp_path: Path) -> None:
@@ -163,5 +169,5 @@ def test_table_names_every_figure(tmp_path: Path) -> None:
     console.print(to_table(summary_of(tmp_path)))
     text = console.export_text()
     console.file.close()
-    for figure in ("0.500", "0.650", "0.800", "e^-3", "50.0%", "1.00e-03", "demo:9:abc", "0 / 0"):
+    for figure in ("0.500", "0.650", "0.800", "e^-3", "50.0%", "1.00e-03", "0.69", "demo:9:abc", "0 / 0"):
         assert figure in text
