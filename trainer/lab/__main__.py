@@ -16,6 +16,7 @@ from services.contract.errors import ConfigError
 from services.engines.sglang_server import CHECKOUT_PYTHON
 from services.settings import user_errors
 
+from .overlap import overlap
 from .page import write_study
 from .signature import signature
 from .sources import Engine
@@ -25,7 +26,10 @@ from .subject import Subject, file_subject, text_subject
 if TYPE_CHECKING:
     from .subject import Progress as Tell
 
-TEXT_MODEL = Path("runs/lab/text-model")
+DEFAULT_OUT = Path("runs/lab")
+TEXT_MODEL = DEFAULT_OUT / "text-model"
+TYPICAL = (Engine.BF16, Engine.FP8_WEIGHTS, Engine.SGLANG_BF16)
+"""What is looked at where each engine takes minutes."""
 
 app = typer.Typer(
     help="How an engine and a trainer differ, and what to do about it. Every command writes JSON, PNG and a page.",
@@ -63,12 +67,30 @@ def signature_command(
     sequences: Sequences = 96,
     tokens: Tokens = 160,
     seed: Seed = 0,
-    out: Out = Path("runs/lab"),
+    out: Out = DEFAULT_OUT,
 ) -> None:
     """The mismatch of an engine: by bucket of pi_train, against the bounds on it, along a sequence."""
     with progress() as tell:
         subject = _subject(model, prompts, sequences, seed, tell)
         study = signature(subject, engine or available(), tokens, seed, tell)
+    _write(study, out)
+
+
+@app.command(name="overlap")
+def overlap_command(
+    model: Model = None,
+    prompts: Prompts = None,
+    engine: Engines = None,
+    sequences: Sequences = 96,
+    tokens: Tokens = 96,
+    seed: Seed = 0,
+    out: Out = DEFAULT_OUT,
+) -> None:
+    """What the two safe sets have in common, by rho and by entropy, and how many sequences are vetoed for the rest."""
+    with progress() as tell:
+        subject = _subject(model, prompts, sequences, seed, tell)
+        engines = engine or [e for e in available() if e in TYPICAL]
+        study = overlap(subject, engines, tokens, seed, tell)
     _write(study, out)
 
 

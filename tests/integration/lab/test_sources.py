@@ -12,6 +12,7 @@ from services.contract.errors import ConfigError
 from services.dvp.policy import constrained_logprobs
 from tests.models import EOS_ID, make_model
 from trainer.lab.mismatch import EDGES, measure
+from trainer.lab.overlap import RULES, overlap
 from trainer.lab.page import write_study
 from trainer.lab.precision import Format, rounded
 from trainer.lab.rules import NOTHING_PRUNED, Rule
@@ -70,6 +71,18 @@ def test_signature_of_several_engines(subject: Subject, tmp_path: Path) -> None:
     tables = json.loads((tmp_path / "signature.json").read_text())["tables"]
     assert [row[0] for row in tables[0]["rows"]] == HERE[-2:]
     assert [row[-1] for row in tables[0]["rows"]] == [0, 0], "tokens beyond the exact range"
+
+
+def test_overlap_of_several_engines(subject: Subject, tmp_path: Path) -> None:
+    said: list[str] = []
+    study = overlap(
+        subject, [Engine.BF16, Engine.FP8_KV], 8, seed=0, progress=lambda done, total, what: said.append(what)
+    )
+    assert [what for what in said if "," not in what] == [Engine.BF16, Engine.FP8_KV]
+    write_study(study, tmp_path)
+    found = json.loads((tmp_path / "overlap.json").read_text())
+    assert [row[0] for row in found["tables"][0]["rows"]] == [rule.label for rule in RULES]
+    assert found["findings"][0]["holds"]
 
 
 @pytest.mark.slow
