@@ -18,6 +18,7 @@ from services.settings import user_errors
 
 from .overlap import overlap
 from .page import write_study
+from .rho import rho
 from .signature import signature
 from .sources import Engine
 from .study import Study
@@ -91,6 +92,24 @@ def overlap_command(
         subject = _subject(model, prompts, sequences, seed, tell)
         engines = engine or [e for e in available() if e in TYPICAL]
         study = overlap(subject, engines, tokens, seed, tell)
+    _write(study, out)
+
+
+@app.command(name="rho")
+def rho_command(
+    model: Model = None,
+    prompts: Prompts = None,
+    engine: Annotated[Engine, typer.Option(help="One that shows its logits.")] = Engine.FP8_WEIGHTS,
+    sequences: Sequences = 96,
+    tokens: Tokens = 96,
+    seed: Seed = 0,
+    out: Out = DEFAULT_OUT,
+) -> None:
+    """Which rho: what it removes of the mismatch, what it costs, what is left of a batch. Proposes one."""
+    if engine.is_sglang:
+        raise ConfigError(f"--engine {engine}: SGLang shows no logits where it prunes; choose a transformers engine")
+    with progress() as tell:
+        study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, tell)
     _write(study, out)
 
 

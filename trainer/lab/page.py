@@ -20,7 +20,7 @@ PAPER = ("#1f5fbf", "#c2410c", "#0f766e", "#8b3fa8", "#8a6d00", "#5c626b")
 """Colours of the PNG: the page's light ones."""
 PAPER_MUTED, PAPER_LINE = "#3a3f46", "#d0d4d9"
 PANEL_SIZE = (5.6, 3.7)
-PNG_COLUMNS = 2
+PNG_COLUMNS, PNG_DPI = 2, 80
 INKS = tuple(map(ink, range(NUM_SERIES)))
 
 
@@ -96,8 +96,8 @@ def _write_png(study: Study, path: Path) -> None:
         axes = figure.add_subplot(rows, PNG_COLUMNS, place)
         _draw(axes, chart, PAPER, PAPER_MUTED, PAPER_LINE)
         axes.set_title(chart.title, fontsize=11, loc="left")
-        axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+        axes.legend(fontsize=8 if len(chart.series) <= 6 else 6, frameon=False)
+    figure.savefig(path, dpi=PNG_DPI, metadata={"Software": None})
 
 
 def _draw(axes: Any, chart: Chart, colours: Sequence[str] = INKS, muted: str = MUTED, line: str = LINE) -> None:

@@ -36,8 +36,9 @@ class Rule(NamedTuple):
     def label(self) -> str:
         if not self.prunes:
             return "0"
-        fixed = f"e^{self.log_min_p:.3g}"
-        return f"{fixed} − {self.slope:g} H" if self.slope else fixed
+        if not self.slope:
+            return f"e^{self.log_min_p:g}"
+        return f"e^({self.log_min_p:.3g} {'−' if self.slope > 0 else '+'} {abs(self.slope):g} H)"
 
 
 NOTHING_PRUNED = Rule(-math.inf)

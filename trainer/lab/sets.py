@@ -49,7 +49,7 @@ class Sets:
     train_count: Float[Tensor, "N T"]
     infer_count: Float[Tensor, "N T"]
     kl: Float[Tensor, "N T"]
-    """KL(infer_mp || train_mp) over what both keep."""
+    """KL(infer || train) of the two policies on the tokens that both keep, which is what is left after the veto."""
     kl_full: Float[Tensor, "N T"]
     """KL(infer || train) of the same position without pruning."""
 
@@ -118,7 +118,7 @@ def sets_of(trace: Trace, rule: Rule) -> Sets:
     p, q = train.softmax(-1), infer.softmax(-1)
     train_mass, infer_mass = ((w * keep).sum(-1) for w, keep in ((p, ours), (q, theirs)))
     both = ours & theirs
-    common = (q * both).sum(-1)
+    infer_common, train_common = ((w * both).sum(-1) for w in (q, p))
     gap = q * (q.log() - p.log())
     s = (infer - train).std(-1)
 
@@ -135,7 +135,7 @@ def sets_of(trace: Trace, rule: Rule) -> Sets:
         infer_mass=spread(infer_mass),
         train_count=spread(ours.sum(-1)),
         infer_count=spread(theirs.sum(-1)),
-        kl=spread((gap * both).sum(-1) / common + train_mass.log() - infer_mass.log()),
+        kl=spread((gap * both).sum(-1) / infer_common + train_common.log() - infer_common.log()),
         kl_full=spread(gap.sum(-1)),
     )
 

@@ -15,6 +15,7 @@ from trainer.lab.mismatch import EDGES, measure
 from trainer.lab.overlap import RULES, overlap
 from trainer.lab.page import write_study
 from trainer.lab.precision import Format, rounded
+from trainer.lab.rho import FIXED, MATCHED, SLOPES, rho
 from trainer.lab.rules import NOTHING_PRUNED, Rule
 from trainer.lab.signature import signature
 from trainer.lab.sources import Engine, Trainer, opened, traces, until_end
@@ -83,6 +84,18 @@ def test_overlap_of_several_engines(subject: Subject, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "overlap.json").read_text())
     assert [row[0] for row in found["tables"][0]["rows"]] == [rule.label for rule in RULES]
     assert found["findings"][0]["holds"]
+
+
+def test_rho_of_an_engine(subject: Subject, tmp_path: Path) -> None:
+    study = rho(subject, Engine.FP8_WEIGHTS, 6, seed=0, progress=lambda *_: None)
+    write_study(study, tmp_path)
+    found = json.loads((tmp_path / "rho.json").read_text())
+    rows = {row[0]: row for row in found["tables"][0]["rows"]}
+    assert set(rows) >= {rule.label for rule in FIXED}
+    assert len(rows) == len(FIXED) + len(MATCHED) * len(SLOPES)
+    pruned = [rows[rule.label][1] for rule in FIXED]
+    assert pruned == sorted(pruned, reverse=True)
+    assert "Proposed: rho = e^-" in found["findings"][0]["statement"]
 
 
 @pytest.mark.slow
