@@ -32,7 +32,11 @@ class ModelSection(Section):
     """Folder of a Hugging Face causal LM: where training starts."""
     device: str = "cpu"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: autocast over fp32 master weights. Logits are cast to float32 before the method sees them."""
+    """bfloat16: forward and backward as an engine of that dtype computes; weights, optimizer and sums of gradients stay
+    float32. Logits are cast to float32 before the method sees them."""
+    fp32_head: bool = False
+    """Of bfloat16: the LM head computes in float32 on the same weights. Replicas of it need --fp32-head too: on one
+    side only it is worse than on neither, and refused."""
     gradient_checkpointing: bool = False
     micro_batch_tokens: Positive = 16_384
     """Tokens of one forward and backward, every sequence with its prompt; memory grows with this."""

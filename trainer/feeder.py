@@ -40,7 +40,7 @@ from services.transport.submission import Submission, Submitted
 
 from .batch import Batch, ScoredGroup
 from .checkpoint import Progress
-from .config import TrainSettings
+from .config import ModelSection, TrainSettings
 from .ledger import Ledger
 from .publish import Publisher
 from .scoring import PromptTokens, Scorer
@@ -271,7 +271,7 @@ class Feeder:
             return
         self._deaths_in_a_row = 0
         try:
-            check_group(item, job)
+            check_group(item, job, self.settings.model)
         except GroupMismatchError as error:
             logger.error("group refused: %s", error)
             if job_position(item.job_id)[1] + 1 >= self.settings.batch.max_attempts:
@@ -364,13 +364,15 @@ class Feeder:
             self._drop_duplicate(self._early.pop(later))
 
 
-def check_group(group: Group, job: Job) -> None:
+def check_group(group: Group, job: Job, model: ModelSection) -> None:
     """Raises GroupMismatchError unless the group is what this job asked for and what the trainer trains on."""
+    same_dtype = group.engine.dtype == model.compute_dtype != "float32"
     expected = {
         "run_id": (group.run_id, job.run_id),
         "prompt_ids": (_fingerprint(group.prompt_ids), _fingerprint(job.prompt_ids)),
         "number of samples": (len(group.samples), job.n),
         "engine.logprob_kind": (group.engine.logprob_kind, LogprobKind.CONSTRAINED),
+        "engine.fp32_head": (group.engine.fp32_head, model.fp32_head if same_dtype else group.engine.fp32_head),
         "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),
         "sampling.temperature": (np.float32(group.sampling.temperature), np.float32(job.sampling.temperature)),
     }

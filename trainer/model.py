@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from services.contract.errors import ConfigError
 from services.contract.shape import Shape
 from services.dvp.policy import Constrained, constrained_logprobs
+from services.engines.compute_dtype import compute_in, rounded
 from services.engines.fixed_shape import check_fixed_shape, whole_blocks
 from services.engines.kv_cache import ATTENTION
 from services.engines.model_folder import has_linear_head, narrow_layers
@@ -68,44 +69,46 @@ class Policy(torch.nn.Module):
         log_min_p: float,
         temperature: float,
         shape: Shape | None = None,
+        fp32_head: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self._has_linear_head = has_linear_head(model)
         self.shape = shape
         """Of every forward, if it is fixed."""
+        self.packs = shape is None and self._has_linear_head and use_packed_attention(model)
+        """Sequences may come packed."""
+        self.low_dtype: torch.dtype | None = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
+        """What forward and backward compute in, if it is not the dtype of the weights."""
+        self._fp32_head = fp32_head
+        self._log_min_p, self._temperature = log_min_p, temperature
+        if self.low_dtype is not None:
+            head = model.get_output_embeddings()
+            compute_in(model, self.low_dtype, but=head)
+            compute_in(head, torch.float32 if fp32_head else self.low_dtype, rounding=self.low_dtype)
         if shape is not None:
             model.set_attn_implementation(ATTENTION)
             check_fixed_shape(model, shape)
-        self.packs = shape is None and self._has_linear_head and use_packed_attention(model)
-        """Sequences may come packed."""
-        self._dtype: torch.dtype = getattr(torch, compute_dtype)
-        self._log_min_p, self._temperature = log_min_p, temperature
 
     def forward(self, micro: MicroBatch) -> Constrained:
         """One entry per model token, in row-major order of `micro.mask`. Prompt positions never become logits."""
         inputs, token_ids = micro.layout.model_inputs(), micro.token_ids[micro.mask]
-        with torch.autocast(micro.mask.device.type, dtype=self._dtype, enabled=self._dtype is not torch.float32):
-            if not self._has_linear_head:
-                T = micro.mask.shape[1]
-                logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
-            else:
-                states = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         if not self._has_linear_head:
+            T = micro.mask.shape[1]
+            logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
         head = self.model.get_output_embeddings()
-        states, chunk = states.index_select(0, micro.layout.before), None
+        weight, bias, chunk = head.weight, head.bias, None
+        states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        states = states.flatten(0, 1).index_select(0, micro.layout.before)
+        if self._fp32_head and self.low_dtype is not None:
+            states, weight = states.float(), rounded(weight, self.low_dtype)
+            bias = None if bias is None else rounded(bias, self.low_dtype)
         if self.shape is not None:
             states, token_ids = (whole_blocks(values, self.shape.rows) for values in (states, token_ids))
-            chunk = self.shape.rows * len(head.weight)
+            chunk = self.shape.rows * len(weight)
         out = head_logprobs(
-            states,
-            head.weight,
-            head.bias,
-            token_ids,
-            log_min_p=self._log_min_p,
-            temperature=self._temperature,
-            chunk=chunk,
+            states, weight, bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature, chunk=chunk
         )
         return Constrained(*(values[: len(micro.layout.before)] for values in out))
 
@@ -115,9 +118,11 @@ def shard(policy: Policy, world: World) -> None:
     device = next(policy.parameters()).device.type
     mesh = init_device_mesh(device, (world.size,))
     layers = set(policy.model._no_split_modules or ())
+    # Layers are gathered in the dtype that they compute in; the LM head wants its weight whole and as it is.
+    low = MixedPrecisionPolicy(param_dtype=policy.low_dtype, reduce_dtype=torch.float32)
     for module in policy.model.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=low)
     fully_shard(policy, mesh=mesh)
 
 

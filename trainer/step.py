@@ -69,6 +69,7 @@ class Learner:
             log_min_p=policy.log_min_p,
             temperature=policy.temperature,
             shape=None if shape is None else Shape.parse(shape),
+            fp32_head=settings.model.fp32_head,
         )
         if self.world.size > 1:
             shard(self.policy, self.world)
@@ -232,8 +233,9 @@ class Learner:
             return list(micro_batches(part, max_tokens=limit, pack=pack, pad_id=self.pad_id, device=self.device))
 
         mine = batches(share(ordered, world.rank, world.size))
+        idle = world.max(len(mine)) - len(mine)  # asked before any of them begins to gather parameters
         yield from mine
-        for _ in range(world.max(len(mine)) - len(mine)):
+        for _ in range(idle):
             yield batches(sequences[:1])[0].idle()
 
     def _apply(self, D: int) -> float | None:

@@ -43,6 +43,8 @@ class EngineFacts(Record):
     name: str
     version: str
     dtype: str
+    fp32_head: bool = False
+    """The LM head computes in float32, whatever `dtype` is."""
     logprob_kind: LogprobKind = LogprobKind.CONSTRAINED
 
 

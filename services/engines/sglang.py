@@ -164,7 +164,8 @@ class SglangEngine:
     def _describe(self, info: dict[str, Any]) -> None:
         """What only the running server knows."""
         dtype = self._model_dtype if info["dtype"] == "auto" else info["dtype"]
-        self.facts = EngineFacts(name="sglang", version=info["version"], dtype=dtype)
+        fp32_head = info.get("enable_fp32_lm_head", False)
+        self.facts = EngineFacts(name="sglang", version=info["version"], dtype=dtype, fp32_head=fp32_head)
         pool = info["max_total_num_tokens"] - 2 * info["page_size"]
         longest = min(info["max_req_input_len"], pool)
         self.context_length = min(self.context_length or longest, longest)

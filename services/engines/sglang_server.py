@@ -49,6 +49,7 @@ class Launch:
     python: Path
     """Interpreter with SGLang and the dvp-sglang plugin in it."""
     dtype: str = "float32"
+    fp32_head: bool = False
     device: str = "cpu"
     max_batch: int = 64
     tp: int = 1
@@ -96,6 +97,7 @@ class Launch:
         flags = [part for name, value in named.items() if value is not None for part in (f"--{name}", str(value))]
         flags += CPU_FLAGS if self.device == "cpu" else ()
         flags += ["--enable-deterministic-inference"] if self.deterministic else []
+        flags += ["--enable-fp32-lm-head"] if self.fp32_head else []
         return [*flags, "--skip-server-warmup", *self.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:

@@ -23,6 +23,7 @@ from services.contract.job import Job
 from services.contract.shape import Shape
 
 from .commands import Cancel, Reply, Stop, Submission, Swap
+from .compute_dtype import compute_in
 from .decoder import CachedDecoder, Decoder
 from .fixed_shape import FixedDecoder
 from .limits import check_fits
@@ -53,6 +54,7 @@ class TransformersEngine:
         deterministic: bool = False,
         threads: int | None = None,
         fixed_shape: Shape | None = None,
+        fp32_head: bool = False,
         version: str = "local:0:0",
     ) -> None:
         if dtype not in DTYPES:
@@ -62,7 +64,9 @@ class TransformersEngine:
         if threads is not None and threads < 1:
             raise ConfigError(f"threads {threads}: must be at least 1, or unset for PyTorch's choice")
         config = load_config(model)
-        self.facts = EngineFacts(name="transformers", version=transformers.__version__, dtype=dtype)
+        self.facts = EngineFacts(
+            name="transformers", version=transformers.__version__, dtype=dtype, fp32_head=fp32_head
+        )
         self.context_length = _context_length(model, config, max_context)
         if fixed_shape is not None:
             self.context_length = min(self.context_length, fixed_shape.length)
@@ -107,6 +111,8 @@ class TransformersEngine:
     def _load(self) -> tuple[Tokenizer, Any, Decoder]:
         tokenizer = load_tokenizer(self._folder)
         model = load_model(self._folder, dtype=DTYPES[self.facts.dtype], device=self._device)
+        if self.facts.fp32_head and model.dtype != torch.float32:
+            compute_in(model.get_output_embeddings(), torch.float32)
         shape = self._fixed_shape
         return tokenizer, model, CachedDecoder(model) if shape is None else FixedDecoder(model, shape)
 

@@ -70,6 +70,7 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
             deterministic=settings.deterministic,
             threads=settings.threads,
             fixed_shape=None if settings.fixed_shape is None else Shape.parse(settings.fixed_shape),
+            fp32_head=settings.fp32_head,
             version=version,
         )
     return _sglang(settings, version)
@@ -92,6 +93,7 @@ def _launch(settings: RolloutSettings) -> Launch:
     return Launch(
         python=settings.sglang.python or default_python(),
         dtype=settings.dtype,
+        fp32_head=settings.fp32_head,
         device=settings.device,
         max_batch=settings.max_batch,
         deterministic=settings.deterministic,

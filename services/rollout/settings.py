@@ -110,6 +110,8 @@ class RolloutSettings(ListenSettings):
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """What the model computes in."""
+    fp32_head: bool = False
+    """The LM head computes in float32 all the same, as that of a trainer with model.fp32_head does."""
     device: str = "cpu"
     max_batch: Annotated[int, Field(ge=1, le=4096)] = 32
     """Samples that generate side by side."""

@@ -5,6 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for name in ("codec", "queue", "throughput", "engine", "lm_head", "loop", "sglang", "sglang_mismatch", "monitor"):
+for name in (
+    "codec",
+    "queue",
+    "throughput",
+    "engine",
+    "lm_head",
+    "precision",
+    "loop",
+    "sglang",
+    "sglang_mismatch",
+    "monitor",
+):
     print(f"== {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)

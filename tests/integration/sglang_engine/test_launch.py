@@ -34,6 +34,7 @@ def test_every_setting_arrives(tmp_path: Path) -> None:
         mem_fraction_static=0.5,
         max_total_tokens=4096,
         deterministic=True,
+        fp32_head=True,
         extra_args=("--schedule-policy", "fcfs", "--max-running-requests", "9"),
     )
     expected = {
@@ -50,6 +51,7 @@ def test_every_setting_arrives(tmp_path: Path) -> None:
         "mem_fraction_static": 0.5,
         "max_total_tokens": 4096,
         "enable_deterministic_inference": True,
+        "enable_fp32_lm_head": True,
         "skip_server_warmup": True,
         "schedule_policy": "fcfs",
         "max_running_requests": 9,

@@ -23,13 +23,13 @@ from trainer.world import World
 STEPS = 3
 
 
-def make_settings(out_dir: Path, model: Path) -> TrainSettings:
+def make_settings(out_dir: Path, model: Path, compute_dtype: str) -> TrainSettings:
     return TrainSettings.model_validate(
         {
             "run_id": "ranked",
             "out_dir": out_dir,
             "steps": STEPS,
-            "model": {"path": model, "micro_batch_tokens": 32},
+            "model": {"path": model, "micro_batch_tokens": 32, "compute_dtype": compute_dtype},
             "data": {"train": "unused.jsonl"},
             "reward": {"name": "exact_match"},
             "sampling": {"n": 4, "log_min_p": -13.0},
@@ -52,9 +52,10 @@ def main() -> None:
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--compute-dtype", default="float32")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = make_settings(arguments.out_dir, arguments.model)
+    settings = make_settings(arguments.out_dir, arguments.model, arguments.compute_dtype)
     with World.joined("cpu", 60.0) as world:
         learner = Learner(load_model(settings.model), settings, 0, world)
         if not world.leads:

@@ -71,6 +71,18 @@ def test_metrics_are_those_of_the_whole_batch(outcomes: dict[int, Path], size: i
         assert many == pytest.approx(one, rel=1e-3, abs=1e-5)
 
 
+def test_two_ranks_train_alike_in_bfloat16(model: Path, tmp_path: Path) -> None:
+    """Layers are gathered and their gradients computed in bfloat16, and summed in float32."""
+    results = []
+    for size in (1, 2):
+        out_dir = train(tmp_path / str(size), model, size, "--compute-dtype", "bfloat16")
+        results.append(json.loads((out_dir / "metrics.json").read_text()))
+        assert all(weight.dtype == torch.float32 for weight in weights_of(out_dir).values())
+    for alone, together in zip(*results, strict=True):
+        for name in ("grad/norm", "mismatch/kl", "pruned/mass"):
+            assert together[name] == pytest.approx(alone[name], rel=0.05), name
+
+
 def test_each_rank_holds_its_part(outcomes: dict[int, Path]) -> None:
     sizes = {n: [int((outcomes[n] / f"bytes-{rank}").read_text()) for rank in range(n)] for n in SIZES}
     whole = sizes[1][0]

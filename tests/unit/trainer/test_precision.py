@@ -1,0 +1,165 @@
+"""bfloat16 over float32 weights: what a model loaded in bfloat16 computes, and what an engine of that dtype samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.contract.errors import GroupMismatchError
+from services.contract.group import EngineFacts, Sample
+from services.contract.job import Job, Sink
+from services.contract.sampling import Sampling
+from services.contract.shape import Shape
+from services.engines.compute_dtype import compute_in, rounded
+from services.engines.transformers import TransformersEngine
+from tests.models import make_model
+from tests.unit.trainer.groups import make_group, make_sample
+from trainer.batch import TrainSequence
+from trainer.config import ModelSection
+from trainer.feeder import check_group
+from trainer.layout import Layout
+from trainer.micro_batch import MicroBatch
+from trainer.model import Policy, load_model
+
+LENGTH, LOG_MIN_P, PROMPT = 32, -6.0, [5, 6, 7, 8]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return make_model(folder, vocab_size=512, layers=3, spread=4.0, tied=True, endless=True)
+
+
+def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model
+
+
+def test_a_model_computes_as_one_loaded_in_that_dtype(folder: Path) -> None:
+    """The same bits forward and backward, while weights and their gradients are float32."""
+    low, master = load(folder, torch.bfloat16), load(folder, torch.float32)
+    names = list(master.state_dict())
+    compute_in(master, torch.bfloat16)
+    token_ids = torch.arange(5, 25).view(2, 10)
+    outputs = [model(input_ids=token_ids).logits for model in (low, master)]
+    assert torch.equal(*outputs)
+    for logits in outputs:
+        logits.float().square().mean().backward()
+    assert list(master.state_dict()) == names
+    for (name, weight), other in zip(master.named_parameters(), low.parameters(), strict=True):
+        assert weight.dtype == torch.float32
+        assert weight.grad is not None
+        assert weight.grad.dtype == torch.float32
+        if "embed" not in name:  # tied: float32 adds what comes from both ends without rounding
+            assert torch.equal(weight.grad, other.grad.float()), name
+
+
+def test_parameters_are_themselves_again_after_an_error(folder: Path) -> None:
+    model = load(folder, torch.float32)
+    compute_in(model, torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        model.get_output_embeddings()(torch.ones(3))
+    assert all(p.dtype == torch.float32 and p.is_leaf for p in model.parameters())
+    assert {id(p) for p in model.get_output_embeddings().parameters()} <= {id(p) for p in model.parameters()}
+
+
+def test_rounding_passes_the_gradient() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.equal(rounded(values, torch.bfloat16), values.bfloat16().float())
+    rounded(values, torch.bfloat16).sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, torch.ones(1000))
+
+
+def test_checkpointed_gradients_are_the_same_in_bfloat16(folder: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_model(ModelSection(path=folder, gradient_checkpointing=checkpointing))
+        policy = make_policy(model, fp32_head=False)
+        sample = make_sample([5, 9, 17, 30], [-1.0] * 4)
+        policy(one_row(sample)).logprobs.sum().backward()
+        gradients.append([p.grad.clone() for p in policy.parameters() if p.grad is not None])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+def one_row(sample: Sample) -> MicroBatch:
+    """As an engine of fixed shape reads it: zeros behind, so that both run the same kernels."""
+    input_ids = np.zeros((1, LENGTH), np.int64)
+    tokens = [*PROMPT, *sample.token_ids.tolist()]
+    input_ids[0, : len(tokens)] = tokens
+    before = torch.arange(len(PROMPT) - 1, len(tokens) - 1)
+    layout = Layout(torch.from_numpy(input_ids), torch.arange(LENGTH)[None], None, before, None)
+    return MicroBatch.collate([TrainSequence(0, np.array(PROMPT), sample)], layout)
+
+
+def make_policy(model: PreTrainedModel, *, fp32_head: bool) -> Policy:
+    policy = Policy(model, "bfloat16", log_min_p=LOG_MIN_P, temperature=1.0, fp32_head=fp32_head)
+    model.set_attn_implementation("sdpa")
+    return policy
+
+
+@torch.no_grad()
+def mismatch(folder: Path, samples: tuple[Sample, ...], *, fp32_head: bool) -> float:
+    """Mean distance of the log-probs in nats."""
+    policy = make_policy(load_model(ModelSection(path=folder)), fp32_head=fp32_head)
+    gaps = []
+    for sample in samples:
+        own = policy(one_row(sample))
+        gaps.append((own.logprobs - torch.tensor(sample.logprobs))[own.inside].abs())
+    return float(torch.cat(gaps).mean())
+
+
+async def test_a_float32_head_helps_on_both_sides_and_harms_on_one(folder: Path) -> None:
+    found: dict[tuple[bool, bool], float] = {}
+    for of_engine in (False, True):
+        shape = Shape(1, LENGTH)
+        engine = TransformersEngine(folder, dtype="bfloat16", threads=1, fixed_shape=shape, fp32_head=of_engine)
+        await engine.start()
+        assert engine.facts.fp32_head is of_engine
+        sampling = Sampling(log_min_p=LOG_MIN_P, max_tokens=LENGTH - len(PROMPT), seed=1)
+        job = Job(job_id="j", run_id="r", prompt_ids=np.array(PROMPT), n=4, sampling=sampling, sink=Sink.CLIENT)
+        samples = await engine.generate(job)
+        await engine.close()
+        found |= {(of_engine, ours): mismatch(folder, samples, fp32_head=ours) for ours in (False, True)}
+    assert found[True, True] < 1e-5
+    assert found[False, False] < 3e-4, "few logits may round the other way"
+    assert min(found[True, False], found[False, True]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "named"),
+    [
+        ({"dtype": "bfloat16", "fp32_head": True}, {"compute_dtype": "bfloat16"}, "is True, expected False"),
+        ({"dtype": "bfloat16"}, {"compute_dtype": "bfloat16", "fp32_head": True}, "is False, expected True"),
+        ({"dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}, None),
+        ({"dtype": "bfloat16", "fp32_head": True}, {"compute_dtype": "bfloat16", "fp32_head": True}, None),
+        ({"dtype": "bfloat16", "fp32_head": True}, {"compute_dtype": "float32"}, None),
+    ],
+)
+def test_a_group_with_the_head_of_the_other_kind_is_refused(
+    folder: Path, engine: dict[str, Any], model: dict[str, Any], named: str | None
+) -> None:
+    group = make_group(PROMPT, [make_sample([5], [-1.0])], [1.0]).group
+    group = group.model_copy(update={"engine": EngineFacts(name="x", version="1", **engine)})
+    fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "sampling", "sink")}
+    job, section = Job(n=1, **fields), ModelSection(path=folder, **model)
+    if named is None:
+        check_group(group, job, section)
+    else:
+        with pytest.raises(GroupMismatchError, match=f"engine.fp32_head {named}"):
+            check_group(group, job, section)
