@@ -38,8 +38,12 @@ SAMPLE_S = 2.0
 GROWN_UP_S = 15.0
 """A younger process is still filling its caches."""
 KILL_S = 10.0
+DISCARD_EVERY = 6
+"""Kills between two times that somebody discards the dead letters, which are kept until then."""
 MOST_GROWTH = 1.1
-MIB = 2**20
+RESULTS_MIB = 30
+"""Results of clients' jobs, which the broker keeps for an hour and then forgets by itself."""
+KIB, MIB = 2**10, 2**20
 AUDIT_EVERY = 20
 """Tokens of one in so many weight versions: half an hour makes tens of thousands of versions."""
 MOST_FOLDERS = 12
@@ -92,32 +96,34 @@ async def watch(system: System, meters: Meters, started: float) -> None:
                 rss, descriptors, threads = process.memory_info().rss, process.num_fds(), process.num_threads()
             except psutil.Error:
                 continue
-            meters[f"{slot} memory", "MiB", 30 if slot == "broker" else 8].samples.append((at, rss / MIB))
+            meters[f"{slot} memory", "MiB", RESULTS_MIB if slot == "broker" else 8].samples.append((at, rss / MIB))
             meters[f"{slot} descriptors", "", 3].samples.append((at, descriptors))
             meters[f"{slot} threads", "", 3].samples.append((at, threads))
         folders = len(list((system.layout.out / "weights" / system.layout.run_id).iterdir()))
         meters["weight folders", "", 3].samples.append((at, folders))
-        for name, value in (await broker_numbers(system.layout, system.broker)).items():
-            meters[name, "", 40].samples.append((at, value))
+        for (name, unit, slack), value in (await broker_numbers(system.layout, system.broker)).items():
+            meters[name, unit, slack].samples.append((at, value))
 
 
-async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[str, int]:
+async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[tuple[str, str, float], float]:
     """Streams, and keys that nothing will ever remove by itself."""
     try:
         async with await Broker.connect(broker.url, layout.run_id) as connected, connected.call():
             redis, keys = connected.redis, connected.keys
-            lasting = 0
+            lasting, memory = 0, 0
             async for key in redis.scan_iter(keys.everything, count=1000):
-                lasting += await redis.ttl(key) == -1
-            streams = {"jobs": keys.jobs, "groups": keys.groups, "evals": keys.evals}
-            lengths = {f"{name} stream": await redis.xlen(key) for name, key in streams.items()}
-            return lengths | {"keys without end": lasting - await redis.xlen(keys.dead)}
+                if await redis.ttl(key) == -1:
+                    lasting += 1
+                    memory += await redis.memory_usage(key, samples=0) or 0
+            streams = {"jobs": keys.jobs, "groups": keys.groups, "evals": keys.evals, "dead": keys.dead}
+            lengths = {(f"{name} stream", "", 40.0): await redis.xlen(key) for name, key in streams.items()}
+            return {**lengths, ("keys without end", "", 40.0): lasting, ("their memory", "KiB", 200.0): memory / KIB}
     except DvpError:
         return {}
 
 
-async def kills(system: System, minutes: float) -> None:
-    """Replica 1 all the time, trainer and broker after each third."""
+async def kills(system: System, traffic: Traffic, minutes: float) -> None:
+    """Replica 1 all the time, trainer and broker after each third; and somebody clears away the dead letters."""
     end = time.monotonic() + 60 * minutes
     thirds = [end - 60 * minutes * share for share in (2 / 3, 1 / 3)]
     while time.monotonic() < end:
@@ -131,6 +137,8 @@ async def kills(system: System, minutes: float) -> None:
             system.kill(await system.victim(Role.TRAINER))
             await system.kill_broker(0.5)
             system.counts["kills of trainer and broker"] += 1
+        if system.counts["kills of replica-1"] % DISCARD_EVERY == 0:
+            await traffic.command("discard", None)
 
 
 async def run(layout: Layout, broker: EmbeddedBroker, zygote: Zygote, minutes: float) -> tuple[System, Traffic, Meters]:
@@ -138,7 +146,7 @@ async def run(layout: Layout, broker: EmbeddedBroker, zygote: Zygote, minutes: f
     system, meters = System(layout, broker, zygote, Traps(0, rng), rng), Meters()
     traffic = Traffic(system)
     async with together(system.keep(), traffic.run(), watch(system, meters, time.monotonic())):
-        await kills(system, minutes)
+        await kills(system, traffic, minutes)
         await calm(system, traffic)
     await system.close()
     return system, traffic, meters
