@@ -168,6 +168,9 @@ class EvaluateSection(Section):
 class ReportSection(Section):
     tensorboard: bool = True
     wandb_project: str | None = None
+    tokens_interval: NonNegative = 0
+    """Batches between records of both sides' log-probs of every token (out_dir/tokens, about 30 bytes a token), for
+    `dvp-lab signature --run`; 0 is never."""
 
 
 class MetricsSection(Section):

@@ -28,6 +28,7 @@ from .config import TrainSettings
 from .evaluate import Evaluator
 from .feeder import Feeder
 from .publish import Publisher
+from .recording import write_tokens
 from .reporting import Reporter
 from .sender import Sender
 from .step import Learner
@@ -43,6 +44,8 @@ async def train(run: Run) -> None:
         with run.watch.measure("train"), tracing.span("train", batch.metadata):
             metrics = await asyncio.to_thread(run.learner.step, batch)
         run.count(batch, metrics)
+        if run.is_due(run.settings.report.tokens_interval) and run.learner.evidence is not None:
+            write_tokens(run.learner.evidence, run.settings.out_dir, run.step)
         if metrics["optimizer/updates"]:
             with run.watch.measure("publish"), tracing.span("publish", batch.metadata):
                 await run.publisher.publish(run.updates)

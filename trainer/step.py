@@ -83,6 +83,8 @@ class Learner:
         )
         self.updates = 0
         """Optimizer steps taken."""
+        self.evidence: Evidence | None = None
+        """Of the last batch, before its first update; None if nothing in it had a signal."""
 
     @property
     def lr(self) -> float:
@@ -258,10 +260,11 @@ class Learner:
     ) -> dict[str, float]:
         """Mismatch is measured before the first update; what further updates add is drift, and logged apart."""
         metrics = batch_metrics(batch) | {"optimizer/lr": self.lr}
+        self.evidence = None
         if not seen:
             return metrics
         during = Evidence.join(seen)
-        first = before or during
+        self.evidence = first = before or during
         rewards = batch.rewards.flatten().to(self.device)
         metrics |= mismatch_metrics(
             MetricBatch(

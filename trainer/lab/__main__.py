@@ -18,6 +18,7 @@ from services.settings import user_errors
 
 from .overlap import overlap
 from .page import write_study
+from .recorded import recorded_signature
 from .rho import rho
 from .signature import signature
 from .sources import Engine
@@ -62,6 +63,7 @@ def threads(
 
 @app.command(name="signature")
 def signature_command(
+    run: Annotated[Path | None, typer.Option(help="A recorded run's out_dir, instead of engines.")] = None,
     model: Model = None,
     prompts: Prompts = None,
     engine: Engines = None,
@@ -72,8 +74,11 @@ def signature_command(
 ) -> None:
     """The mismatch of an engine: by bucket of pi_train, against the bounds on it, along a sequence."""
     with progress() as tell:
-        subject = _subject(model, prompts, sequences, seed, tell)
-        study = signature(subject, engine or available(), tokens, seed, tell)
+        if run is not None:
+            study = recorded_signature(run)
+        else:
+            subject = _subject(model, prompts, sequences, seed, tell)
+            study = signature(subject, engine or available(), tokens, seed, tell)
     _write(study, out)
 
 

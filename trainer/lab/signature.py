@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -49,7 +50,7 @@ def describe(found: Mapping[Engine, Mismatch], settings: dict[str, object]) -> S
         "sampled unpruned at temperature 1. Sums over a bucket of pi_train are exact, over the whole vocabulary.",
         settings=settings,
         findings=tuple(_findings(found)),
-        charts=(*_accumulation(found), *(_bucket_chart(e, m) for e, m in _visible(found).items())),
+        charts=(*_accumulation(found), *(_engine_chart(e, m) for e, m in _visible(found).items())),
         tables=(_summary(found), _sequences(found), *(_bucket_table(e, m) for e, m in _visible(found).items())),
         notes=(
             "That sampled tail tokens have a negative mean is no evidence of anything: for any noise whatever, sampled "
@@ -163,9 +164,25 @@ def _bucket_table(engine: Engine, mismatch: Mismatch) -> Table:
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
-def _bucket_chart(engine: Engine, mismatch: Mismatch) -> Chart:
-    numbers, buckets = zip(*mismatch.buckets(), strict=True)
-    x, s2 = tuple(map(float, range(len(numbers)))), mismatch.s**2
+class Means(Protocol):
+    """Of a bucket, measured and predicted."""
+
+    @property
+    def sampled(self) -> Estimate: ...
+    @property
+    def control(self) -> Estimate: ...
+    @property
+    def contrast(self) -> Estimate: ...
+    @property
+    def predicted_sampled(self) -> float: ...
+    @property
+    def predicted_control(self) -> float: ...
+    @property
+    def predicted_contrast(self) -> float: ...
+
+
+def bucket_chart(name: str, s2: float, numbers: Sequence[int], buckets: Sequence[Means]) -> Chart:
+    x = tuple(map(float, range(len(numbers))))
 
     def points(label: str, estimates: list[Estimate], style: str, colour: int) -> Series:
         values = tuple(e.value / s2 for e in estimates)
@@ -176,7 +193,7 @@ def _bucket_chart(engine: Engine, mismatch: Mismatch) -> Chart:
         return Series(label, x, tuple(value / s2 for value in values), style="--", colour=colour)
 
     return Chart(
-        title=f"{engine}: Delta by pi_train",
+        title=f"{name}: Delta by pi_train",
         caption=f"In units of s² = {s2:.2e}. Dashed: predicted for iid noise.",
         x_label="pi_train",
         y_label="mean Delta / s²",
@@ -190,6 +207,11 @@ def _bucket_chart(engine: Engine, mismatch: Mismatch) -> Chart:
         ),
         ticks=tuple(BUCKETS[number] for number in numbers),
     )
+
+
+def _engine_chart(engine: Engine, mismatch: Mismatch) -> Chart:
+    numbers, buckets = zip(*mismatch.buckets(), strict=True)
+    return bucket_chart(engine, mismatch.s**2, numbers, buckets)
 
 
 def _accumulation(found: Mapping[Engine, Mismatch]) -> tuple[Chart, ...]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.transport.broker import Broker
+from trainer.lab.recorded import Tokens
+from trainer.recording import read_tokens
 from trainer.reporting import read_metrics
 
 from .processes import HELDOUT, config, replica, train
@@ -27,6 +29,7 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
         evaluate__n="2",
         deterministic="true",
         batch__max_staleness="0",
+        report__tokens_interval="3",
     )
     with replica(tmp_path, run_id, broker_url, deterministic=True):
         train(flags)
@@ -34,6 +37,8 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
         best = train(["eval", *flags])
     scores = {record["step"]: record for record in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert set(scores) == {0, 1, 2, 3}
+    (tokens,) = read_tokens(tmp_path / "run")
+    assert scores[3]["mismatch/kl_unmasked"] == pytest.approx(-float(Tokens.of(tokens).delta.sum() / tokens.mask.sum()))
     assert 0 < scores[3]["heldout/score"] < 1
     assert scores[0]["heldout/pass_at_2"] >= scores[0]["heldout/pass_at_1"]
     values = dict(re.findall(r"^(\S+) (\S+)$", printed, re.MULTILINE))

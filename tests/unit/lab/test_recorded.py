@@ -1,0 +1,72 @@
+"""The signature of a run, from the tokens that it recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.contract.errors import ConfigError
+from services.dvp.policy import constrained_logprobs
+from trainer.evidence import Evidence
+from trainer.lab.page import write_study
+from trainer.lab.recorded import Noise, Tokens, recorded_signature
+from trainer.recording import read_tokens, write_tokens
+
+N, T, V, S, LOG_MIN_P = 64, 40, 50, 0.2, -9.0
+
+
+def evidence(seed: int) -> Evidence:
+    """Tokens drawn from an engine whose logits have noise S; two batches of them see other lengths."""
+    torch.manual_seed(seed)
+    train = 1.5 * torch.randn(N, T + seed, V, dtype=torch.float64)
+    infer = train + S * torch.randn_like(train)
+    keep = infer - infer.amax(-1, keepdim=True) >= LOG_MIN_P
+    tokens = torch.distributions.Categorical(logits=infer.masked_fill(~keep, -torch.inf)).sample()
+    own, theirs = (constrained_logprobs(z, tokens, log_min_p=LOG_MIN_P, temperature=1.0) for z in (train, infer))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, -1] = False
+    return Evidence(
+        rows=torch.arange(N),
+        mask=mask,
+        train_logprobs=own.logprobs,
+        infer_logprobs=theirs.logprobs,
+        inside=own.inside,
+        train_kept_mass=own.kept_mass,
+        train_kept_count=own.kept_count,
+        infer_kept_mass=theirs.kept_mass,
+        infer_kept_count=theirs.kept_count,
+    )
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    written = [evidence(seed) for seed in (0, 1)]
+    for step, part in enumerate(written, start=9):
+        write_tokens(part, tmp_path, step)
+    for before, after in zip(written, read_tokens(tmp_path), strict=True):
+        for name, tensor in vars(before).items():
+            assert torch.equal(getattr(after, name), tensor)
+
+
+def test_the_prediction_is_met_where_the_noise_is_gaussian(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_tokens(evidence(seed), tmp_path, seed)
+    study = recorded_signature(tmp_path)
+    write_study(study, tmp_path / "page")
+    rows = {row[0]: row for row in study.tables[0].rows}
+    assert sum(row[1] for row in rows.values()) == pytest.approx(N * (T - 1 + T), rel=0.01)
+    assert Noise.of([Tokens.of(evidence(seed)) for seed in (0, 1)]).s2 == pytest.approx(S**2, rel=0.1)
+    for name in ("0.001–0.01", "0.01–0.1", "0.1–0.5"):
+        value, error = (float(part) for part in rows[name][-2].split(" ± "))
+        assert abs(value - rows[name][-1]) <= error + 0.1 * abs(value), name
+        assert error < 0.5 * abs(value), "the interval says something"
+
+
+def test_a_run_without_a_record_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokens-interval 1"):
+        recorded_signature(tmp_path)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "step-00000001.safetensors").write_bytes(b"half")
+    with pytest.raises(ConfigError, match="not a complete record"):
+        recorded_signature(tmp_path)
