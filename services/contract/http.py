@@ -193,6 +193,7 @@ class Verdict(StrEnum):
     REPLICAS_STARVED = "replicas_starved"
     DEAD_LETTERS = "dead_letters"
     BROKER_MEMORY = "broker_memory"
+    BROKER_DISK = "broker_disk"
     CLOSED = "closed"
     REPLICAS_LOST = "replicas_lost"
     GROWING_BACKLOG = "growing_backlog"

@@ -56,6 +56,8 @@ class Snapshot:
     used_memory: int
     maxmemory: int
     """0: no limit."""
+    disk_refuses: bool
+    """The broker could not write what it has to persist."""
     since_commit_s: float | None
     """Since a replica last finished a job; None when none ever did."""
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -91,6 +93,10 @@ def broker_memory(s: Snapshot) -> str:
     if s.maxmemory == 0 or s.used_memory < MEMORY_SHARE * s.maxmemory:
         return ""
     return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory"
+
+
+def broker_disk(s: Snapshot) -> str:
+    return "the broker's last write to its disk failed" if s.disk_refuses else ""
 
 
 def no_replicas(s: Snapshot) -> str:
@@ -175,6 +181,13 @@ class Rule(NamedTuple):
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        Verdict.BROKER_DISK,
+        Severity.CRITICAL,
+        "the broker cannot write to its disk, so that it refuses all that changes anything",
+        "make room where it keeps its data (CONFIG GET dir); it then goes on by itself, and so does everybody else",
+        broker_disk,
+    ),
     Rule(
         Verdict.BROKER_MEMORY,
         Severity.CRITICAL,
@@ -290,6 +303,7 @@ async def take_snapshot(broker: Broker) -> Snapshot:
         min_seq=int(found["min_seq"]),
         used_memory=found["used_memory"],
         maxmemory=found["maxmemory"],
+        disk_refuses=found["disk_refuses"],
         since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
         counters=counters,
         closed=found["closed"],

@@ -19,7 +19,7 @@ for i = 1, #seen, 2 do
 end
 local backlogs = {}
 for i, entry in ipairs(redis.call('XRANGE', BACKLOGS, '-', '+')) do backlogs[i] = entry[2][2] end
-local memory = redis.call('INFO', 'memory')
+local memory, disk = redis.call('INFO', 'memory'), redis.call('INFO', 'persistence')
 local last = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
 local announced = last and fields_of(last[2]) or {}
 return cjson.encode({
@@ -34,6 +34,7 @@ return cjson.encode({
   trainer = fields_of(redis.call('HGETALL', TRAINER)),
   used_memory = tonumber(string.match(memory, 'used_memory:(%d+)')),
   maxmemory = tonumber(string.match(memory, 'maxmemory:(%d+)')),
+  disk_refuses = string.find(disk, 'last_write_status:err') ~= nil or string.find(disk, 'last_bgsave_status:err') ~= nil,
   version = announced.version or '',
   min_seq = tonumber(announced.min_seq or 0),
   backlogs = backlogs,

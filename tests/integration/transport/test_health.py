@@ -281,6 +281,7 @@ def test_the_worst_reason_is_the_verdict() -> None:
         min_seq=2,
         used_memory=8,
         maxmemory=10,
+        disk_refuses=False,
         since_commit_s=None,
     )
     fired = [Verdict.BROKER_MEMORY, Verdict.STALLED, Verdict.REPLICAS_BEHIND, Verdict.DEAD_LETTERS]

@@ -1,0 +1,80 @@
+"""The broker's disk gets full: what it accepted it keeps, what it cannot keep it refuses, and with room it goes on.
+
+The kernel refuses bytes beyond RLIMIT_FSIZE in any file, as it refuses them on a full disk.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import pytest
+
+from services.contract.errors import UnavailableError
+from services.contract.http import Verdict
+from services.contract.job import JobState, Sink
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker, valkey_binary
+from services.transport.health import queue_health
+from services.transport.jobs import JobQueue
+from services.transport.submission import Submission
+from tests.integration.transport.rig import BLOCK_MS, make_job, until
+
+MOST_JOBS = 1000
+
+
+@pytest.fixture(params=["everysec", "always"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedBroker]:
+    """A write beyond the limit fails, and does not end the process by a signal that a full disk does not send."""
+    binary = tmp_path / "server"
+    binary.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {valkey_binary()} \"$@\"\n")
+    binary.chmod(0o700)
+    fsync: Literal["everysec", "always"] = request.param
+    with EmbeddedBroker(tmp_path / "data", aof=True, fsync=fsync, binary=binary) as server:
+        yield server
+
+
+def room(server: EmbeddedBroker, limit: int) -> None:
+    psutil.Process(server.pid).rlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+async def submit_until_refused(submission: Submission, run_id: str) -> tuple[list[str], UnavailableError]:
+    accepted: list[str] = []
+    for number in range(MOST_JOBS):
+        job = make_job(run_id, number, sink=Sink.CLIENT)
+        try:
+            await submission.submit_client(job, limit=MOST_JOBS)
+        except UnavailableError as error:
+            return accepted, error
+        accepted.append(job.job_id)
+    raise AssertionError("nothing was refused")
+
+
+async def test_a_full_disk_of_the_broker_loses_nothing(server: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(server.url, run_id) as broker:
+        submission = Submission(broker)
+        room(server, 20_000)
+        accepted, error = await submit_until_refused(submission, run_id)
+        assert accepted
+        if "No space left on device" in str(error):  # it lives, and waits for room: everysec
+            assert (await queue_health(broker)).verdict is Verdict.BROKER_DISK
+            async with await Broker.connect(server.url, run_id, create=False) as watching:
+                assert (await queue_health(watching)).verdict is Verdict.BROKER_DISK
+            room(server, resource.RLIM_INFINITY)
+            await until(lambda: goes_on(broker))
+        # With `always` it has ended by itself, rather than answer for what it cannot keep.
+        server.kill()
+        server.start()
+        for job_id in accepted:
+            assert (await submission.status(job_id)).state is JobState.QUEUED
+        assert (await queue_health(broker)).verdict is not Verdict.BROKER_DISK
+        replica = JobQueue(broker, "a", lease_ms=60_000, max_deliveries=3)
+        leases = await replica.claim(MOST_JOBS, BLOCK_MS)
+        assert {lease.job.job_id for lease in leases} == {*accepted}
+
+
+async def goes_on(broker: Broker) -> bool:
+    return (await queue_health(broker)).verdict is not Verdict.BROKER_DISK
