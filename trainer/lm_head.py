@@ -4,30 +4,38 @@ With G[i, k] = d log pi_mp(a_i) / d z_ik = (1[k = a_i] - pi_mp(k)) / tau on S_i,
 
     d / d hidden = diag(upstream) G W        d / d W = (diag(upstream) G)^T hidden
 
-Where S is small, G is sparse: |S| entries a row instead of the vocabulary. Forward computes logits chunk by chunk and
-keeps of each block of rows only its entries of G; backward is two sparse products. A block that keeps more than
-`max_share` of its logits is dense, and its logits are computed again. Rows without slope (vetoed, rejected, outside)
-cost the backward nothing.
+Where S is small, G is sparse: |S| entries a row instead of the vocabulary. Logits are computed tile by tile, so that W
+is read once for many rows. One walk over the vocabulary finds the largest logit of each row and all that may belong to
+S; what does is all that the backward needs: two sparse products per tile. A row that keeps more than about `max_share`
+of the vocabulary is dense: a second walk, now that its largest logit is known, sums over S, and the backward computes
+its tiles again. Rows without slope (vetoed, rejected, outside) cost the backward nothing.
+
+Shapes: r rows of a block, c columns of a tile, k entries of the sparse matrix.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.dvp.policy import Block, Constrained, Setting, as_rows, constrain, logit_gradient, split_rows
+from services.dvp.policy import Constrained, Setting, as_rows, constrain, split_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from collections.abc import Iterable, Iterator
 
-MAX_SHARE = 0.05
-"""Kept share of a block's logits above which its backward is dense: an estimate from one machine's CPU, for
-`python -m tests.benchmarks.lm_head` to settle."""
-CPU_CHUNK, DEVICE_CHUNK = 2**23, 2**27
-"""Logits in memory at a time: 32 MiB of float32 on a CPU, 512 MiB on a device."""
+    from jaxtyping import Bool, Float, Int
+
+MAX_SHARE = 0.1
+"""Kept share of the vocabulary above which a row is dense: where both ways take about as long in float32 on a CPU, by
+`python -m tests.benchmarks.lm_head`."""
+CPU_CHUNK, DEVICE_CHUNK = 2**21, 2**27
+"""Logits of a tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
+GROUP = 16
+"""Logits that share one comparison in the search for S."""
 
 
 def head_logprobs(
@@ -43,18 +51,15 @@ def head_logprobs(
 ) -> Constrained:
     """`constrained_logprobs(hidden @ weight.T + bias, ...)`, differentiable (once) in hidden, weight and bias.
 
-    Logits have the dtype of `hidden`, as under autocast; a float32 weight gets its gradient in float32. Memory: `chunk`
-    logits (one row at least), and 8 bytes for every kept logit of a sparse block.
+    Logits have the dtype of `hidden`, as under autocast; a float32 weight gets its gradient in float32. Memory: a few
+    times `chunk` logits, and 8 bytes for every kept logit of a sparse row.
     """
     if chunk is None:
         chunk = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
-    if weight.dtype not in (torch.float32, torch.float64):
-        max_share = 0.0  # PyTorch has no sparse products in half precision on a CPU
     _, threshold, tau = as_rows(hidden, log_min_p, temperature)
     rules = (setting.to(hidden.device).expand(len(hidden), 1) for setting in (threshold, tau))
-    chunk_rows = max(1, chunk // weight.shape[0])
     outputs = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk_rows, torch.is_grad_enabled()
+        hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk, torch.is_grad_enabled()
     )
     return Constrained(*outputs)
 
@@ -70,135 +75,255 @@ class _HeadLogprobs(torch.autograd.Function):
         threshold: Tensor,
         tau: Tensor,
         max_share: float,
-        chunk_rows: int,
+        chunk: int,
         recording: bool,
     ) -> Constrained:
         # Without gradient mode, inputs that need one still say so.
         learning = recording and any(ctx.needs_input_grad[:3])
-        head = _Head(weight, bias, hidden, chunk_rows)
-        out = Constrained(
-            *(
-                token_ids.new_empty(len(hidden), dtype=dtype)
-                for dtype in (tau.dtype, tau.dtype, torch.int32, torch.bool)
-            )
-        )
-        is_sparse = torch.zeros_like(out.inside)
-        entries = [_Entries(0, tau).trimmed()]
-        for states, *rows in split_rows(hidden, token_ids, threshold, tau, is_sparse, *out, size=chunk_rows):
-            logits = head(states)
-            found = _Entries(int(max_share * logits.numel()) if learning else 0, tau)
-            for piece, ids, limit, temperature, sparse, *target in split_rows(logits, *rows):
-                block = constrain(piece, limit, temperature)
-                for values, into in zip(block.read(ids), target, strict=True):
-                    into.copy_(values)
-                if learning and int(target[2].sum()) <= max_share * piece.numel():
-                    found.add(block, ids)
-                    sparse.fill_(True)
-            entries.append(found.trimmed())
-        ctx.save_for_backward(hidden, weight, bias, token_ids, threshold, tau)
-        ctx.entries = is_sparse, out.inside, out.kept_count, *(torch.cat(part) for part in zip(*entries, strict=True))
-        # The logits of a single chunk may stay: that is no more memory than computing them took.
-        ctx.logits = logits if learning and len(hidden) <= chunk_rows and not is_sparse.all() else None
-        ctx.chunk_rows = chunk_rows
+        ctx.size = max(1, math.isqrt(chunk), chunk // len(weight))
+        ctx.chunk, ctx.kept, ctx.logits, parts = chunk, [], None, []
+        for states, *columns in split_rows(hidden, token_ids, threshold, tau, size=ctx.size):
+            logits = _Logits(states, weight, bias, chunk)
+            policy, kept = _constrain(logits, _Rows(*columns), max_share)
+            parts.append(policy)
+            if learning:
+                ctx.kept.append(kept)
+        out = Constrained(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        ctx.save_for_backward(hidden, weight, bias, token_ids, threshold, tau, out.inside)
+        if learning and len(parts) == 1 and kept.dense.any():
+            # That is no more memory than computing them took.
+            ctx.logits = logits.whole
         ctx.mark_non_differentiable(*out[1:])
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, threshold, tau = ctx.saved_tensors
-        is_sparse, inside, count, columns, slopes = ctx.entries
-        slope = upstream.unsqueeze(-1) / tau
+        hidden, weight, bias, *columns, inside = ctx.saved_tensors
+        slope = upstream.unsqueeze(-1) / columns[-1]
         active = inside & (upstream != 0)
         total = _HeadGradient(hidden, weight, bias)
-
-        rows = (active & is_sparse).nonzero()[:, 0]
-        mine = active[is_sparse].repeat_interleave(count[is_sparse])
-        total.add_sparse(rows, count[rows], columns[mine], slopes[mine] * slope[rows, 0].repeat_interleave(count[rows]))
-
-        dense = (active & ~is_sparse).nonzero()[:, 0]
-        head = _Head(weight, bias, hidden, ctx.chunk_rows) if len(dense) and ctx.logits is None else None
-        for chunk in dense.split(ctx.chunk_rows) if len(dense) else ():
-            logits = ctx.logits[chunk] if head is None else head(hidden[chunk])
-            for piece, ids, pull, member, *limits in split_rows(
-                logits, token_ids[chunk], slope[chunk], active[chunk, None], threshold[chunk], tau[chunk]
-            ):
-                piece.copy_(logit_gradient(constrain(piece, *limits), ids, pull, member))
-            total.add_dense(chunk, logits)
+        blocks = split_rows(hidden, total.hidden, active, slope, *columns, size=ctx.size)
+        for kept, (states, target, alive, pull, *rest) in zip(ctx.kept, blocks, strict=True):
+            logits, rows = _Logits(states, weight, bias, ctx.chunk, ctx.logits), _Rows(*rest)
+            for kind, gradients in ((~kept.dense, _sparse_gradients), (kept.dense, _dense_gradients)):
+                chosen = alive & kind
+                if chosen.any():
+                    target[chosen] = total.add(states[chosen], gradients(logits, rows, kept, pull, chosen))
         return total.hidden, total.weight, total.bias, *(None,) * 6
 
 
-class _Head:
-    """Logits of a chunk in the dtype of the hidden states; each call overwrites what the one before returned."""
+class _Rows(NamedTuple):
+    """What is asked about each row of a block."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, hidden: Tensor, chunk_rows: int) -> None:
-        self._weight = weight.to(hidden.dtype)
-        self._bias = None if bias is None else bias.to(hidden.dtype)
-        self._logits = hidden.new_empty(min(chunk_rows, len(hidden)), len(weight))
+    token_ids: Int[Tensor, "r 1"]
+    threshold: Float[Tensor, "r 1"]
+    tau: Float[Tensor, "r 1"]
 
-    def __call__(self, states: Tensor) -> Tensor:
-        out = self._logits[: len(states)]
+
+class _Logits:
+    """The logits of a block in the dtype of its hidden states, tile by tile; each overwrites the one before."""
+
+    def __init__(
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, whole: Tensor | None = None
+    ) -> None:
+        self._states, self._weight, self._bias = states, weight, bias
+        self.whole = whole
+        """All of them, once they are computed, if that is one tile."""
+        vocab = len(weight)
+        width = min(vocab, max(GROUP, chunk // max(len(states), 1) // GROUP * GROUP))
+        self.slices = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+        """Columns of each tile."""
+        self._buffer = states.new_empty(len(states) * width if whole is None else 0)
+
+    def tiles(self, chosen: Tensor | None = None) -> Iterator[tuple[slice, Float[Tensor, "r c"]]]:
+        """Of all rows, or of those chosen."""
+        if self.whole is not None:
+            yield self.slices[0], self.whole if chosen is None else self.whole[chosen]
+            return
+        states = self._states if chosen is None else self._states[chosen]
+        for columns in self.slices:
+            tile = self._tile(states, columns)
+            if len(self.slices) == 1 and chosen is None:
+                self.whole = tile
+            yield columns, tile
+
+    def _tile(self, states: Tensor, columns: slice) -> Tensor:
+        head = self._weight[columns].to(states.dtype)
+        out = self._buffer[: len(states) * len(head)].view(len(states), len(head))
         if self._bias is None:
-            return torch.mm(states, self._weight.T, out=out)
-        return torch.addmm(self._bias, states, self._weight.T, out=out)
+            return torch.mm(states, head.T, out=out)
+        return torch.addmm(self._bias[columns].to(states.dtype), states, head.T, out=out)
 
 
-class _Entries:
-    """Columns and values of G on S, row after row, of one chunk.
+class _Found(NamedTuple):
+    """Logits of a tile that may belong to S, or those that do, row after row."""
 
-    In one buffer: small tensors that outlive the blocks they lie between would tear a CPU's heap to pieces.
-    """
+    row: Int[Tensor, " k"]
+    column: Int[Tensor, " k"]
+    value: Float[Tensor, " k"]
 
-    def __init__(self, capacity: int, like: Tensor) -> None:
-        self._columns, self._values = like.new_empty(capacity, dtype=torch.int32), like.new_empty(capacity)
-        self._size = 0
 
-    def add(self, block: Block, token_ids: Tensor) -> None:
-        row, column = block.keep.nonzero(as_tuple=True)
-        here = slice(self._size, self._size + len(row))
-        policy = block.weight[row, column] / block.kept[row, 0]
-        self._columns[here] = column
-        self._values[here] = (column == token_ids[row, 0]).to(self._values.dtype) - policy
-        self._size = here.stop
+class _Entries(NamedTuple):
+    """S in a tile, row after row."""
 
-    def trimmed(self) -> tuple[Tensor, Tensor]:
-        return self._columns[: self._size].clone(), self._values[: self._size].clone()
+    number: Int[Tensor, " r"]
+    column: Int[Tensor, " k"]
+    weight: Float[Tensor, " k"]
+    """exp((z - peak) / tau)"""
+
+
+class _Kept(NamedTuple):
+    """What the backward needs of a block."""
+
+    peak: Float[Tensor, "r 1"]
+    """Largest logit; NaN in a row that is not finite."""
+    kept: Float[Tensor, "r 1"]
+    """Sum of exp((z - peak) / tau) over S."""
+    dense: Bool[Tensor, " r"]
+    entries: list[_Entries]
+    """By tile, without those of dense rows."""
+
+
+class _Walk:
+    """What the first walk over the vocabulary learns."""
+
+    def __init__(self, rows: _Rows, max_share: float, vocab: int) -> None:
+        self._rows, self._share, self._vocab = rows, max_share, vocab
+        # The lowest number and not -inf, the difference of two of which is NaN.
+        self.peak = torch.full_like(rows.tau, torch.finfo(rows.tau.dtype).min)
+        self.total = torch.zeros_like(self.peak)
+        """Sum of exp((z - peak) / tau) over the vocabulary."""
+        self.own = torch.zeros_like(self.peak)
+        """Logit of the row's token."""
+        self.found: list[_Found] = []
+        """By tile, what may belong to S; of dense rows not all."""
+        self.dense = torch.zeros_like(self.peak[:, 0], dtype=torch.bool)
+        self._hits = torch.zeros_like(rows.token_ids[:, 0])
+
+    def add(self, columns: slice, tile: Tensor) -> None:
+        token_ids, _, tau = self._rows
+        logits = tile.to(tau.dtype)
+        width = logits.shape[1]
+        lanes = GROUP if width % GROUP == 0 else 1
+        groups = logits.view(len(logits), lanes, width // lanes)
+        tops = groups.amax(1)
+        before, self.peak = self.peak, torch.maximum(self.peak, tops.amax(-1, keepdim=True))
+        self.found.append(self._find(columns.stop, groups, tops))
+        self.total *= ((before - self.peak) / tau).exp_()
+        for piece, peak, heat, total in split_rows(logits, self.peak, tau, self.total):
+            total += (piece - peak).div_(heat).exp_().sum(-1, keepdim=True)
+        place = token_ids - columns.start
+        own = logits.gather(1, place.clamp(0, width - 1))
+        self.own = torch.where((place >= 0) & (place < width), own, self.own)
+
+    def _find(self, seen: int, groups: Tensor, tops: Tensor) -> _Found:
+        """Compares as `constrain` does, with the peak so far: as that only grows, nothing of S is missed."""
+        hits = tops - self.peak >= self._rows.threshold
+        self._hits += hits.sum(-1)
+        # Groups of g logits that a share of the vocabulary would hit; a quarter of the vocabulary is enough to tell.
+        share = 1 - (1 - self._share) ** groups.shape[1]
+        self.dense |= self._hits > share * max(seen, self._vocab / 4) / groups.shape[1]
+        row, place = (hits & ~self.dense[:, None]).nonzero(as_tuple=True)
+        some = groups[row, :, place]
+        item, lane = (some - self.peak[row] >= self._rows.threshold[row]).nonzero(as_tuple=True)
+        column = lane * groups.shape[2] + place[item]
+        return _Found(row[item].int(), column.int(), some[item, lane])
+
+
+def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrained, _Kept]:
+    """Both walks."""
+    walk = _Walk(rows, max_share, logits.slices[-1].stop)
+    for columns, tile in logits.tiles():
+        walk.add(columns, tile)
+    limits, dense = torch.finfo(walk.peak.dtype), walk.dense
+    peak = walk.peak.masked_fill((walk.peak == limits.min) | walk.peak.isinf(), math.nan)
+    count, kept = torch.zeros_like(rows.token_ids[:, 0]), torch.zeros_like(peak[:, 0], dtype=torch.float64)
+    entries = []
+    while walk.found:  # one goes as the other comes: together they would be twice the memory
+        row, column, value = walk.found.pop(0)
+        block = constrain(value[:, None], rows.threshold[row], rows.tau[row], peak[row])
+        mine = block.keep[:, 0] & ~dense[row]
+        row, weight = row[mine], block.weight[mine, 0]
+        entries.append(_Entries(row.bincount(minlength=len(peak)), column[mine], weight))
+        kept.index_add_(0, row, weight.double())
+        count += entries[-1].number
+    if dense.any():
+        sums = [column[dense] for column in (count, kept)]
+        known = [column[dense] for column in (rows.threshold, rows.tau, peak)]
+        for _, tile in logits.tiles(dense):
+            for piece, number, total, *rule in split_rows(tile, *sums, *known):
+                block = constrain(piece, *rule)
+                number += block.keep.sum(-1)
+                total += block.kept[:, 0]
+        count[dense], kept[dense] = sums
+    weight = kept[:, None].to(peak.dtype) + (peak - peak)  # NaN where the peak is
+    own = constrain(walk.own, rows.threshold, rows.tau, peak)._replace(kept=weight, total=walk.total)
+    policy = own.read(torch.zeros_like(rows.token_ids))._replace(kept_count=count.int())
+    return policy, _Kept(peak, weight, dense, entries)
+
+
+def _sparse_gradients(
+    logits: _Logits, rows: _Rows, kept: _Kept, slope: Tensor, chosen: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """slope G of the chosen rows by tile, as sparse matrices."""
+    share = slope / kept.kept
+    index = torch.arange(len(chosen), device=chosen.device)
+    for columns, (number, column, weight) in zip(logits.slices, kept.entries, strict=True):
+        row = index.repeat_interleave(number)
+        if not chosen.all():
+            mine = chosen[row]
+            row, column, weight = row[mine], column[mine], weight[mine]
+        hit = column + columns.start == rows.token_ids[row, 0]
+        values = hit * slope[row, 0] - weight * share[row, 0]
+        yield columns, _csr(number[chosen], column, values, columns.stop - columns.start)
+
+
+def _dense_gradients(
+    logits: _Logits, rows: _Rows, kept: _Kept, slope: Tensor, chosen: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """The same as dense ones, in the dtype of the logits."""
+    slope, share = slope[chosen], slope[chosen] / kept.kept[chosen]
+    token_ids, *known = (column[chosen] for column in (*rows, kept.peak))
+    for columns, tile in logits.tiles(chosen):
+        for piece, pull, *rule in split_rows(tile, share, *known):
+            torch.mul(constrain(piece, *rule).weight, -pull, out=piece)
+        row = ((token_ids >= columns.start) & (token_ids < columns.stop)).nonzero()[:, 0]
+        tile[row, token_ids[row, 0] - columns.start] += slope[row, 0]
+        yield columns, tile
 
 
 class _HeadGradient:
     """The sums over rows; `weight` and `bias` are None where no gradient is wanted."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._states, self._head = hidden, weight
+        self._head = weight
         self.hidden = torch.zeros_like(hidden)
         self.weight = torch.zeros_like(weight) if weight.requires_grad else None
         self.bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
 
-    def add_sparse(self, rows: Tensor, count: Tensor, columns: Tensor, values: Tensor) -> None:
-        """`values` [nnz] in `columns` [nnz] of the logits' gradient, `count` of them in each of `rows`."""
-        if not len(rows):
-            return
-        matrix = _csr(count, columns, values.to(self._head.dtype), self._head.shape[0])
-        self.hidden[rows] = (matrix @ self._head).to(self.hidden.dtype)
-        if self.weight is not None:
-            self.weight.addmm_(matrix.t(), self._states[rows].to(self.weight.dtype))
-        if self.bias is not None:
-            self.bias.index_add_(0, columns, values.to(self.bias.dtype))
+    def add(self, states: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> Tensor:
+        """Of some rows, from the gradient of their logits. Returns that of the hidden states."""
+        pull = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
+        for columns, matrix in gradients:
+            _accumulate(pull, matrix, self._head[columns])
+            if self.weight is not None:
+                _accumulate(self.weight[columns], matrix.t(), states)
+            if self.bias is not None:
+                _accumulate(self.bias[columns, None], matrix.t(), torch.ones_like(states[:, :1]))
+        return pull.to(states.dtype)
 
-    def add_dense(self, rows: Tensor, gradient: Tensor) -> None:
-        """`gradient` [rows, vocab] of the logits."""
-        self.hidden[rows] = gradient @ self._head.to(gradient.dtype)
-        if self.weight is not None:
-            if self.weight.dtype is gradient.dtype:
-                self.weight.addmm_(gradient.T, self._states[rows])
-            else:
-                self.weight += gradient.T @ self._states[rows]
-        if self.bias is not None:
-            self.bias += gradient.sum(0)
+
+def _accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += left @ right in the dtype of `left`."""
+    if into.dtype is left.dtype:
+        into.addmm_(left, right.to(left.dtype))
+    else:
+        into += left @ right.to(left.dtype)
 
 
 def _csr(count: Tensor, columns: Tensor, values: Tensor, width: int) -> Tensor:
-    starts = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=count.dtype)])
+    starts = torch.cat([count.new_zeros(1), count.cumsum(0)]).int()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
         return torch.sparse_csr_tensor(starts, columns, values, (len(count), width), check_invariants=False)

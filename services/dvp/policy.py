@@ -120,9 +120,14 @@ def entropy(
     return torch.cat(parts).view(logits.shape[:-1])
 
 
-def constrain(rows: Float[Tensor, "rows vocab"], threshold: Tensor, temperature: Tensor) -> Block:
-    """The one place where the policy is computed; run without gradient."""
-    shifted = _shifted(rows)
+def constrain(
+    rows: Float[Tensor, "rows vocab"], threshold: Tensor, temperature: Tensor, peak: Tensor | None = None
+) -> Block:
+    """The one place where the policy is computed; run without gradient.
+
+    With `peak` [rows, 1], the largest logit of each row, `rows` may be any part of the vocabulary: sums are over it.
+    """
+    shifted = _shifted(rows, peak)
     keep = shifted >= threshold
     scaled = shifted.div_(temperature)
     weight = scaled.exp()
@@ -166,10 +171,10 @@ def split_rows(rows: Tensor, *columns: Tensor, size: int | None = None) -> Itera
     return zip(torch.split(rows, size), *pieces, strict=False)
 
 
-def _shifted(logits: Tensor) -> Tensor:
+def _shifted(logits: Tensor, peak: Tensor | None = None) -> Tensor:
     """z - max z as a new tensor. The shift comes before everything else: it is exact where the set is decided."""
     z = logits.to(_working_dtype(logits))
-    return z - z.amax(-1, keepdim=True)
+    return z - (z.amax(-1, keepdim=True) if peak is None else peak)
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:

@@ -4,10 +4,11 @@ plain     logits of all tokens at once, then the same constrained log-probs
 chunked   the same in chunks of rows, logits computed again in the backward (torch.utils.checkpoint)
 floor     nothing but the three dense products: hidden W', G W, G' hidden
 
-Times are the best of alternating repeats in one process. Memory is the peak above what was there before the call,
-without the gradient of the weight, each in a process of its own.
+Times are medians of alternating repeats in one process, ratios medians of those within a repeat. Memory is the peak
+above what was there before the call, without the gradient of the weight, each in a process of its own.
 
-    python -m tests.benchmarks.lm_head [--quick]
+    python -m tests.benchmarks.lm_head [--quick] [--dtype bfloat16]
+    python -m tests.benchmarks.lm_head --crossing       every row sparse against every row dense, for MAX_SHARE
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,11 +31,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from services.dvp.policy import constrained_logprobs
-from trainer.lm_head import CPU_CHUNK, head_logprobs
+from trainer.lm_head import MAX_SHARE, head_logprobs
 
 RESULTS = Path(__file__).parent / "results" / "lm_head.json"
 SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)
+AROUND_CROSSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
 GOALS = {"ours / floor where at most 0.1 % is kept": 0.6, "ours / chunked": 1.1, "memory, ours / plain": 1 / 8}
+CHUNK = 2**23
+"""Logits of `chunked` in memory at a time: 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,9 @@ def make_inputs(size: Size, share: float) -> Inputs:
     )
 
 
-def ours(x: Inputs) -> None:
-    own = head_logprobs(x.hidden, x.weight, None, x.token_ids, log_min_p=x.log_min_p, temperature=1.0)
+def ours(x: Inputs, max_share: float = MAX_SHARE) -> None:
+    settings = {"log_min_p": x.log_min_p, "temperature": 1.0}
+    own = head_logprobs(x.hidden, x.weight, None, x.token_ids, **settings, max_share=max_share)
     own.logprobs.backward(x.upstream)
 
 
@@ -83,7 +90,7 @@ def plain(x: Inputs) -> None:
 
 
 def chunked(x: Inputs) -> None:
-    rows = max(1, CPU_CHUNK // len(x.weight))
+    rows = max(1, CHUNK // len(x.weight))
     parts = zip(x.hidden.split(rows), x.token_ids.split(rows), x.log_min_p.split(rows), strict=True)
     logprobs = [checkpoint(_logprobs, h, x.weight, ids, limit, use_reentrant=False) for h, ids, limit in parts]
     torch.cat(logprobs).backward(x.upstream)
@@ -102,17 +109,29 @@ def _logprobs(hidden: Tensor, weight: Tensor, token_ids: Tensor, log_min_p: Tens
     return constrained_logprobs(logits, token_ids, log_min_p=log_min_p, temperature=1.0).logprobs
 
 
-SIDES: dict[str, Callable[[Inputs], None]] = {"ours": ours, "plain": plain, "chunked": chunked, "floor": floor}
+Side = Callable[[Inputs], None]
+SIDES: dict[str, Side] = {"ours": ours, "plain": plain, "chunked": chunked, "floor": floor}
+KINDS: dict[str, Side] = {"sparse": partial(ours, max_share=1.0), "dense": partial(ours, max_share=0.0)}
 
 
-def run_once(side: str, inputs: Inputs) -> float:
+def run_once(side: Side, inputs: Inputs) -> float:
     inputs.hidden.grad = inputs.weight.grad = None
     start = time.perf_counter()
-    SIDES[side](inputs)
+    side(inputs)
     return time.perf_counter() - start
 
 
-def measure_memory(side: str, inputs: Inputs) -> float:
+def run_alternately(sides: dict[str, Side], inputs: Inputs, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat; one before them warms up."""
+    rounds = [[run_once(side, inputs) for side in sides.values()] for _ in range(repeats + 1)]
+    return dict(zip(sides, map(list, zip(*rounds[1:], strict=True)), strict=True))
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    return round(median(a / b for a, b in zip(above, below, strict=True)), 3)
+
+
+def measure_memory(side: Side, inputs: Inputs) -> float:
     """MiB at the peak above the start, the weight's gradient aside."""
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = _high_water()
@@ -136,44 +155,22 @@ def _as_options(size: Size) -> list[str]:
 
 
 def run_case(size: Size, share: float, repeats: int) -> dict[str, Any]:
-    inputs = make_inputs(size, share)
-    seconds = dict.fromkeys(SIDES, float("inf"))
-    for round_ in range(repeats + 1):
-        for side in SIDES:
-            elapsed = run_once(side, inputs)
-            if round_:  # the first round warms up
-                seconds[side] = min(seconds[side], elapsed)
+    seconds = run_alternately(SIDES, make_inputs(size, share), repeats)
     memory = {side: memory_in_own_process(side, size, share) for side in ("ours", "plain", "chunked")}
     return {
         "share": share,
-        "seconds": {side: round(value, 4) for side, value in seconds.items()},
+        "seconds": {side: round(median(values), 4) for side, values in seconds.items()},
         "memory_mib": {side: round(value, 1) for side, value in memory.items()},
-        **{f"ours / {side}": round(seconds["ours"] / seconds[side], 3) for side in SIDES if side != "ours"},
+        **{f"ours / {side}": ratio(seconds["ours"], seconds[side]) for side in SIDES if side != "ours"},
         "memory, ours / plain": round(memory["ours"] / memory["plain"], 3),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small vocabulary, and nothing written")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--share", type=float, help="one kept share instead of all")
-    parser.add_argument("--memory-of", choices=SIDES, help="print the peak memory of one side, and nothing else")
-    for name, value in asdict(Size()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    arguments = parser.parse_args()
-    size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
-    if arguments.quick:
-        size = Size(tokens=128, hidden=128, vocab=8192, dtype=size.dtype)
-    shares = SHARES if arguments.share is None else (arguments.share,)
-    if arguments.memory_of:
-        print(measure_memory(arguments.memory_of, make_inputs(size, shares[0])))
-        return
-    print(f"{size.tokens} tokens, hidden {size.hidden}, vocabulary {size.vocab}, {size.dtype}; seconds and MiB")
+def run_all(size: Size, shares: tuple[float, ...], repeats: int) -> list[dict[str, Any]]:
     print(f"{'kept':>7} " + " ".join(f"{side:>8}" for side in SIDES) + "   /floor /chunked  memory  /plain")
     results = []
     for share in shares:
-        result = run_case(size, share, arguments.repeats)
+        result = run_case(size, share, repeats)
         results.append(result)
         times = " ".join(f"{result['seconds'][side]:>8.3f}" for side in SIDES)
         print(
@@ -182,6 +179,40 @@ def main() -> None:
             flush=True,
         )
     print("goals: " + ", ".join(f"{name} <= {goal:g}" for name, goal in GOALS.items()))
+    return results
+
+
+def find_crossing(size: Size, shares: tuple[float, ...], repeats: int) -> None:
+    for share in shares:
+        seconds = run_alternately(KINDS, make_inputs(size, share), repeats)
+        found = ratio(seconds["sparse"], seconds["dense"])
+        print(f"{share:>7.2%} kept: sparse / dense {found:.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small vocabulary, and nothing written")
+    parser.add_argument("--crossing", action="store_true", help="where sparse and dense take as long; nothing written")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--share", type=float, help="one kept share instead of all; nothing written")
+    parser.add_argument("--memory-of", choices=SIDES, help="print the peak memory of one side, and nothing else")
+    for name, value in asdict(Size()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
+    if arguments.quick:
+        size = Size(tokens=128, hidden=128, vocab=8192, dtype=size.dtype)
+    shares = SHARES if arguments.share is None else (arguments.share,)
+    if arguments.memory_of:
+        print(measure_memory(SIDES[arguments.memory_of], make_inputs(size, shares[0])))
+        return
+    print(f"{size.tokens} tokens, hidden {size.hidden}, vocabulary {size.vocab}, {size.dtype}; seconds and MiB")
+    if arguments.crossing:
+        find_crossing(size, AROUND_CROSSING if arguments.share is None else shares, arguments.repeats)
+        return
+    results = run_all(size, shares, arguments.repeats)
     if not arguments.quick and arguments.share is None:
         facts = {"size": asdict(size), "threads": torch.get_num_threads(), "torch": torch.__version__, "goals": GOALS}
         name = RESULTS if size == Size() else RESULTS.with_stem(f"lm_head_{size.dtype}")
