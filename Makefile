@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 
-.PHONY: install sglang-cpu demo test test-slow check bench chaos soak
+.PHONY: install sglang-cpu demo lab test test-slow check bench chaos soak
 
 install: $(STAMP)
 
@@ -37,6 +37,12 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp/*.py services/sglang_pl
 
 demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
+
+# Every figure of trainer/lab/results.
+lab: install sglang-cpu
+	$(BIN)/dvp-lab signature --out trainer/lab/results
+	$(BIN)/dvp-lab overlap --out trainer/lab/results
+	$(BIN)/dvp-lab rho --out trainer/lab/results
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)

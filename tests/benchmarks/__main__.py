@@ -14,7 +14,6 @@ for name in (
     "precision",
     "loop",
     "sglang",
-    "sglang_mismatch",
     "monitor",
 ):
     print(f"== {name}", flush=True)

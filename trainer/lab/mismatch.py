@@ -136,6 +136,11 @@ class Mismatch:
     def kl_token(self) -> float:
         return float(self.kl.sum()) / self.num_tokens
 
+    @property
+    def size(self) -> float:
+        """Mean |Delta| of the sampled tokens."""
+        return float(self.delta.abs().sum()) / self.num_tokens
+
     def bucket(self, first: int, last: int) -> Bucket:
         """Buckets first, .., last - 1 as one."""
         own = BucketSums(*(part[:, first:last].sum(1) for part in self.sums))

@@ -109,16 +109,20 @@ def _summary(found: Mapping[Engine, Mismatch]) -> Table:
         tail, every = mismatch.bucket(0, NUM_TAIL), mismatch.bucket(0, len(EDGES) - 1)
         rows.append(
             (
-                *(str(engine), mismatch.num_tokens, mismatch.kl_token, mismatch.s, mismatch.s_of_kl),
+                *(str(engine), mismatch.num_tokens, mismatch.size, mismatch.kl_token, mismatch.s, mismatch.s_of_kl),
                 *(str(tail.sampled), tail.predicted_sampled, str(tail.contrast), tail.predicted_contrast),
                 *(every.beyond_first_order, every.beyond_exact),
             )
         )
     return Table(
         f"Engines, and their tail (pi_train < {TAIL:g})",
-        "KL(infer || train) per token, exact. s: standard deviation of a logit, measured; and as iid noise of this KL "
-        "would have it. Sampled: mean Delta of sampled tail tokens. Contrast: sampled minus pi_train-weighted control.",
-        ("engine", "tokens", "KL", "s", "s of KL", "sampled", "m − v", "contrast", "−v", "beyond 1st order", "beyond"),
+        "|Delta|: mean over sampled tokens. KL(infer || train) per token, exact. s: standard deviation of a logit, "
+        "measured; and as iid noise of this KL would have it. Sampled: mean Delta of sampled tail tokens. Contrast: "
+        "sampled minus pi_train-weighted control. Beyond: tokens outside of the bound, and of the exact range.",
+        (
+            *("engine", "tokens", "|Delta|", "KL", "s", "s of KL", "sampled", "m − v", "contrast", "−v"),
+            *("beyond first order", "beyond exact"),
+        ),
         tuple(rows),
     )
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from services.contract.errors import ConfigError
 from services.dvp.sampler import sample
+from services.engines.compute_dtype import compute_in
 from services.engines.model_folder import load_model
 from services.engines.sglang_server import Launch, LocalServer, default_python
 from services.engines.tokenizer import load_config, load_tokenizer
@@ -86,6 +87,7 @@ class Transformers:
         folder: Path,
         dtype: torch.dtype = torch.float32,
         *,
+        fp32_head: bool = False,
         weights: Format | None = None,
         kv: Format | None = None,
         noise: float = 0.0,
@@ -94,6 +96,8 @@ class Transformers:
         self._model = load_model(folder, dtype=dtype, device=torch.device("cpu"))
         self._eos_ids = torch.tensor(sorted(load_tokenizer(folder).eos_ids))
         self._kv = kv
+        if fp32_head:
+            compute_in(self._model.get_output_embeddings(), torch.float32)
         if weights is not None:
             round_weights(self._model, weights)
 
@@ -214,6 +218,8 @@ class Engine(StrEnum):
 
     FP32 = "transformers-fp32"
     BF16 = "transformers-bf16"
+    BF16_FP32_HEAD = "transformers-bf16-fp32-head"
+    """The LM head alone in float32."""
     FP8_WEIGHTS = "transformers-fp8-weights"
     FP8_KV = "transformers-fp8-kv"
     GAUSSIAN = "gaussian"
@@ -243,6 +249,8 @@ def _open(engine: Engine, folder: Path) -> Source:
             return Transformers(engine, folder)
         case Engine.BF16:
             return Transformers(engine, folder, torch.bfloat16)
+        case Engine.BF16_FP32_HEAD:
+            return Transformers(engine, folder, torch.bfloat16, fp32_head=True)
         case Engine.FP8_WEIGHTS:
             return Transformers(engine, folder, weights=Format.FP8)
         case Engine.FP8_KV:
