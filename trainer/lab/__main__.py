@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ from services.contract.errors import ConfigError
 from services.engines.sglang_server import CHECKOUT_PYTHON
 from services.settings import user_errors
 
+from .collapse import SMALL, Plan, collapse
 from .overlap import overlap
 from .page import write_study
 from .recorded import recorded_signature
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OUT = Path("runs/lab")
 TEXT_MODEL = DEFAULT_OUT / "text-model"
+COLLAPSE_RUNS = DEFAULT_OUT / "collapse"
 TYPICAL = (Engine.BF16, Engine.FP8_WEIGHTS, Engine.SGLANG_BF16)
 """What is looked at where each engine takes minutes."""
 
@@ -115,6 +119,19 @@ def rho_command(
         raise ConfigError(f"--engine {engine}: SGLang shows no logits where it prunes; choose a transformers engine")
     with progress() as tell:
         study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, tell)
+    _write(study, out)
+
+
+@app.command(name="collapse")
+def collapse_command(
+    small: Annotated[bool, typer.Option("--small", help="A sketch of it, to see that it runs.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = os.cpu_count() or 1,
+    work: Annotated[Path, typer.Option(help="Folder of the runs; what is there is not run again.")] = COLLAPSE_RUNS,
+    out: Out = DEFAULT_OUT,
+) -> None:
+    """Where mismatch makes training collapse, and what holds there: a map, then all arms and seeds at one place."""
+    with progress() as tell:
+        study = collapse(work, replace(SMALL if small else Plan(), jobs=jobs), tell)
     _write(study, out)
 
 
