@@ -43,6 +43,7 @@ lab: install sglang-cpu
 	$(BIN)/dvp-lab signature --out trainer/lab/results
 	$(BIN)/dvp-lab overlap --out trainer/lab/results
 	$(BIN)/dvp-lab rho --out trainer/lab/results
+	$(BIN)/dvp-lab collapse --out trainer/lab/results
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)

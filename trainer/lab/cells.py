@@ -83,8 +83,8 @@ def _make(run: Run, path: Path) -> Outcome:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """As JSON gives them back."""
-    settings: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
+    """As JSON gives them back; the model by its name, so that the folder may be moved."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(run) | {"model": run.model.name}))
     return settings
 
 
