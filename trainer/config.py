@@ -45,6 +45,17 @@ class ModelSection(Section):
     log-probs of both sides are equal bit for bit."""
 
 
+class LoraSection(Section):
+    """Trains low-rank adapters instead of the weights. Published weights have them merged."""
+
+    rank: NonNegative = 0
+    """0: the weights themselves are trained."""
+    alpha: Positive = 32
+    """An adapter counts alpha / rank times."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get one, by the ends of their names, as q_proj. None: all but the LM head."""
+
+
 class BrokerSection(Section):
     url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     stall_timeout_s: Seconds = 3600.0
@@ -215,6 +226,7 @@ class TrainSettings(Settings):
     """Go on from the newest checkpoint in out_dir if there is one."""
 
     model: ModelSection
+    lora: LoraSection = LoraSection()
     broker: BrokerSection = BrokerSection()
     data: DataSection
     reward: RewardSection

@@ -210,6 +210,8 @@ def restore(
         )
     try:
         learner.load(state)
+    except ConfigError:
+        raise
     except Exception as error:  # PyTorch raises many types for a damaged folder
         raise unreadable(state.parent, error) from error
     logger.info("resumed from %s at step %d", checkpoints.folder(progress.step), progress.step)

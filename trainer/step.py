@@ -27,6 +27,7 @@ from .advantages import Baseline, advantages
 from .batch import Batch, TrainSequence
 from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics
+from .lora import add_lora
 from .micro_batch import MicroBatch, fixed_batches, micro_batches, share
 from .model import Policy, full, shard
 from .rewards import Overlong
@@ -62,6 +63,8 @@ class Learner:
     ) -> None:
         self.model, self.settings, self.pad_id, self.world = model, settings, pad_id, world or World()
         self.device = next(model.parameters()).device
+        if settings.lora.rank:
+            add_lora(model, settings.lora, settings.seed)
         policy, shape = settings.sampling, settings.model.fixed_shape
         self.policy = Policy(
             model,
@@ -75,7 +78,7 @@ class Learner:
             shard(self.policy, self.world)
         options = settings.optimizer
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,

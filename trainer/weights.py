@@ -12,23 +12,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .model import full
+from .lora import merged
 from .world import World
 
 INDEX = "model.safetensors.index.json"
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, world: World) -> None:
-    """`model.safetensors`; of many ranks one file each, and an index. Floats in `dtype`.
+    """`model.safetensors`; of many ranks one file each, and an index. Floats in `dtype`, adapters merged.
 
     Parameters are made whole one after the other and dealt out to the ranks, so that none ever holds all of them. All
     ranks must call this, with the same folder. Raises OSError (disk full) on every rank if one cannot write.
     """
     mine: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
-    for position, (name, tensor) in enumerate(unique_tensors(model)):
+    for position, (name, whole) in enumerate(merged(model, unique_tensors(model))):
         owner = position % world.size
-        whole = full(tensor.detach())
         weight_map[name] = file_name(owner, world.size)
         if owner == world.rank:
             mine[name] = whole.to("cpu", dtype if whole.is_floating_point() else None).contiguous()

@@ -23,18 +23,19 @@ from trainer.world import World
 STEPS = 3
 
 
-def make_settings(out_dir: Path, model: Path, compute_dtype: str) -> TrainSettings:
+def make_settings(out_dir: Path, model: Path, compute_dtype: str, lora_rank: int) -> TrainSettings:
     return TrainSettings.model_validate(
         {
             "run_id": "ranked",
             "out_dir": out_dir,
             "steps": STEPS,
             "model": {"path": model, "micro_batch_tokens": 32, "compute_dtype": compute_dtype},
+            "lora": {"rank": lora_rank},
             "data": {"train": "unused.jsonl"},
             "reward": {"name": "exact_match"},
             "sampling": {"n": 4, "log_min_p": -13.0},
             "correction": {"veto": 1e-4, "baseline": "rloo_weighted"},
-            "optimizer": {"lr": 5e-5},
+            "optimizer": {"lr": 5e-5 if not lora_rank else 1e-3},
         }
     )
 
@@ -53,9 +54,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--compute-dtype", default="float32")
+    parser.add_argument("--lora-rank", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = make_settings(arguments.out_dir, arguments.model, arguments.compute_dtype)
+    settings = make_settings(arguments.out_dir, arguments.model, arguments.compute_dtype, arguments.lora_rank)
     with World.joined("cpu", 60.0) as world:
         learner = Learner(load_model(settings.model), settings, 0, world)
         if not world.leads:

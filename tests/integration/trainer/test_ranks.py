@@ -83,6 +83,16 @@ def test_two_ranks_train_alike_in_bfloat16(model: Path, tmp_path: Path) -> None:
             assert together[name] == pytest.approx(alone[name], rel=0.05), name
 
 
+def test_two_ranks_train_adapters_alike_and_go_on_from_those_of_one(model: Path, tmp_path: Path) -> None:
+    start, lora = load_file(model / "model.safetensors"), ("--lora-rank", "4")
+    alone, together = (train(tmp_path / str(size), model, size, *lora) for size in (1, 2))
+    on = train(tmp_path / "on", model, 2, *lora, "--resume", str(alone / "state"))
+    for name, weight in weights_of(alone).items():
+        assert torch.equal(weight, start[name]) is ("_proj" not in name)
+        assert float((weight - weights_of(together)[name]).abs().mean()) <= TOLERANCE, name
+    assert any(not torch.equal(weight, weights_of(alone)[name]) for name, weight in weights_of(on).items())
+
+
 def test_each_rank_holds_its_part(outcomes: dict[int, Path]) -> None:
     sizes = {n: [int((outcomes[n] / f"bytes-{rank}").read_text()) for rank in range(n)] for n in SIZES}
     whole = sizes[1][0]

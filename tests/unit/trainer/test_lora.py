@@ -1,0 +1,156 @@
+"""Low-rank adapters: what is trained, what is published, what a checkpoint holds and which one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.contract.errors import ConfigError
+from tests.models import make_model
+from tests.unit.trainer.golden import make_batch
+from trainer.batch import Batch
+from trainer.config import TrainSettings
+from trainer.model import Policy, load_model
+from trainer.step import Learner
+
+MakeLearner = Callable[..., Learner]
+RANK, ALPHA = 4, 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("model"), spread=2.0, tied=True)
+
+
+@pytest.fixture
+def make_learner(folder: Path, tmp_path: Path) -> MakeLearner:
+    def make(rank: int = RANK, alpha: int = ALPHA, targets: tuple[str, ...] = (), **model: Any) -> Learner:
+        settings = TrainSettings.model_validate(
+            {
+                "run_id": "lora",
+                "out_dir": tmp_path,
+                "steps": 1,
+                "model": {"path": folder, **model},
+                "lora": {"rank": rank, "alpha": alpha, "targets": targets},
+                "data": {"train": "unused.jsonl"},
+                "reward": {"name": "exact_match"},
+                "sampling": {"n": 4},
+                "correction": {"veto": None, "mode": "unit"},
+                "optimizer": {"lr": 0.01, "max_grad_norm": 1e9},
+            }
+        )
+        return Learner(load_model(settings.model), settings, pad_id=0)
+
+    return make
+
+
+def batches(count: int) -> list[Batch]:
+    rng = np.random.default_rng(0)
+    return [make_batch(rng) for _ in range(count)]
+
+
+def published(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    learner.write_weights(folder)
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights
+
+
+def test_adapters_get_the_gradient_of_the_weights_they_stand_for(make_learner: MakeLearner) -> None:
+    """With W' = W + s B A and B = 0: dB = s dW A^T, and dA = 0."""
+    whole, low, (batch,) = make_learner(rank=0), make_learner(), batches(1)
+    drawn = make_learner().model  # as A was before the step
+    for learner in (whole, low):
+        assert learner.step(batch)["optimizer/updates"] == 1
+    found = 0
+    for name, weight in whole.model.named_parameters():
+        layer = name.removesuffix(".weight")
+        if "_proj" not in layer:
+            continue
+        module, scale = low.model.get_submodule(layer), ALPHA / RANK
+        A, B = drawn.get_submodule(layer).lora_A["default"].weight, module.lora_B["default"].weight
+        expected = scale * weight.grad @ A.detach().T
+        torch.testing.assert_close(B.grad, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+        assert float(module.lora_A["default"].weight.grad.abs().max()) == 0
+        found += 1
+    assert found == 2 * 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_weights_are_the_policy_with_adapters_merged(
+    make_learner: MakeLearner, folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    learner, start = make_learner(compute_dtype=dtype), load_file(folder / "model.safetensors")
+    for batch in batches(2):
+        assert learner.step(batch)["optimizer/updates"] == 1
+    weights = published(learner, tmp_path / "weights")
+    assert weights.keys() == start.keys()
+    moved = {name for name in start if not torch.equal(weights[name], start[name])}
+    assert moved == {name for name in start if "_proj" in name}
+    (tmp_path / "weights" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    policy = Policy(model, dtype, log_min_p=-13.0, temperature=1.0)
+    micro = next(learner._micro_batches(batches(1)[0].sequences_with_signal()))
+    with torch.no_grad():
+        gap = (policy(micro).logprobs - learner.policy(micro).logprobs).abs().mean()
+        far = (policy(micro).logprobs - make_learner(rank=0).policy(micro).logprobs).abs().mean()
+    assert float(gap) < (1e-4 if dtype == "float32" else 0.05)
+    assert float(far) > 0.2
+
+
+def test_named_layers_alone_get_an_adapter(make_learner: MakeLearner, folder: Path, tmp_path: Path) -> None:
+    learner, start = make_learner(targets=("q_proj", "v_proj")), load_file(folder / "model.safetensors")
+    learner.step(batches(1)[0])
+    weights = published(learner, tmp_path / "weights")
+    moved = {name for name in start if not torch.equal(weights[name], start[name])}
+    assert moved == {name for name in start if "q_proj" in name or "v_proj" in name}
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "nothing_proj"])
+def test_what_cannot_have_an_adapter_is_refused(make_learner: MakeLearner, target: str) -> None:
+    with pytest.raises(ConfigError, match=rf"lora.targets \['{target}'"):
+        make_learner(targets=(target,))
+
+
+def test_a_restored_learner_goes_on_bit_for_bit_from_adapters_alone(make_learner: MakeLearner, tmp_path: Path) -> None:
+    straight, (first, second) = make_learner(gradient_checkpointing=True), batches(2)
+    straight.step(first)
+    straight.save(tmp_path / "state")
+    whole = make_learner(rank=0)
+    whole.step(first)
+    whole.save(tmp_path / "whole")
+    size, of_whole = (sum(f.stat().st_size for f in (tmp_path / name).iterdir()) for name in ("state", "whole"))
+    assert size < of_whole / 2
+    resumed = make_learner(gradient_checkpointing=True)
+    resumed.load(tmp_path / "state")
+    for learner in (straight, resumed):
+        learner.step(second)
+    pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank": 8}, r"is \(4, 128\) there, \(8, 128\) here \(28 tensors differ\).*lora.rank"),
+        ({"rank": 0}, r"not trained there.*lora.rank"),
+        ({"targets": ("q_proj",)}, r"not trained here \(24 tensors differ\).*lora.targets"),
+        ({"alpha": 24}, r"adapters count 3 times there, 6 times here: lora.alpha"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    make_learner: MakeLearner, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    learner = make_learner()
+    learner.step(batches(1)[0])
+    learner.save(tmp_path / "state")
+    with pytest.raises(ConfigError, match=named):
+        make_learner(**change).load(tmp_path / "state")
