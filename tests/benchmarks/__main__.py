@@ -12,6 +12,7 @@ for name in (
     "engine",
     "lm_head",
     "precision",
+    "cost",
     "loop",
     "sglang",
     "monitor",
