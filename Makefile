@@ -7,8 +7,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
+TRL_STAMP := .trl/.installed
 
-.PHONY: install sglang-cpu demo lab test test-slow check bench chaos soak
+.PHONY: install sglang-cpu demo lab test test-slow check bench bench-trl chaos soak
 
 install: $(STAMP)
 
@@ -67,3 +68,12 @@ check: install
 
 bench: install sglang-cpu
 	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+# TRL's GRPOTrainer beside the whole system, in an environment of its own.
+bench-trl: install $(TRL_STAMP)
+	$(BIN)/python -m tests.benchmarks.against_trl $(ARGS)
+
+$(TRL_STAMP): tests/benchmarks/trl-requirements.txt
+	$(PYTHON) -m venv --clear .trl
+	.trl/bin/python -m pip install --quiet $(PIP_FLAGS) -r $<
+	touch $@

@@ -28,6 +28,8 @@ class ScoredGroup:
     num_failed: int = 0
     """Samples whose reward function failed."""
     reward_s: float = 0.0
+    arrived: float = 0.0
+    """time.monotonic() when the trainer got the group."""
 
     @property
     def has_signal(self) -> bool:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +54,7 @@ async def train(run: Run) -> None:
         await run.feeder.settle(batch)
         if run.is_due(run.settings.evaluate.interval):
             metrics |= await run.evaluate()
-        run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch))
+        run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch, run.settings.reward.workers))
         # After the log: what a checkpoint covers is not logged again.
         if run.is_due(run.settings.checkpoint.interval) or run.is_best:
             await run.save()
@@ -64,25 +66,57 @@ class Stopwatch:
     """Where the time of an iteration went."""
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
+        self._started = time.monotonic()
         self._parts: dict[str, float] = {}
+        self._generated: dict[str, Coverage] = {}
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = time.monotonic()
         yield
-        self._parts[f"time/{part}_s"] = time.perf_counter() - start
+        self._parts[f"time/{part}_s"] = time.monotonic() - start
 
-    def lap(self, batch: Batch) -> dict[str, float]:
-        """The parts since the last lap, and the rates."""
-        now = time.perf_counter()
+    def lap(self, batch: Batch, reward_workers: int) -> dict[str, float]:
+        """The parts since the last lap, the rates, and who stood still for what share of the time."""
+        now = time.monotonic()
         elapsed, self._started = now - self._started, now
         parts, self._parts = self._parts, {}
-        return parts | {
-            "time/step_s": elapsed,
-            "throughput/samples_per_second": batch.num_sequences / elapsed,
-            "throughput/tokens_per_second": batch.num_tokens / elapsed,
+        busy = {
+            "generate": self._generating(batch),
+            "reward": sum(scored.reward_s for scored in batch.groups) / reward_workers,
+            "train": parts["time/train_s"],
+            "publish": parts.get("time/publish_s", 0.0),
         }
+        idle = {f"idle/{side}": min(max(1 - seconds / elapsed, 0.0), 1.0) for side, seconds in busy.items()}
+        return (
+            parts
+            | idle
+            | {
+                "time/step_s": elapsed,
+                "throughput/samples_per_second": batch.num_sequences / elapsed,
+                "throughput/tokens_per_second": batch.num_tokens / elapsed,
+            }
+        )
+
+    def _generating(self, batch: Batch) -> float:
+        """Seconds in which a replica, on average, drew samples of the batch."""
+        busy: defaultdict[str, float] = defaultdict(float)
+        for scored in sorted(batch.groups, key=lambda scored: scored.arrived):
+            covered = self._generated.setdefault(scored.group.replica_id, Coverage())
+            busy[scored.group.replica_id] += covered.add(scored.arrived - scored.group.generate_s, scored.arrived)
+        return sum(busy.values()) / len(busy)
+
+
+class Coverage:
+    """How much of a line intervals cover that come in the order of their ends."""
+
+    def __init__(self) -> None:
+        self._end = -math.inf
+
+    def add(self, start: float, end: float) -> float:
+        """The length that it adds: what lies before the end of another counts once."""
+        start, self._end = max(start, self._end), max(end, self._end)
+        return max(end - start, 0.0)
 
 
 @dataclass

@@ -143,6 +143,11 @@ PANELS = (
         "Seconds a replica took for one group, and seconds of all reward workers for one batch.",
         (Curve("time/generate_s", "generate a group"), Curve("time/reward_s", "reward a batch")),
     ),
+    Panel(
+        "Idle",
+        "Share of the time in which each side stood still; replicas and reward workers on average.",
+        tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish")),
+    ),
 )
 
 TILES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ class Scorer:
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
         """Raises ConfigError if a reward fails and on_error is `stop`."""
+        arrived = time.monotonic()
         completions = [self.tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
         requests = [RewardRequest(row.index, text, row.answer, row.text, row.extra) for text in completions]
         results = await self._pool.score(requests)
@@ -62,6 +64,7 @@ class Scorer:
             staleness=0,
             num_failed=sum(result.value is None for result in results),
             reward_s=sum(result.seconds for result in results),
+            arrived=arrived,
         )
 
     def _warn_once(self, errors: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -79,15 +79,18 @@ def main(
 ) -> None:
     """Trains a small language model on sums, with two rollout replicas, a broker and a trainer on this machine."""
     with user_errors("demo"), interruptible():
-        settings = load_settings(seed, steps, out, zero_mismatch=zero_mismatch)
-        demo = Demo(settings, engine, replicas, timeout_s, Console())
+        options = ZERO_MISMATCH if zero_mismatch else {}
+        settings = load_settings(seed, steps, out, options=options)
+        demo = Demo(settings, engine, replicas, timeout_s, Console(), options=options)
         raise SystemExit(demo.run())
 
 
-def load_settings(seed: int, steps: int | None, out: Path, *, zero_mismatch: bool = False) -> TrainSettings:
+def load_settings(
+    seed: int, steps: int | None, out: Path, *, config: Path = CONFIG, options: Mapping[str, object] | None = None
+) -> TrainSettings:
     """The trainer's own settings, so that both sides of the demo agree on them."""
-    options: dict[str, object] = {"seed": seed, "out_dir": out.absolute()} | ({} if steps is None else {"steps": steps})
-    return TrainSettings.load(flags(options | (ZERO_MISMATCH if zero_mismatch else {})), CONFIG)
+    own = {"seed": seed, "out_dir": out.absolute()} | ({} if steps is None else {"steps": steps})
+    return TrainSettings.load(flags(own | dict(options or {})), config)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class Demo:
     num_replicas: int
     timeout_s: float
     console: Console
+    config: Path = CONFIG
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Of the trainer, beside `config`."""
 
     @property
     def zero_mismatch(self) -> bool:
@@ -170,8 +176,8 @@ class Demo:
     def start_trainer(self, fleet: Fleet, broker_url: str) -> Child:
         """Its standard output is the launcher's: that is the progress people see."""
         settings = self.settings
-        options = {name: getattr(settings, name) for name in ("seed", "steps", "out_dir")}
-        command = argv("trainer", CONFIG, **options, **(ZERO_MISMATCH if self.zero_mismatch else {}))
+        own = {name: getattr(settings, name) for name in ("seed", "steps", "out_dir")}
+        command = argv("trainer", self.config, **own, **self.options)
         return fleet.start("trainer", command, cwd=REPOSITORY, env={"DVP_TRAIN__BROKER__URL": broker_url}, show=True)
 
     def conclude(self, folder: RunFolder, replicas: list[Replica], wall_s: float) -> Summary:

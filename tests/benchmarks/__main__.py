@@ -14,6 +14,7 @@ for name in (
     "precision",
     "cost",
     "loop",
+    "ranks",
     "sglang",
     "monitor",
 ):

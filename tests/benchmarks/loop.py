@@ -1,91 +1,85 @@
-"""Samples per second of the whole system on the demo, and where the time went: generation beside training
-(max_staleness 1) against strictly one after the other (max_staleness 0), in one run.
+"""Samples per second and reward of the whole system on the demo, and where the time went: generation beside training
+(max_staleness 1) against strictly one after the other (max_staleness 0), in one run and interleaved.
 
-    python -m tests.benchmarks.loop [--steps 30]
+    python -m tests.benchmarks.loop [--steps 30] [--repeats 3]
+
+`wait`, `train`, `publish` are shares of the trainer's step. `idle` is the share of the time in which a side stood
+still. Reward is the mean over a tenth of the run, of equal numbers of samples on both sides.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
-
-from deploy.demo.__main__ import READY_TIMEOUT_S, Demo, Server, load_settings
-from deploy.demo.fleet import Fleet
-from deploy.demo.run_folder import claim
-from services.rollout.settings import EngineName
-from services.transport.embedded import EmbeddedBroker
-from trainer.reporting import read_metrics
+from tests.benchmarks.system import Outcome, run_system
 
 RESULTS = Path(__file__).parent / "results" / "loop.json"
-WARM_UP = 3
-"""Steps left out: start-up and the first swap."""
-TIMEOUT_S = 600.0
 PARTS = ("wait", "train", "publish")
+STALENESS = {"synchronous": 0, "overlapped": 1}
+POINTS = 10
 
 
-def swap_seconds(servers: list[Server]) -> float:
-    """Mean time in which a replica verified and loaded a version."""
-    totals = {"sum": 0.0, "count": 0.0}
-    for server in servers:
-        port = server.port_file.read_text().strip()
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                for name in totals:
-                    if sample.name == f"dvp_rollout_swap_seconds_{name}":
-                        totals[name] += sample.value
-    return totals["sum"] / max(totals["count"], 1)
+def run(max_staleness: int, steps: int, seed: int, out: Path) -> Outcome:
+    options = {"batch.max_staleness": max_staleness, "evaluate.interval": 0}
+    return run_system(out, steps, seed=seed, options=options)
 
 
-def run(max_staleness: int, steps: int, out: Path) -> dict[str, Any]:
-    """One training run; every figure is a mean over its steps, in seconds unless the name says otherwise."""
-    os.environ |= {"DVP_TRAIN__BATCH__MAX_STALENESS": str(max_staleness), "DVP_TRAIN__EVALUATE__INTERVAL": "0"}
-    demo = Demo(load_settings(0, steps, out), EngineName.TRANSFORMERS, 2, TIMEOUT_S, Console(quiet=True))
-    with claim(out) as folder, EmbeddedBroker(out / "broker") as broker, Fleet(folder.logs) as fleet:
-        servers = [demo.start_replica(fleet, folder, broker.url, f"replica-{i}") for i in (1, 2)]
-        fleet.wait_until(lambda: all(s.is_ready() for s in servers), "every replica is ready", READY_TIMEOUT_S)
-        fleet.wait_for(demo.start_trainer(fleet, broker.url), TIMEOUT_S)
-        swap_s = swap_seconds(servers)
-        metrics = read_metrics(folder.metrics)[WARM_UP:]
-    step_s = fmean(record["time/step_s"] for record in metrics)
-    shares = {part: fmean(record.get(f"time/{part}_s", 0.0) for record in metrics) / step_s for part in PARTS}
+def rewards(outcome: Outcome) -> list[float]:
+    """At POINTS places along the run."""
+    values = [record["reward/mean"] for record in outcome.records]
+    size = max(1, len(values) // POINTS)
+    return [fmean(values[start : start + size]) for start in range(0, len(values), size)]
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Medians over the repeats; of rewards the means."""
+    shares = {part: median(o.mean(f"time/{part}_s") / o.step_s for o in outcomes) for part in PARTS}
+    idle = [outcome.idle() for outcome in outcomes]
     return {
-        "samples_per_second": demo.settings.batch.groups * demo.settings.sampling.n / step_s,
-        "step_s": step_s,
+        "samples_per_second": median(o.samples_per_second for o in outcomes),
+        "step_s": median(o.step_s for o in outcomes),
         "share_of_step": shares | {"rest": 1 - sum(shares.values())},
-        "generate_group_s": fmean(record["time/generate_s"] for record in metrics),
-        "reward_batch_s": fmean(record["time/reward_s"] for record in metrics),
-        "swap_s": swap_s,
+        "idle": {side: median(shares[side] for shares in idle) for side in idle[0]},
+        "generate_group_s": median(o.mean("time/generate_s") for o in outcomes),
+        "reward_batch_s": median(o.mean("time/reward_s") for o in outcomes),
+        "swap_s": median(o.swap_s for o in outcomes),
+        "reward": [fmean(values) for values in zip(*map(rewards, outcomes), strict=True)],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
-    steps = parser.parse_args().steps
+    parser.add_argument("--repeats", type=int, default=3, help="seeds")
+    given = parser.parse_args()
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in STALENESS}
     with tempfile.TemporaryDirectory() as folder:
-        results = {name: run(k, steps, Path(folder) / name) for k, name in enumerate(("synchronous", "overlapped"))}
+        for seed in range(given.repeats):
+            for name, max_staleness in STALENESS.items():
+                out = Path(folder) / f"{name}-{seed}"
+                outcomes[name].append(run(max_staleness, given.steps, seed, out))
+    results = {name: summarize(found) for name, found in outcomes.items()}
     for name, result in results.items():
-        shares = "  ".join(f"{part} {share:.0%}" for part, share in result["share_of_step"].items())
+        shares, idle = (
+            "  ".join(f"{part} {share:.0%}" for part, share in result[key].items()) for key in ("share_of_step", "idle")
+        )
         print(f"{name}: {result['samples_per_second']:.0f} samples/s, a step takes {result['step_s']:.2f} s: {shares}")
+        print(f"  idle: {idle}")
         print(
             f"  beside it: generate {result['generate_group_s']:.3f} s per group, "
             f"reward {result['reward_batch_s']:.3f} s per batch, swap {result['swap_s']:.3f} s per version"
         )
-    speeds = {name: result["samples_per_second"] for name, result in results.items()}
-    ratio = speeds["overlapped"] / speeds["synchronous"]
+        print(f"  reward along the run: {' '.join(f'{value:.3f}' for value in result['reward'])}")
+    pairs = zip(outcomes["overlapped"], outcomes["synchronous"], strict=True)
+    ratio = median(one.samples_per_second / other.samples_per_second for one, other in pairs)
     print(f"overlapped / synchronous: {ratio:.2f}")
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"steps": steps, "ratio": ratio, **results}, indent=2) + "\n")
+    RESULTS.write_text(json.dumps({**vars(given), "ratio": ratio, **results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

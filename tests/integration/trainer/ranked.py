@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from trainer.model import load_model
 from trainer.step import Learner
 from trainer.world import World
 
-STEPS = 3
+STEPS, LR = 3, 5e-5
 
 
 def make_settings(out_dir: Path, model: Path, compute_dtype: str, lora_rank: int) -> TrainSettings:
@@ -35,7 +36,7 @@ def make_settings(out_dir: Path, model: Path, compute_dtype: str, lora_rank: int
             "reward": {"name": "exact_match"},
             "sampling": {"n": 4, "log_min_p": -13.0},
             "correction": {"veto": 1e-4, "baseline": "rloo_weighted"},
-            "optimizer": {"lr": 5e-5 if not lora_rank else 1e-3},
+            "optimizer": {"lr": LR if not lora_rank else 1e-3},
         }
     )
 
@@ -66,6 +67,8 @@ def main() -> None:
         else:
             lead(learner, arguments.out_dir, arguments.resume)
         (arguments.out_dir / f"bytes-{world.rank}").write_text(str(local_bytes(learner)))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        (arguments.out_dir / f"peak-{world.rank}").write_text(str(peak))
 
 
 def lead(learner: Learner, out_dir: Path, resume: Path | None) -> None:

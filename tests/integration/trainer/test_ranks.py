@@ -18,10 +18,11 @@ from trainer.ledger import read_ledger
 
 from .processes import TIMEOUT_S, config, process, replica
 from .processes import train as train_alone
+from .ranked import LR, STEPS
 
 SIZES = (1, 2, 4)
 # AdamW divides by the root of a second moment: what is rounding in a gradient near zero is a part of lr in its update.
-LR, STEPS, TOLERANCE = 5e-5, 3, 1e-6
+TOLERANCE = 1e-6
 
 pytestmark = pytest.mark.slow
 

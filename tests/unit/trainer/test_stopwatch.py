@@ -1,0 +1,49 @@
+"""Who stood still for how long, from the groups that a step trained."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.trainer.groups import make_group, make_sample
+from trainer.batch import Batch, ScoredGroup
+from trainer.loop import Coverage, Stopwatch
+
+
+def test_intervals_side_by_side_count_once() -> None:
+    covered = Coverage()
+    assert covered.add(1.0, 3.0) == 2.0
+    assert covered.add(2.0, 3.5) == 0.5
+    assert covered.add(0.0, 3.5) == 0.0
+    assert covered.add(10.0, 11.0) == 1.0
+
+
+def scored(replica: str, position: int, *, start: float, end: float, reward_s: float) -> ScoredGroup:
+    made = make_group([5, 6], [make_sample([7], [-1.0])] * 2, [0.0, 1.0], position=position)
+    group = made.group.model_copy(update={"replica_id": replica, "generate_s": end - start})
+    return replace(made, group=group, arrived=end, reward_s=reward_s)
+
+
+def test_each_side_is_idle_for_what_it_did_not_work() -> None:
+    watch = Stopwatch()
+    with watch.measure("train"):
+        pass
+    with watch.measure("publish"):
+        pass
+    now = time.monotonic()
+    batch = Batch(
+        (
+            scored("a", 0, start=now - 1e-9, end=now, reward_s=0.0),
+            scored("b", 1, start=now - 1000, end=now, reward_s=1000.0),
+        )
+    )
+    metrics = watch.lap(batch, 2)
+    assert metrics["idle/generate"] == 0.0  # b's thousand seconds are more than the step had
+    assert metrics["idle/reward"] == 0.0
+    assert metrics["idle/train"] == pytest.approx(1 - metrics["time/train_s"] / metrics["time/step_s"])
+    assert metrics["idle/publish"] == pytest.approx(1 - metrics["time/publish_s"] / metrics["time/step_s"])
+    with watch.measure("train"):
+        pass
+    assert watch.lap(batch, 2)["idle/generate"] == 1.0  # the same seconds do not count again
