@@ -18,6 +18,7 @@ from services.contract.errors import ConfigError
 from services.engines.sglang_server import CHECKOUT_PYTHON
 from services.settings import user_errors
 
+from .budget import Budget
 from .collapse import SMALL, Plan, collapse
 from .overlap import overlap
 from .page import write_study
@@ -31,9 +32,10 @@ from .subject import Subject, file_subject, text_subject
 if TYPE_CHECKING:
     from .subject import Progress as Tell
 
+CPUS = os.cpu_count() or 1
 DEFAULT_OUT = Path("runs/lab")
 TEXT_MODEL = DEFAULT_OUT / "text-model"
-COLLAPSE_RUNS = DEFAULT_OUT / "collapse"
+COLLAPSE_RUNS, RHO_RUNS = DEFAULT_OUT / "collapse", DEFAULT_OUT / "rho"
 TYPICAL = (Engine.BF16, Engine.FP8_WEIGHTS, Engine.SGLANG_BF16)
 """What is looked at where each engine takes minutes."""
 
@@ -50,6 +52,7 @@ Engines = Annotated[list[Engine] | None, typer.Option("--engine", help="Repeat i
 Sequences = Annotated[int, typer.Option(min=2, help="Prompts, one sample of each.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Longest sample.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, samples and noise.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
 Out = Annotated[Path, typer.Option(help="Folder for the three files.")]
 
 
@@ -111,6 +114,9 @@ def rho_command(
     engine: Annotated[Engine, typer.Option(help="One that shows its logits.")] = Engine.FP8_WEIGHTS,
     sequences: Sequences = 96,
     tokens: Tokens = 96,
+    steps: Annotated[int, typer.Option(min=0, help="Budget of training under each rule; 0 trains nothing.")] = 40,
+    jobs: Jobs = CPUS,
+    work: Annotated[Path, typer.Option(help="Folder of the runs; what is there is not run again.")] = RHO_RUNS,
     seed: Seed = 0,
     out: Out = DEFAULT_OUT,
 ) -> None:
@@ -118,14 +124,15 @@ def rho_command(
     if engine.is_sglang:
         raise ConfigError(f"--engine {engine}: SGLang shows no logits where it prunes; choose a transformers engine")
     with progress() as tell:
-        study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, tell)
+        budget = Budget(work, steps, jobs=jobs) if steps else None
+        study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, budget, tell)
     _write(study, out)
 
 
 @app.command(name="collapse")
 def collapse_command(
     small: Annotated[bool, typer.Option("--small", help="A sketch of it, to see that it runs.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = os.cpu_count() or 1,
+    jobs: Jobs = CPUS,
     work: Annotated[Path, typer.Option(help="Folder of the runs; what is there is not run again.")] = COLLAPSE_RUNS,
     out: Out = DEFAULT_OUT,
 ) -> None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import chain
+from .budget import LENGTH, RATE, WINDOW, Budget, rewards
 from .mismatch import SIGMAS, Estimate
 from .rules import NOTHING_PRUNED, Rule
 from .sets import Outcome, Sets, joined, seen_of, sets_of
@@ -34,6 +36,8 @@ class Row(NamedTuple):
     """The fixed rule that this one by entropy prunes as much as."""
     sets: Sets
     outcome: Outcome
+    reward: Estimate | None = None
+    """After a fixed budget of training under the rule."""
 
     @property
     def bias(self) -> Estimate:
@@ -50,18 +54,30 @@ class Row(NamedTuple):
         return 1 - self.kl / self.sets.mean("kl_full").value
 
 
-def rho(subject: Subject, engine: Engine, num_tokens: int, seed: int, progress: Progress) -> Study:
+def rho(
+    subject: Subject, engine: Engine, num_tokens: int, seed: int, budget: Budget | None, progress: Progress
+) -> Study:
+    """Without a budget nothing is trained."""
     trainer = Trainer(subject.folder)
     with opened(engine, subject.folder) as source:
         rows = list(_rows(source, trainer, subject, num_tokens, seed, progress))
+    if budget is not None:
+        found = rewards([row.rule for row in rows], budget, progress)
+        rows = [row._replace(reward=found[row.rule]) for row in rows]
     settings: dict[str, object] = {
         "model": subject.words,
         "engine": str(engine),
         "sequences of each rule": subject.num_prompts,
         "tokens of a sequence, at most": num_tokens,
         "seed": seed,
-        "intervals": f"{SIGMAS:g} standard errors over sequences",
+        "intervals": f"{SIGMAS:g} standard errors over sequences; of the reward, over seeds",
     }
+    if budget is not None:
+        settings["training under each rule"] = (
+            f"{budget.steps} steps at learning rate {RATE:g} on the lab's task (chain.py), {LENGTH} tokens, vocabulary "
+            f"{chain.VOCAB}, rollout with fp8 weights and KV, seeds {', '.join(map(str, budget.seeds))}; reward: mean "
+            f"of the last {WINDOW} steps"
+        )
     return describe(rows, settings)
 
 
@@ -125,6 +141,8 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
             "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it says nothing. It bounds "
             "how far J_mp is from J for any reward; what training comes to under J_mp can be better or worse.",
             "KL is per token, exact, over tokens that both sides keep, against the same positions without pruning.",
+            "The reward is that of another and smaller model, whose samples were drawn under the rule, too: part of "
+            "what a large rho gains there is that it forbids slips from the first step on.",
         ),
     )
 
@@ -166,15 +184,17 @@ def _table(rows: Sequence[Row]) -> Table:
             *(row.rule.label, 1 - sets.mean("train_mass").value, sets.mean("train_count").value),
             *(str(row.bias), outcome.worst, row.kl, sets.mean("kl_full").value, row.removed),
             *(outcome.veto.value, sets.vetoed("outside"), outcome.mis.value, outcome.kept_weight.value),
+            f"{row.reward.value:.3f} ± {row.reward.error:.3f}" if row.reward else None,
         )
 
     return Table(
         "All rules",
         "Pruned: 1 - Z per token; size of the set; the two bounds on the bias; KL per token with and without pruning; "
-        "shares of sequences vetoed, expected to be vetoed from exact sums, and masked by MIS; weight kept by both.",
+        "shares of sequences vetoed, expected to be vetoed from exact sums, and masked by MIS; weight kept by both; "
+        "reward after the budget of training.",
         (
             *("rho", "pruned", "set", "bias bound", "Prop. 5.5", "KL", "KL, full", "removed"),
-            *("veto", "expected", "MIS", "kept weight"),
+            *("veto", "expected", "MIS", "kept weight", "reward"),
         ),
         tuple(row(each) for each in rows),
     )
@@ -229,7 +249,19 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
         ticks,
         y_log=True,
     )
+    if any(row.reward for row in rows):
+        yield _rewards(rows)
     yield _trade(rows)
+
+
+def _rewards(rows: Sequence[Row]) -> Chart:
+    found = [(row.rule.label, row.reward) for row in rows if row.reward]
+    labels, estimates = zip(*found, strict=True)
+    x = tuple(map(float, range(len(found))))
+    low, high = tuple(e.low for e in estimates), tuple(e.high for e in estimates)
+    series = Series("mean over seeds", x, tuple(e.value for e in estimates), low, high, style="o")
+    caption = "At the end of a fixed budget of training under the rule, on the lab's small task."
+    return Chart("Reward after a fixed budget", caption, "rho", "reward", (series,), labels)
 
 
 def _trade(rows: Sequence[Row]) -> Chart:

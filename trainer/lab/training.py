@@ -30,6 +30,7 @@ from trainer.step import Learner
 
 from . import chain
 from .precision import Format, RoundedCache, round_weights, rounded
+from .rules import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -55,8 +56,8 @@ class Mismatch:
 class Sampler:
     """The policy that samples: the trainer's weights, some steps old and rounded, in a model of its own."""
 
-    def __init__(self, model: Any, mismatch: Mismatch, log_min_p: float) -> None:
-        self.mismatch, self.log_min_p = mismatch, log_min_p
+    def __init__(self, model: Any, mismatch: Mismatch, rule: Rule) -> None:
+        self.mismatch, self.rule = mismatch, rule
         self._model = copy.deepcopy(model).requires_grad_(False)
         self._model.set_attn_implementation("sdpa")  # the trainer's own packs sequences
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.staleness + 1)
@@ -82,7 +83,7 @@ class Sampler:
             states = out.last_hidden_state[:, -1]
             logits = self._model.lm_head(states) + self._error(states)
             uniforms = torch.rand(len(prompts), generator=random, dtype=torch.float64)
-            drawn.append(sample(logits, uniforms, log_min_p=self.log_min_p, temperature=1.0))
+            drawn.append(sample(logits, uniforms, log_min_p=self.rule(logits), temperature=1.0))
             ids = drawn[-1].token_ids[:, None]
         return Draw(*(torch.stack(part, 1) for part in zip(*drawn, strict=True)))
 
@@ -125,14 +126,17 @@ class Run:
 
     def __iter__(self) -> Iterator[dict[str, float]]:
         """The metrics of each step."""
-        settings = self.settings()
         torch.manual_seed(self.seed)
         random = torch.Generator().manual_seed(self.seed)
-        learner = Learner(load_model(settings.model), settings, chain.END)
-        sampler = Sampler(learner.model, self.mismatch, self.infer_log_min_p)
+        learner, sampler = self.sides()
         for step in range(self.steps):
             sampler.follow(learner.model)
             yield learner.step(self._batch(sampler, step, random))
+
+    def sides(self) -> tuple[Learner, Sampler]:
+        settings = self.settings()
+        learner = Learner(load_model(settings.model), settings, chain.END)
+        return learner, Sampler(learner.model, self.mismatch, Rule(self.infer_log_min_p))
 
     def _batch(self, sampler: Sampler, step: int, random: torch.Generator) -> Batch:
         prompts = chain.prompts(self.groups, random)

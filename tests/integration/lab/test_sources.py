@@ -87,7 +87,7 @@ def test_overlap_of_several_engines(subject: Subject, tmp_path: Path) -> None:
 
 
 def test_rho_of_an_engine(subject: Subject, tmp_path: Path) -> None:
-    study = rho(subject, Engine.FP8_WEIGHTS, 6, seed=0, progress=lambda *_: None)
+    study = rho(subject, Engine.FP8_WEIGHTS, 6, seed=0, budget=None, progress=lambda *_: None)
     write_study(study, tmp_path)
     found = json.loads((tmp_path / "rho.json").read_text())
     rows = {row[0]: row for row in found["tables"][0]["rows"]}
