@@ -35,7 +35,8 @@ from .training import NOTHING_PRUNED, Mismatch, Run
 LOG_MIN_P = -4.0
 """rho is e^-4, not the paper's e^-13: of 64 tokens none is that unlikely, and nothing would be pruned."""
 WARMUP_STEPS = 30
-"""Without, the first steps of Adam alone take the policy so far that what an older sampler sends is all dropped."""
+"""Without, Adam's first steps take the policy so far that nearly all an older sampler sends is dropped, and what is
+left misleads: in the pilot DVP + MIS collapsed then, too."""
 WINDOW = 20
 COLLAPSED = 0.5
 GOAL_SHARE = 0.8
@@ -53,16 +54,15 @@ class Arm(NamedTuple):
 UNCORRECTED = {"mode": Mode.UNIT, "veto": None}
 NAIVE = Arm("naive", UNCORRECTED)
 DVP_MIS = Arm("DVP + MIS", {"mode": Mode.MIS}, LOG_MIN_P, LOG_MIN_P)
-ARMS = (
-    NAIVE,
-    Arm("TIS", {"mode": Mode.TIS, "veto": None}),
-    Arm("MIS", {"mode": Mode.MIS, "veto": None}),
+NO_MISMATCH = Arm("no mismatch", UNCORRECTED, has_mismatch=False)
+"""Naive, too: what learning rate and task do by themselves."""
+UNPRUNED = (Arm("TIS", {"mode": Mode.TIS, "veto": None}), Arm("MIS", {"mode": Mode.MIS, "veto": None}))
+PRUNED = (
     Arm("min-p in rollout only", UNCORRECTED, NOTHING_PRUNED, LOG_MIN_P),
     Arm("DVP", UNCORRECTED, LOG_MIN_P, LOG_MIN_P),
     DVP_MIS,
-    Arm("no mismatch", UNCORRECTED, has_mismatch=False),
 )
-"""The last one is naive, too: what learning rate and task do by themselves."""
+ARMS = (NAIVE, *UNPRUNED, *PRUNED, NO_MISMATCH)
 
 
 class Cell(NamedTuple):
@@ -85,13 +85,8 @@ CELLS = (
     Cell(Mismatch(staleness=4, field=0.5), 2e-3),
     Cell(Mismatch(staleness=8), 1.5e-3),
     Cell(Mismatch(staleness=8, weights=Format.INT4), 1.5e-3),
-    Cell(Mismatch(staleness=16, field=0.5), 1e-3),
-    Cell(Mismatch(staleness=8, field=1.0), 1e-3),
-    Cell(Mismatch(staleness=4, field=0.5), 1e-3),
-    Cell(Mismatch(field=0.5), 2e-3),
-    Cell(Mismatch(weights=Format.INT4, kv=Format.FP8), 2e-3),
-    Cell(Mismatch(staleness=4), 2e-3),
-    Cell(Mismatch(staleness=8, field=0.5), 1e-3, length=64),
+    Cell(Mismatch(field=0.5), 1.5e-3),
+    Cell(Mismatch(staleness=8, field=0.5), 1.5e-3, length=16),
 )
 
 
@@ -194,7 +189,7 @@ def collapse(folder: Path, plan: Plan, progress: Callable[[int, int, str], None]
     place = plan.cells.index(chosen.cell)
     of_table = {
         f"table-{place}-{_slug(arm)}-{seed}": plan.run(model, chosen.cell, arm, seed)
-        for arm, seed in product(ARMS, plan.seeds)
+        for seed, arm in product(plan.seeds, ARMS)
     }
     made = make("table", of_table)
     by_arm = {arm.label: [made[f"table-{place}-{_slug(arm)}-{seed}"] for seed in plan.seeds] for arm in ARMS}
@@ -254,11 +249,11 @@ def _study(
             ),
             Finding(
                 "without mismatch nothing collapses: it is not the learning rate alone",
-                not collapsed[ARMS[-1].label],
-                f"{collapsed[ARMS[-1].label]} of {seeds}",
+                not collapsed[NO_MISMATCH.label],
+                f"{collapsed[NO_MISMATCH.label]} of {seeds}",
             ),
         ),
-        charts=(_map_chart(pairs), *_courses(by_arm)),
+        charts=(_map_chart(pairs), _seeds_chart(fates), *_courses(by_arm)),
         tables=(_arms_table(by_arm, fates), _map_table(pairs)),
         notes=(
             "One small model and one task: it shows that the mechanism exists and what acts on it, not how often a "
@@ -266,6 +261,10 @@ def _study(
             "The mismatch is put in on purpose and is far larger than that of a healthy engine.",
             "Rewards are those of the samples that each arm trains on, under its own sampling policy.",
             "Where arms prune, samples come from a pruned policy: their reward starts higher.",
+            "Of the sources it is staleness that destabilises here. In the pilot neither the error field nor int4 "
+            "weights did so alone: a policy that samples with an error learns to do well with it.",
+            "The learning rate rises over the first steps in all arms. In the pilot, without that, DVP + MIS "
+            "collapsed in cells like these as well.",
         ),
     )
 
@@ -326,23 +325,39 @@ def _map_chart(pairs: list[Pair]) -> Chart:
     )
 
 
-def _courses(by_arm: dict[str, list[Outcome]]) -> tuple[Chart, ...]:
-    """Reward and KL of all arms over the steps."""
+def _seeds_chart(fates: dict[str, list[Fate]]) -> Chart:
+    x = tuple(float(i) for i, found in enumerate(fates.values()) for _ in found)
+    return Chart(
+        title="Table: reward at the end, as a share of the run's best",
+        caption=f"A point per seed. Below {COLLAPSED:g} a run has collapsed.",
+        x_label="",
+        y_label="last / best",
+        series=(
+            Series("one seed", x, tuple(fate.share for found in fates.values() for fate in found), style="o"),
+            Series("collapse", (0.0, len(fates) - 1.0), (COLLAPSED, COLLAPSED), style="--"),
+        ),
+        ticks=tuple(fates),
+    )
 
-    def chart(title: str, unit: str, name: str, *, log: bool = False) -> Chart:
+
+def _courses(by_arm: dict[str, list[Outcome]]) -> tuple[Chart, ...]:
+    """Of reward and KL over the steps."""
+
+    def chart(title: str, unit: str, name: str, arms: Sequence[Arm], *, log: bool = False) -> Chart:
         read = abs if log else float
         return Chart(
-            title=f"{title} at the table's cell",
+            title=title,
             caption=f"Means over windows of {WINDOW} steps and over seeds, with the lowest and the highest seed.",
             x_label="step",
             y_label=unit,
-            series=tuple(_course(label, outcomes, name, read) for label, outcomes in by_arm.items()),
+            series=tuple(_course(arm.label, by_arm[arm.label], name, read) for arm in arms),
             y_log=log,
         )
 
     return (
-        chart("Reward", "mean reward", "reward/mean"),
-        chart("Mismatch", "|KL(infer || train)| per token", "mismatch/kl", log=True),
+        chart("Reward, nothing pruned", "mean reward", "reward/mean", (NAIVE, *UNPRUNED, NO_MISMATCH)),
+        chart("Reward, pruned", "mean reward", "reward/mean", (NAIVE, *PRUNED)),
+        chart("Mismatch", "|KL(infer || train)| per token", "mismatch/kl", (NAIVE, *PRUNED), log=True),
     )
 
 
