@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
 from services.contract.shape import Shape
-from services.dvp.policy import Constrained, constrained_logprobs
+from services.dvp.policy import Constrained, constrained_logprobs, split_rows
 from services.engines.compute_dtype import compute_in, rounded
 from services.engines.fixed_shape import check_fixed_shape, whole_blocks
 from services.engines.kv_cache import ATTENTION
@@ -98,19 +99,28 @@ class Policy(torch.nn.Module):
             logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
         head = self.model.get_output_embeddings()
-        weight, bias, chunk = head.weight, head.bias, None
         states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         states = states.flatten(0, 1).index_select(0, micro.layout.before)
+        if self.shape is not None:
+            return self._by_blocks(states, token_ids, self.shape.rows)
+        weight, bias = head.weight, head.bias
         if self._fp32_head and self.low_dtype is not None:
             states, weight = states.float(), rounded(weight, self.low_dtype)
             bias = None if bias is None else rounded(bias, self.low_dtype)
-        if self.shape is not None:
-            states, token_ids = (whole_blocks(values, self.shape.rows) for values in (states, token_ids))
-            chunk = self.shape.rows * len(weight)
-        out = head_logprobs(
-            states, weight, bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature, chunk=chunk
-        )
-        return Constrained(*(values[: len(micro.layout.before)] for values in out))
+        return head_logprobs(states, weight, bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
+
+    def _by_blocks(self, states: Tensor, token_ids: Tensor, rows: int) -> Constrained:
+        """As an engine of that shape computes it, bit for bit. The backward computes the logits again."""
+        head = self.model.get_output_embeddings()
+
+        def block(states: Tensor, token_ids: Tensor) -> Constrained:
+            return constrained_logprobs(
+                head(states), token_ids, log_min_p=self._log_min_p, temperature=self._temperature
+            )
+
+        whole = (whole_blocks(values, rows) for values in (states, token_ids))
+        parts = [checkpoint(block, *part, use_reentrant=False) for part in split_rows(*whole, size=rows)]
+        return Constrained(*(torch.cat(part)[: len(states)] for part in zip(*parts, strict=True)))
 
 
 def shard(policy: Policy, world: World) -> None:
