@@ -36,8 +36,11 @@ PACKING_TOLERANCE = 1e-2
 """Standard deviations of the hidden states: far above rounding, far below another attention."""
 
 
-def load_model(section: ModelSection) -> PreTrainedModel:
-    """fp32 master weights from a local folder. Raises ConfigError if it holds no causal LM in safetensors."""
+def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedModel:
+    """fp32 master weights from a local folder. Raises ConfigError if it holds no causal LM in safetensors.
+
+    One that is to be sharded stays in the host's memory: it moves to its device layer by layer, as each is cut.
+    """
     folder = section.path
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face folder")
@@ -56,7 +59,7 @@ def load_model(section: ModelSection) -> PreTrainedModel:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
-    return model.to(section.device)
+    return model if sharded else model.to(section.device)
 
 
 class Policy(torch.nn.Module):
@@ -123,10 +126,9 @@ class Policy(torch.nn.Module):
         return Constrained(*(torch.cat(part)[: len(states)] for part in zip(*parts, strict=True)))
 
 
-def shard(policy: Policy, world: World) -> None:
+def shard(policy: Policy, device: torch.device, world: World) -> None:
     """Each rank keeps a part of every parameter, of its gradient and of its optimizer state (FSDP2)."""
-    device = next(policy.parameters()).device.type
-    mesh = init_device_mesh(device, (world.size,))
+    mesh = init_device_mesh(device.type, (world.size,))
     layers = set(policy.model._no_split_modules or ())
     # Layers are gathered in the dtype that they compute in; the LM head wants its weight whole and as it is.
     low = MixedPrecisionPolicy(param_dtype=policy.low_dtype, reduce_dtype=torch.float32)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from services.contract.errors import ConfigError
+from services.contract.errors import ConfigError, UnavailableError
 from services.contract.weights import WeightRoute
 from services.engines.tokenizer import Tokenizer, load_tokenizer
 from services.transport.broker import Broker
@@ -106,7 +106,8 @@ async def _assemble(
         fence = await stack.enter_async_context(lease.held())
         checkpoints.claim(fence)
 
-        learner = Learner(load_model(settings.model), settings, tokenizer.pad_id, world)
+        model = load_model(settings.model, sharded=world.size > 1)
+        learner = Learner(model, settings, tokenizer.pad_id, world)
         progress = restore(settings, checkpoints, learner, prompts, which)
         replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
         publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence)
@@ -138,9 +139,12 @@ def follow(settings: TrainSettings, world: World) -> None:
     """A rank that does not lead: its part of the model, and what the leader orders."""
     tokenizer = load_tokenizer(settings.model.path)
     set_up_torch(settings)
-    learner = Learner(load_model(settings.model), settings, tokenizer.pad_id, world)
+    learner = Learner(load_model(settings.model, sharded=True), settings, tokenizer.pad_id, world)
     for order in world.orders():
-        learner.obey(order)
+        try:
+            learner.obey(order)
+        except OSError as error:  # the leader ends, too, with what to do about it
+            raise UnavailableError(f"rank {world.rank}: {order.name}: {error}") from error
 
 
 def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:

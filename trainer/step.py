@@ -62,7 +62,7 @@ class Learner:
         self, model: PreTrainedModel, settings: TrainSettings, pad_id: int, world: World | None = None
     ) -> None:
         self.model, self.settings, self.pad_id, self.world = model, settings, pad_id, world or World()
-        self.device = next(model.parameters()).device
+        self.device = torch.device(settings.model.device)
         if settings.lora.rank:
             add_lora(model, settings.lora, settings.seed)
         policy, shape = settings.sampling, settings.model.fixed_shape
@@ -75,7 +75,7 @@ class Learner:
             fp32_head=settings.model.fp32_head,
         )
         if self.world.size > 1:
-            shard(self.policy, self.world)
+            shard(self.policy, self.device, self.world)
         options = settings.optimizer
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.contract.errors import ConfigError
+from services.contract.errors import ConfigError, UnavailableError
 
 STOP = "stop"
 
@@ -75,10 +75,13 @@ class World:
             dist.broadcast(payload, src=0)
 
     def orders(self) -> Iterator[Order]:
-        """The others': what the leader orders, until it stops. Raises RuntimeError if it is gone."""
+        """The others': what the leader orders, until it stops. Raises UnavailableError if it is gone."""
         while True:
             length = torch.zeros(1, dtype=torch.int64)
-            dist.broadcast(length, src=0)
+            try:
+                dist.broadcast(length, src=0)
+            except RuntimeError:
+                raise UnavailableError(f"rank {self.rank}: rank 0 has ended, and says why") from None
             payload = torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(payload, src=0)
             order = Order(*msgpack.unpackb(payload.numpy().tobytes()))

@@ -140,3 +140,18 @@ def test_a_rank_that_dies_ends_the_others(model: Path, tmp_path: Path) -> None:
     """A resume folder that is not there is an error of the leader; the other rank waits for its order."""
     with pytest.raises(AssertionError, match="missing"):
         train(tmp_path / "out", model, 2, "--resume", str(tmp_path / "missing"))
+
+
+def test_what_the_leader_alone_finds_wrong_is_said_in_a_line_each(tmp_path: Path, run_id: str) -> None:
+    """No broker is there; the other rank never asks for one."""
+    flags = config(tmp_path, run_id, "redis://127.0.0.1:1/0", steps="1")
+    log = tmp_path / "ranks.log"
+    with process(
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", *flags], log
+    ) as ranks:
+        assert ranks.wait(TIMEOUT_S) != 0
+    said = log.read_text()
+    assert "dvp-train: error: " in said
+    assert "127.0.0.1:1" in said
+    assert said.count("Traceback") <= 1, "torchrun's own"
+    assert "RuntimeError" not in said
