@@ -46,7 +46,7 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    """Trains low-rank adapters instead of the weights. Published weights have them merged."""
+    """Trains low-rank adapters instead of the weights."""
 
     rank: NonNegative = 0
     """0: the weights themselves are trained."""
@@ -54,6 +54,8 @@ class LoraSection(Section):
     """An adapter counts alpha / rank times."""
     targets: tuple[str, ...] = ()
     """Linear layers that get one, by the ends of their names, as q_proj. None: all but the LM head."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """adapter: a version holds nothing else, and transformers replicas add it to the model they were started with."""
 
 
 class BrokerSection(Section):
@@ -252,6 +254,11 @@ class TrainSettings(Settings):
         if num_tokens > MAX_GROUP_TOKENS:
             raise ValueError(
                 f"sampling.n x sampling.max_tokens is {num_tokens}, at most {MAX_GROUP_TOKENS} allowed in one group"
+            )
+        if self.lora.publish == "adapter" and not (self.lora.rank and self.weights.route is WeightRoute.FOLDER):
+            raise ValueError(
+                f"lora.publish = 'adapter' needs lora.rank above 0, got {self.lora.rank}, and weights.route = "
+                f"'folder', got {self.weights.route.value!r}"
             )
         if self.deterministic and self.batch.max_staleness:
             raise ValueError(f"deterministic needs batch.max_staleness = 0, got {self.batch.max_staleness}")

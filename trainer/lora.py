@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.contract.errors import ConfigError
+from services.engines.adapter import PREFIX
 
 from .config import LoraSection
 from .model import full
@@ -70,3 +71,10 @@ def merged(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Ite
             A, B = (full(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
             whole = whole + module.scaling[ADAPTER] * (B @ A)
         yield name.replace(BASE, "."), whole
+
+
+def adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """A and B of every layer that has them, by the names that PEFT stores them under; as they are held."""
+    for name, tensor in model.named_parameters():
+        if ".lora_" in name:
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), tensor

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,7 @@ from services.dvp.denominators import denominator
 from services.dvp.metrics import MetricBatch, mismatch_metrics
 from services.dvp.objective import surrogate_loss
 from services.dvp.policy import Constrained
+from services.transport.weight_folder import folder_digest
 
 from .advantages import Baseline, advantages
 from .batch import Batch, TrainSequence
@@ -32,7 +34,7 @@ from .micro_batch import MicroBatch, fixed_batches, micro_batches, share
 from .model import Policy, full, shard
 from .rewards import Overlong
 from .state import load_state, save_state
-from .weights import write_weights
+from .weights import write_adapter, write_weights
 from .world import Order, World
 
 if TYPE_CHECKING:
@@ -110,7 +112,10 @@ class Learner:
     def write_weights(self, folder: Path) -> None:
         """The weights as they are now, in safetensors. Raises OSError (disk full)."""
         self.world.order(Order("write_weights", bytes(folder)))
-        write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
+        if self.settings.lora.publish == "adapter":
+            write_adapter(self.model, folder, self._base_digest, self.world)
+        else:
+            write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
 
     def save(self, folder: Path) -> None:
         """Everything but the settings that the next step depends on. Durable before it returns."""
@@ -217,6 +222,10 @@ class Learner:
         return Evidence.gather(parts, self.world)
 
     # --- details ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _base_digest(self) -> str:
+        return folder_digest(self.settings.model.path)
 
     @property
     def _needs_first_pass(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .lora import merged
+from services.engines import adapter
+
+from .lora import ADAPTER, adapters, merged
+from .model import full
 from .world import World
 
 INDEX = "model.safetensors.index.json"
@@ -31,16 +34,38 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, worl
         weight_map[name] = file_name(owner, world.size)
         if owner == world.rank:
             mine[name] = whole.to("cpu", dtype if whole.is_floating_point() else None).contiguous()
+    file = folder / file_name(world.rank, world.size)
+    _together(lambda: save_file(mine, file, metadata={"format": "pt"}), world)
+    if world.leads and world.size > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+
+
+def write_adapter(model: PreTrainedModel, folder: Path, base_digest: str, world: World) -> None:
+    """What PEFT reads, written by the leader, and what tells a replica whether it was started with the same model.
+
+    All ranks must call this. Raises OSError (disk full) on every rank.
+    """
+    tensors = {name: full(tensor.detach()).cpu().contiguous() for name, tensor in adapters(model)}
+
+    def write() -> None:
+        if world.leads:
+            model.peft_config[ADAPTER].save_pretrained(folder)
+            (folder / adapter.BASE).write_text(json.dumps({"digest": base_digest}))
+            save_file(tensors, folder / adapter.WEIGHTS, metadata={"format": "pt"})
+
+    _together(write, world)
+
+
+def _together(write: Callable[[], None], world: World) -> None:
+    """Raises OSError on every rank if one cannot write."""
     problem = None
     try:
-        save_file(mine, folder / file_name(world.rank, world.size), metadata={"format": "pt"})
+        write()
     except (OSError, SafetensorError) as error:
         problem = error
     failed = int(world.sum(problem is not None)[0])
     if failed:
         raise OSError(f"{failed} of {world.size} ranks could not write: {problem or 'see their logs'}")
-    if world.leads and world.size > 1:
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
 
 
 def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

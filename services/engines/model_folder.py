@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from services.contract.errors import ConfigError, WeightError
 
+from .adapter import holds_adapter, with_adapter
 from .kv_cache import ATTENTION, RowCache
 from .tokenizer import check_model_folder
 
@@ -74,20 +75,18 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any
     return model
 
 
-def read_weights(folder: Path, model: Any) -> dict[str, Tensor]:
+def read_weights(folder: Path, model: Any, base: Path | None = None) -> dict[str, Tensor]:
     """Every weight of `model`, by name, from the folder's safetensors, in the model's dtype and on the CPU.
 
     Raises WeightError naming file and tensor if a name, shape or dtype does not fit, if a value is not finite, or if
-    anything is missing; tied weights may be left out. `model` is only read.
+    anything is missing; tied weights may be left out. `model` is only read. An adapter is added to what is in
+    `base`.
     """
     tied = _tied(model)
     expected = {name: weight for name, weight in model.state_dict().items() if name not in tied}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightError(f"weight folder {folder}: no *.safetensors file in it")
-    stored: dict[str, Tensor] = {}
-    for file in files:
-        stored |= _read_file(file)
+    stored = _read_folder(folder)
+    if base is not None and holds_adapter(folder):
+        stored = with_adapter(folder, _read_folder(base), stored)
     weights = {tied.get(name, name): weight for name, weight in stored.items()}
     if weights.keys() != expected.keys():
         weights = _convert(folder, model)
@@ -162,6 +161,13 @@ def _transpose_weights(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in tied:
             module.weight.data = module.weight.data.t().contiguous().t()
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightError(f"weight folder {folder}: no *.safetensors file in it")
+    return {name: weight for file in files for name, weight in _read_file(file).items()}
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
 from services.contract.transfer import Offer, TransferRequest
 
+from .adapter import holds_adapter
 from .limits import check_fits, max_new_tokens
 from .sglang_client import SglangClient
 from .sglang_server import Launch, LocalServer, Remote, RemoteServer
@@ -277,6 +278,11 @@ class SglangEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def load(self, folder: Path, version: str) -> None:
+        if holds_adapter(folder):
+            raise WeightError(
+                f"weight folder {folder}: an adapter alone, which only the transformers engine merges; set "
+                "lora.publish = 'merged' at the trainer"
+            )
         self._check_running()
         await asyncio.to_thread(check_layout, folder, self._layout)
         # A swap that has begun is finished, whoever stops waiting for it: a paused server would stay paused.

@@ -21,7 +21,9 @@ from services.contract.errors import ConfigError, UnavailableError
 from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
 from services.contract.shape import Shape
+from services.contract.weights import WeightVersion
 
+from .adapter import check_base, holds_adapter
 from .commands import Cancel, Reply, Stop, Submission, Swap
 from .compute_dtype import compute_in
 from .decoder import CachedDecoder, Decoder
@@ -130,7 +132,9 @@ class TransformersEngine:
     async def load(self, folder: Path, version: str) -> None:
         worker = self._running()
         async with self._loading:
-            weights = await asyncio.to_thread(read_weights, folder, self._model)
+            if holds_adapter(folder):
+                check_base(folder, WeightVersion.parse(self._initial_version).digest)
+            weights = await asyncio.to_thread(read_weights, folder, self._model, self._folder)
             swap = Swap(weights, version, _reply())
             worker.send(swap)
             await swap.reply.future

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.contract.errors import ConfigError
+from services.contract.errors import ConfigError, WeightError
+from services.engines.sglang import SglangEngine
+from services.engines.sglang_server import Remote
+from services.engines.transformers import TransformersEngine
+from services.transport.weight_folder import folder_digest
 from tests.models import make_model
 from tests.unit.trainer.golden import make_batch
 from trainer.batch import Batch
@@ -32,14 +37,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_learner(folder: Path, tmp_path: Path) -> MakeLearner:
-    def make(rank: int = RANK, alpha: int = ALPHA, targets: tuple[str, ...] = (), **model: Any) -> Learner:
+    def make(
+        rank: int = RANK, alpha: int = ALPHA, targets: tuple[str, ...] = (), publish: str = "merged", **model: Any
+    ) -> Learner:
         settings = TrainSettings.model_validate(
             {
                 "run_id": "lora",
                 "out_dir": tmp_path,
                 "steps": 1,
                 "model": {"path": folder, **model},
-                "lora": {"rank": rank, "alpha": alpha, "targets": targets},
+                "lora": {"rank": rank, "alpha": alpha, "targets": targets, "publish": publish},
                 "data": {"train": "unused.jsonl"},
                 "reward": {"name": "exact_match"},
                 "sampling": {"n": 4},
@@ -154,3 +161,50 @@ def test_a_checkpoint_of_other_adapters_is_refused(
     learner.save(tmp_path / "state")
     with pytest.raises(ConfigError, match=named):
         make_learner(**change).load(tmp_path / "state")
+
+
+async def test_a_replica_adds_a_published_adapter_to_its_own_model(
+    make_learner: MakeLearner, folder: Path, tmp_path: Path
+) -> None:
+    learner, merging = (make_learner(publish=publish) for publish in ("adapter", "merged"))
+    for each in (learner, merging):
+        each.step(batches(1)[0])
+    adapter, weights = tmp_path / "adapter", published(merging, tmp_path / "merged")
+    adapter.mkdir()
+    learner.write_weights(adapter)
+    assert sum(f.stat().st_size for f in adapter.iterdir()) < (tmp_path / "merged/model.safetensors").stat().st_size / 2
+    engine = TransformersEngine(folder, threads=1, version=f"lora:0:{folder_digest(folder)}")
+    await engine.start()
+    await engine.load(adapter, "lora:1:aa")
+    for name, weight in weights.items():
+        torch.testing.assert_close(engine._model.state_dict()[name], weight, rtol=0, atol=1e-6)
+    await engine.close()
+
+
+def test_peft_reads_a_published_adapter(make_learner: MakeLearner, folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(publish="adapter", targets=("q_proj", "down_proj"))
+    learner.step(batches(1)[0])
+    learner.write_weights(tmp_path)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path)
+    learner.model.set_attn_implementation("sdpa")
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, learner.model(input_ids=ids).logits)
+
+
+async def test_an_adapter_of_another_model_and_an_engine_that_merges_none_are_refused(
+    make_learner: MakeLearner, folder: Path, tmp_path: Path
+) -> None:
+    make_learner(publish="adapter").write_weights(tmp_path)
+    engine = TransformersEngine(folder, threads=1, version="lora:0:aa")
+    await engine.start()
+    with pytest.raises(WeightError, match=r"an adapter of model .*, this replica was started with aa"):
+        await engine.load(tmp_path, "lora:1:aa")
+    await engine.close()
+    with pytest.raises(WeightError, match=r"set lora\.publish = 'merged'"):
+        await SglangEngine(folder, Remote("http://127.0.0.1:1")).load(tmp_path, "lora:1:aa")
+
+
+def test_an_adapter_is_published_only_where_replicas_read_it(make_learner: MakeLearner) -> None:
+    with pytest.raises(ValueError, match=r"lora.publish = 'adapter' needs lora.rank above 0, got 0"):
+        make_learner(rank=0, publish="adapter")
