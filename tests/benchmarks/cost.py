@@ -3,8 +3,8 @@
 Tokens are those of all sequences, prompts included for every sample. `attention` is the share of PyTorch's attention
 kernels; what is left must cost the same per token at any length, which `rest` shows relative to the first line.
 `padded` is the same step with sequences padded to rows, sorted by length, as it is done for models that cannot pack.
-Completions are uniform in length, from half of the longest on. Each line is a process of its own; packed and padded
-steps alternate in it, and the best of the repeats counts.
+Completions are uniform in length, from half of the longest on. Each line is a process of its own with one thread, whose
+CPU time is what counts; packed and padded steps alternate in it, and the best of the repeats stands.
 
     python -m tests.benchmarks.cost [--quick]
 """
@@ -36,7 +36,7 @@ from trainer.model import load_model
 from trainer.step import Learner
 
 RESULTS = Path(__file__).parent / "results" / "cost.json"
-TOKENS, VOCAB = 32_768, 8192
+TOKENS, HIDDEN, VOCAB = 32_768, 128, 2048
 """Of one step, so that every line has the same work but for attention."""
 
 
@@ -72,7 +72,7 @@ def make_batch(case: Case) -> Batch:
 
 
 def make_learner(folder: Path) -> Learner:
-    make_model(folder, hidden=256, vocab_size=VOCAB, context=8192)
+    make_model(folder, hidden=HIDDEN, vocab_size=VOCAB, context=8192)
     settings = TrainSettings.model_validate(
         {
             "run_id": "cost",
@@ -94,9 +94,9 @@ def use(learner: Learner, *, packed: bool) -> None:
 
 
 def seconds(learner: Learner, batch: Batch) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     assert learner.step(batch)["optimizer/updates"] == 1
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def peak_mib() -> float:
@@ -170,7 +170,7 @@ def main() -> None:
     sweeps = QUICK if given.quick else {"length": LENGTHS, "group size": GROUP_SIZES}
     results = {name: sweep(name, cases, given.repeats) for name, cases in sweeps.items()}
     if not given.quick:
-        facts = {"tokens": TOKENS, "threads": 1, "torch": torch.__version__}
+        facts = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "threads": 1, "torch": torch.__version__}
         RESULTS.write_text(json.dumps(facts | results, indent=2) + "\n")
 
 

@@ -1,0 +1,27 @@
+"""A run whose versions are adapters alone, and a replica that serves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.engines.adapter import holds_adapter
+from trainer.reporting import read_metrics
+
+from .processes import config, replica, train
+
+
+@pytest.mark.slow
+def test_a_replica_serves_published_adapters(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    overrides = {"steps": "4", "batch__max_staleness": "0", "lora__rank": "4", "lora__publish": "adapter"}
+    with replica(tmp_path, run_id, broker_url):
+        train(config(tmp_path, run_id, broker_url, **overrides))
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert all(record["optimizer/updates"] == 1 for record in records)
+    # Both sides hold the same weights: what is left is rounding.
+    assert max(abs(record["mismatch/kl"]) for record in records) < 1e-4
+    versions = list((tmp_path / "run" / "weights" / run_id).glob("weights-*"))
+    assert versions
+    assert all(holds_adapter(folder) and not (folder / "model.safetensors").exists() for folder in versions)
