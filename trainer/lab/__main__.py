@@ -132,13 +132,13 @@ def rho_command(
 @app.command(name="collapse")
 def collapse_command(
     small: Annotated[bool, typer.Option("--small", help="A sketch of it, to see that it runs.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Of the table; the map has one of its own.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=5, help="Of the table; the map has one of its own.")] = 5,
     jobs: Jobs = CPUS,
     work: Annotated[Path, typer.Option(help="Folder of the runs; what is there is not run again.")] = COLLAPSE_RUNS,
     out: Out = DEFAULT_OUT,
 ) -> None:
     """Where mismatch makes training collapse, and what holds there: a map, then all arms and seeds at one place."""
-    plan = replace(SMALL, jobs=jobs) if small else Plan(seeds=tuple(range(1, seeds + 1)), jobs=jobs)
+    plan = replace(SMALL, jobs=jobs) if small else Plan(seeds=Plan.seeds[:seeds], jobs=jobs)
     with progress() as tell:
         study = collapse(work, plan, tell)
     _write(study, out)
