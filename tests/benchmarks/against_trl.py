@@ -3,7 +3,7 @@
     make bench-trl [ARGS=--small]
 
 Same model, prompts, n, lengths, reward, learning rate, betas, clipping, number of samples and machine. What does not
-map stays as each ships it. Ours: two replicas in bfloat16 with rho = e^-13 and a trainer in float32, one thread each,
+map stays as each ships it. Ours: replicas in bfloat16 with rho = e^-13 and a trainer in float32, one thread each,
 max_staleness 1, RLOO, veto and masked importance sampling. TRL: one process with as many threads as there are cores,
 in float32 and, as another side, with bfloat16 autocast; no pruning, advantages divided by the group's standard
 deviation, DAPO's loss. Gradient checkpointing, its default, is off: that would cost it a forward pass.
@@ -54,10 +54,12 @@ class Point:
     max_tokens: int
     batch: int
     steps: int
+    replicas: int = 1
+    """One keeps a core busy; where generation takes far longer than training, a second finds room beside it."""
     n: int = 8
 
 
-POINTS = (Point(128, 24, 64, 40), Point(128, 24, 256, 40), Point(512, 256, 64, 12))
+POINTS = (Point(128, 24, 64, 40), Point(128, 24, 256, 40), Point(512, 256, 64, 12, replicas=2))
 SMALL = (Point(64, 8, 16, WARM_UP + 3),)
 
 
@@ -94,7 +96,7 @@ class Bench:
             "checkpoint.interval": point.steps,
         }
         out = self._folder / f"ours-{seed}"
-        outcome = run_system(out, point.steps, seed=seed, config=self._config, options=options)
+        outcome = run_system(out, point.steps, seed=seed, replicas=point.replicas, config=self._config, options=options)
         return Result(outcome.samples_per_second, self._last([record["reward/mean"] for record in outcome.records]))
 
     def trl(self, seed: int, *, bf16: bool = False) -> Result:

@@ -1,4 +1,4 @@
-"""The whole system as `make demo` starts it, for benchmarks: an embedded Valkey, two replicas, a trainer."""
+"""The whole system as `make demo` starts it, for benchmarks: an embedded Valkey, replicas, a trainer."""
 
 from __future__ import annotations
 
@@ -54,12 +54,18 @@ class Outcome(NamedTuple):
 
 
 def run_system(
-    out: Path, steps: int, *, seed: int = 0, config: Path = CONFIG, options: Mapping[str, object]
+    out: Path,
+    steps: int,
+    *,
+    seed: int = 0,
+    replicas: int = 2,
+    config: Path = CONFIG,
+    options: Mapping[str, object],
 ) -> Outcome:
     settings = load_settings(seed, steps, out, config=config, options=options)
-    demo = Demo(settings, EngineName.TRANSFORMERS, 2, TIMEOUT_S, Console(quiet=True), config, options)
+    demo = Demo(settings, EngineName.TRANSFORMERS, replicas, TIMEOUT_S, Console(quiet=True), config, options)
     with claim(out) as folder, EmbeddedBroker(out / "broker") as broker, Fleet(folder.logs) as fleet:
-        servers = [demo.start_replica(fleet, folder, broker.url, f"replica-{i}") for i in (1, 2)]
+        servers = [demo.start_replica(fleet, folder, broker.url, f"replica-{i}") for i in range(1, replicas + 1)]
         fleet.wait_until(lambda: all(s.is_ready() for s in servers), "every replica is ready", READY_TIMEOUT_S)
         fleet.wait_for(demo.start_trainer(fleet, broker.url), TIMEOUT_S)
         swap_s = _swap_seconds(servers)
