@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from jaxtyping import Bool, Float, Int
 
-MAX_SHARE = 0.1
-"""Kept share of the vocabulary above which a row is dense: where both ways take about as long in float32 on a CPU, by
-`python -m tests.benchmarks.lm_head`."""
+MAX_SHARE, MAX_SHARE_HALF = 0.1, 0.03
+"""Kept share of the vocabulary above which a row is dense: where both ways take about as long on a CPU, by
+`python -m tests.benchmarks.lm_head --crossing`. Half precision speeds up dense products only."""
 CPU_CHUNK, DEVICE_CHUNK = 2**21, 2**27
 """Logits of a tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
 GROUP = 16
@@ -46,7 +46,7 @@ def head_logprobs(
     *,
     log_min_p: Setting,
     temperature: Setting,
-    max_share: float = MAX_SHARE,
+    max_share: float | None = None,
     chunk: int | None = None,
 ) -> Constrained:
     """`constrained_logprobs(hidden @ weight.T + bias, ...)`, differentiable (once) in hidden, weight and bias.
@@ -54,6 +54,8 @@ def head_logprobs(
     Logits have the dtype of `hidden`, as under autocast; a float32 weight gets its gradient in float32. Memory: a few
     times `chunk` logits, and 8 bytes for every kept logit of a sparse row.
     """
+    if max_share is None:
+        max_share = MAX_SHARE if hidden.dtype in (torch.float32, torch.float64) else MAX_SHARE_HALF
     if chunk is None:
         chunk = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
     _, threshold, tau = as_rows(hidden, log_min_p, temperature)

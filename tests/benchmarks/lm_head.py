@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from services.dvp.policy import constrained_logprobs
-from trainer.lm_head import MAX_SHARE, head_logprobs
+from trainer.lm_head import head_logprobs
 
 RESULTS = Path(__file__).parent / "results" / "lm_head.json"
 SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)
@@ -79,7 +79,7 @@ def make_inputs(size: Size, share: float) -> Inputs:
     )
 
 
-def ours(x: Inputs, max_share: float = MAX_SHARE) -> None:
+def ours(x: Inputs, max_share: float | None = None) -> None:
     settings = {"log_min_p": x.log_min_p, "temperature": 1.0}
     own = head_logprobs(x.hidden, x.weight, None, x.token_ids, **settings, max_share=max_share)
     own.logprobs.backward(x.upstream)
