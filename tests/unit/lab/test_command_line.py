@@ -1,0 +1,34 @@
+"""What `dvp-lab` refuses, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from services.contract.errors import ConfigError
+from trainer.lab.__main__ import app
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["rho", "--engine", "sglang-bf16"], "shows no logits where it prunes"),
+        (["signature", "--model", "deploy/demo/model"], "--model and --prompts belong together"),
+        (["overlap", "--prompts", "deploy/demo/heldout.jsonl"], "--model and --prompts belong together"),
+        (["signature", "--model", "absent", "--prompts", "absent.jsonl"], "absent"),
+        (["signature", "--run", "absent"], "train it with --report.tokens-interval 1"),
+    ],
+)
+def test_a_mistake_is_said(argv: list[str], said: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*argv, "--out", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_is_none_is_refused() -> None:
+    result = CliRunner().invoke(app, ["signature", "--engine", "vllm"])
+    assert result.exit_code == 2
+    assert "transformers-bf16" in result.output
