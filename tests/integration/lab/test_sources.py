@@ -74,28 +74,24 @@ def test_signature_of_several_engines(subject: Subject, tmp_path: Path) -> None:
     assert [row[-1] for row in tables[0]["rows"]] == [0, 0], "tokens beyond the exact range"
 
 
-def test_overlap_of_several_engines(subject: Subject, tmp_path: Path) -> None:
+def test_overlap_of_several_engines(subject: Subject) -> None:
     said: list[str] = []
     study = overlap(
         subject, [Engine.BF16, Engine.FP8_KV], 8, seed=0, progress=lambda done, total, what: said.append(what)
     )
     assert [what for what in said if "," not in what] == [Engine.BF16, Engine.FP8_KV]
-    write_study(study, tmp_path)
-    found = json.loads((tmp_path / "overlap.json").read_text())
-    assert [row[0] for row in found["tables"][0]["rows"]] == [rule.label for rule in RULES]
-    assert found["findings"][0]["holds"]
+    assert [row[0] for row in study.tables[0].rows] == [rule.label for rule in RULES]
+    assert study.findings[0].holds
 
 
-def test_rho_of_an_engine(subject: Subject, tmp_path: Path) -> None:
+def test_rho_of_an_engine(subject: Subject) -> None:
     study = rho(subject, Engine.FP8_WEIGHTS, 6, seed=0, budget=None, progress=lambda *_: None)
-    write_study(study, tmp_path)
-    found = json.loads((tmp_path / "rho.json").read_text())
-    rows = {row[0]: row for row in found["tables"][0]["rows"]}
+    rows = {row[0]: row for row in study.tables[0].rows}
     assert set(rows) >= {rule.label for rule in FIXED}
     assert len(rows) == len(FIXED) + len(MATCHED) * len(SLOPES)
     pruned = [rows[rule.label][1] for rule in FIXED]
     assert pruned == sorted(pruned, reverse=True)
-    assert "Proposed: rho = e^-" in found["findings"][0]["statement"]
+    assert "Proposed: rho = e^-" in study.findings[0].statement
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch
 from services.contract.errors import ConfigError
 from services.dvp.policy import constrained_logprobs
 from trainer.evidence import Evidence
-from trainer.lab.page import write_study
 from trainer.lab.recorded import Noise, Tokens, recorded_signature
 from trainer.recording import read_tokens, write_tokens
 
@@ -53,7 +52,7 @@ def test_the_prediction_is_met_where_the_noise_is_gaussian(tmp_path: Path) -> No
     for seed in (0, 1):
         write_tokens(evidence(seed), tmp_path, seed)
     study = recorded_signature(tmp_path)
-    write_study(study, tmp_path / "page")
+    assert len(study.charts) == 1
     rows = {row[0]: row for row in study.tables[0].rows}
     assert sum(row[1] for row in rows.values()) == pytest.approx(N * (T - 1 + T), rel=0.01)
     assert Noise.of([Tokens.of(evidence(seed)) for seed in (0, 1)]).s2 == pytest.approx(S**2, rel=0.1)
