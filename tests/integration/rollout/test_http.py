@@ -40,7 +40,7 @@ def test_a_rollout_is_exactly_the_documented_document(replica: ReplicaProcess, s
     assert set(raw) == {"job_id", "run_id", "prompt_ids", "engine", "samples", "metadata"}
     assert raw["run_id"] == shared_run_id
     assert raw["metadata"] == {"row": 3}
-    assert set(raw["engine"]) == {"name", "version", "dtype", "logprob_kind"}
+    assert set(raw["engine"]) == {"name", "version", "dtype", "fp32_head", "logprob_kind"}
     assert raw["engine"]["logprob_kind"] == "constrained"
     assert len(raw["samples"]) == 4
     arrays = {"token_ids", "logprobs", "kept_mass", "kept_count"}
