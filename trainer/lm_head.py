@@ -201,7 +201,8 @@ class _Walk:
         self.found: list[_Found] = []
         """By tile, what may belong to S; of dense rows not all."""
         self.dense = torch.zeros_like(self.peak[:, 0], dtype=torch.bool)
-        self._hits = torch.zeros_like(rows.token_ids[:, 0])
+        self._number = torch.zeros_like(rows.token_ids[:, 0])
+        """Of those of each row."""
 
     def add(self, columns: slice, tile: Tensor) -> None:
         token_ids, _, tau = self._rows
@@ -222,15 +223,14 @@ class _Walk:
     def _find(self, seen: int, groups: Tensor, tops: Tensor) -> _Found:
         """Compares as `constrain` does, with the peak so far: as that only grows, nothing of S is missed."""
         hits = tops - self.peak >= self._rows.threshold
-        self._hits += hits.sum(-1)
-        # Groups of g logits that a share of the vocabulary would hit; a quarter of the vocabulary is enough to tell.
-        share = 1 - (1 - self._share) ** groups.shape[1]
-        self.dense |= self._hits > share * max(seen, self._vocab / 4) / groups.shape[1]
         row, place = (hits & ~self.dense[:, None]).nonzero(as_tuple=True)
         some = groups[row, :, place]
         item, lane = (some - self.peak[row] >= self._rows.threshold[row]).nonzero(as_tuple=True)
-        column = lane * groups.shape[2] + place[item]
-        return _Found(row[item].int(), column.int(), some[item, lane])
+        row, place = row[item], place[item]
+        self._number += row.bincount(minlength=len(self.dense))
+        # Half of the vocabulary is enough to tell, and as much as is worth keeping.
+        self.dense |= self._number > self._share * max(seen, self._vocab / 2)
+        return _Found(row.int(), (lane * groups.shape[2] + place).int(), some[item, lane])
 
 
 def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrained, _Kept]:
