@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,14 +26,6 @@ CASES = [(family, dtype) for family in ("llama", "qwen2", "qwen3") for dtype in 
 CASES.append(("qwen3_moe", torch.float32))  # its router rounds to float32
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Of the largest value."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
