@@ -7,6 +7,7 @@ same method. A world of one process needs neither orders nor collectives, and ru
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +41,9 @@ class World:
     def joined(cls, device: str, timeout_s: float) -> Iterator[World]:
         """The world that torchrun's environment describes. A wait for another rank ends after `timeout_s`.
 
+        A process that is one of many ends with the block, before Python's own shutdown: a thread of gloo that lets
+        go of its last tensor during that shutdown aborts the process (pytorch/pytorch#179291).
+
         Raises ConfigError if not all ranks meet.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -62,6 +66,9 @@ class World:
             world.order(Order(STOP))
         finally:
             dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     @property
     def leads(self) -> bool:
