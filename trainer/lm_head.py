@@ -36,6 +36,8 @@ CPU_CHUNK, DEVICE_CHUNK = 2**21, 2**27
 """Logits of a tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
 GROUP = 16
 """Logits that share one comparison in the search for S."""
+CROWDED = 2
+"""The search counts first where more than one in so many groups holds some of S."""
 
 
 def head_logprobs(
@@ -212,7 +214,11 @@ class _Walk:
         groups = logits.view(len(logits), lanes, width // lanes)
         tops = groups.amax(1)
         before, self.peak = self.peak, torch.maximum(self.peak, tops.amax(-1, keepdim=True))
-        self.found.append(self._find(columns.stop, groups, tops))
+        hits = tops - self.peak >= self._rows.threshold
+        if hits.sum() * CROWDED > hits.numel():  # so many that to count them is cheaper than to find them
+            self._judge(columns.stop, self._number + self._count(logits))
+        self.found.append(self._find(groups, hits & ~self.dense[:, None]))
+        self._judge(columns.stop, self._number)
         self.total *= ((before - self.peak) / tau).exp_()
         for piece, peak, heat, total in split_rows(logits, self.peak, tau, self.total):
             total += (piece - peak).div_(heat).exp_().sum(-1, keepdim=True)
@@ -220,17 +226,23 @@ class _Walk:
         own = logits.gather(1, place.clamp(0, width - 1))
         self.own = torch.where((place >= 0) & (place < width), own, self.own)
 
-    def _find(self, seen: int, groups: Tensor, tops: Tensor) -> _Found:
+    def _count(self, logits: Tensor) -> Tensor:
+        """How many of each row `_find` would find."""
+        pieces = split_rows(logits, self.peak, self._rows.threshold)
+        return torch.cat([(piece - peak >= threshold).sum(-1) for piece, peak, threshold in pieces])
+
+    def _find(self, groups: Tensor, hits: Tensor) -> _Found:
         """Compares as `constrain` does, with the peak so far: as that only grows, nothing of S is missed."""
-        hits = tops - self.peak >= self._rows.threshold
-        row, place = (hits & ~self.dense[:, None]).nonzero(as_tuple=True)
+        row, place = hits.nonzero(as_tuple=True)
         some = groups[row, :, place]
         item, lane = (some - self.peak[row] >= self._rows.threshold[row]).nonzero(as_tuple=True)
         row, place = row[item], place[item]
         self._number += row.bincount(minlength=len(self.dense))
-        # Half of the vocabulary is enough to tell, and as much as is worth keeping.
-        self.dense |= self._number > self._share * max(seen, self._vocab / 2)
         return _Found(row.int(), (lane * groups.shape[2] + place).int(), some[item, lane])
+
+    def _judge(self, seen: int, number: Tensor) -> None:
+        """Half of the vocabulary is enough to tell, and as much as is worth keeping."""
+        self.dense |= number > self._share * max(seen, self._vocab / 2)
 
 
 def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrained, _Kept]:

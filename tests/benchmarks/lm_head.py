@@ -5,7 +5,7 @@ chunked   the same in chunks of rows, logits computed again in the backward (tor
 floor     nothing but the three dense products: hidden W', G W, G' hidden
 
 Times are medians of alternating repeats in one process, ratios medians of those within a repeat. Memory is the peak
-above what was there before the call, without the gradient of the weight, each in a process of its own.
+of what PyTorch's allocator handed out during the call, without the gradient of the weight.
 
     python -m tests.benchmarks.lm_head [--quick] [--dtype bfloat16]
     python -m tests.benchmarks.lm_head --crossing       every row sparse against every row dense, for MAX_SHARE
@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from services.dvp.policy import constrained_logprobs
@@ -132,31 +131,19 @@ def ratio(above: list[float], below: list[float]) -> float:
 
 
 def measure_memory(side: Side, inputs: Inputs) -> float:
-    """MiB at the peak above the start, the weight's gradient aside."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = _high_water()
-    run_once(side, inputs)
-    return (_high_water() - before) - inputs.weight.numel() * inputs.weight.element_size() / 2**20
-
-
-def _high_water() -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 2**10
-
-
-def memory_in_own_process(side: str, size: Size, share: float) -> float:
-    command = [sys.executable, "-m", __spec__.name, "--memory-of", side, "--share", str(share), *_as_options(size)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def _as_options(size: Size) -> list[str]:
-    return [f"--{name}={value}" for name, value in asdict(size).items()]
+    """MiB that PyTorch's allocator holds at the peak above the start, the weight's gradient aside."""
+    inputs.hidden.grad = inputs.weight.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run_once(side, inputs)
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    peak = max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+    return (peak - inputs.weight.numel() * inputs.weight.element_size()) / 2**20
 
 
 def run_case(size: Size, share: float, repeats: int) -> dict[str, Any]:
-    seconds = run_alternately(SIDES, make_inputs(size, share), repeats)
-    memory = {side: memory_in_own_process(side, size, share) for side in ("ours", "plain", "chunked")}
+    inputs = make_inputs(size, share)
+    seconds = run_alternately(SIDES, inputs, repeats)
+    memory = {name: measure_memory(side, inputs) for name, side in SIDES.items()}
     return {
         "share": share,
         "seconds": {side: round(median(values), 4) for side, values in seconds.items()},
@@ -196,18 +183,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--share", type=float, help="one kept share instead of all; nothing written")
-    parser.add_argument("--memory-of", choices=SIDES, help="print the peak memory of one side, and nothing else")
-    for name, value in asdict(Size()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for option, value in asdict(Size()).items():
+        parser.add_argument(f"--{option}", type=type(value), default=value)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
     if arguments.quick:
         size = Size(tokens=128, hidden=128, vocab=8192, dtype=size.dtype)
     shares = SHARES if arguments.share is None else (arguments.share,)
-    if arguments.memory_of:
-        print(measure_memory(SIDES[arguments.memory_of], make_inputs(size, shares[0])))
-        return
     print(f"{size.tokens} tokens, hidden {size.hidden}, vocabulary {size.vocab}, {size.dtype}; seconds and MiB")
     if arguments.crossing:
         find_crossing(size, AROUND_CROSSING if arguments.share is None else shares, arguments.repeats)
