@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from services import tracing
@@ -69,6 +70,20 @@ class Stopwatch:
         self._started = time.monotonic()
         self._parts: dict[str, float] = {}
         self._generated: dict[str, Coverage] = {}
+        self._swaps_s: dict[str, float] = {}
+        self._swaps_told = self._started
+        self._swapping: float | None = None
+        """Share of the time that replicas spent on swaps between the last two tellings."""
+
+    def tell_swaps(self, swaps_s: dict[str, float]) -> None:
+        """Seconds of swaps so far, by replica."""
+        now = time.monotonic()
+        elapsed, self._swaps_told = now - self._swaps_told, now
+        before, self._swaps_s = self._swaps_s, swaps_s
+        # One that is new, or has started anew, is counted from the next time on.
+        spent = [swaps_s[name] - before[name] for name in swaps_s.keys() & before.keys()]
+        spent = [seconds for seconds in spent if seconds >= 0]
+        self._swapping = fmean(spent) / elapsed if spent else None
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -87,7 +102,10 @@ class Stopwatch:
             "train": parts["time/train_s"],
             "publish": parts.get("time/publish_s", 0.0),
         }
-        idle = {f"idle/{side}": min(max(1 - seconds / elapsed, 0.0), 1.0) for side, seconds in busy.items()}
+        shares = {side: seconds / elapsed for side, seconds in busy.items()}
+        if self._swapping is not None:
+            shares["swap"] = self._swapping
+        idle = {f"idle/{side}": min(max(1 - share, 0.0), 1.0) for side, share in shares.items()}
         return (
             parts
             | idle
@@ -211,3 +229,4 @@ class Run:
         version, waiting_s = self.publisher.announced.version, self.feeder.waiting_s()
         beat = TrainerBeat(self.step, version, waiting_s, int(self.finished))
         await self.replicas.beat_trainer(beat, fence=self.feeder.fence)
+        self.watch.tell_swaps(await self.replicas.swaps_s())

@@ -146,7 +146,7 @@ PANELS = (
     Panel(
         "Idle",
         "Share of the time in which each side stood still; replicas and reward workers on average.",
-        tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish")),
+        tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish", "swap")),
     ),
 )
 

@@ -25,8 +25,8 @@ Of the trainer:
     staleness/groups_0 .. groups_8                 groups that were so many steps old, the last with all that were older
     time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s
     time/generate_s, time/reward_s                 elsewhere: a replica per group; all reward workers per batch
-    idle/generate, idle/reward, idle/train, idle/publish    share of the step in which the side stood still: replicas
-                                                   and reward workers on average
+    idle/generate, idle/reward, idle/train, idle/publish, idle/swap    share of the step in which the side stood
+                                                   still: replicas and reward workers on average; swaps between beats
     throughput/samples_per_second, throughput/tokens_per_second
 """
 

@@ -126,6 +126,7 @@ class Uplink:
             capacity=self._replica.slots.capacity,
             loading=status.loading or "",
             error=self._replica.outage or status.error or "",
+            swaps_s=self._swap.spent_s,
         )
         await ReplicaRegistry(self.broker).beat(beat)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 
 from services.contract.errors import DvpError, UnavailableError, WeightError
 from services.contract.http import WeightStatus
@@ -41,6 +43,7 @@ class WeightSwap:
         self._newest: Announcement | None = None
         self._loading: str | None = None
         self._error: str | None = None
+        self._spent_s, self._since = 0.0, math.inf
         self._served()
 
     @property
@@ -55,6 +58,11 @@ class WeightSwap:
     def quarantined(self) -> bool:
         """True while what is served is older than what may still take jobs."""
         return self._newest is not None and self.seq < self._newest.min_seq
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all swaps so far, the one in progress included."""
+        return self._spent_s + max(0.0, time.monotonic() - self._since)
 
     async def wait_allowed(self) -> None:
         while self.quarantined:
@@ -100,6 +108,7 @@ class WeightSwap:
                 self._error = None
                 return
             self._loading = announcement.version
+            self._since = time.monotonic()
             self._changed.set()
             try:
                 await self._load(announcement, registry)
@@ -111,6 +120,7 @@ class WeightSwap:
                 raise
             finally:
                 self._loading = None
+                self._spent_s, self._since = self.spent_s, math.inf
                 self._served()
 
     async def _load(self, announcement: Announcement, registry: WeightRegistry) -> None:

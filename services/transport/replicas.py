@@ -32,6 +32,8 @@ class ReplicaBeat:
     """The version being loaded; "" when none. Kept by sweeps like the one served."""
     error: str = ""
     """Why the newest version is not served."""
+    swaps_s: float = 0.0
+    """Seconds that it has spent on weight swaps since it started."""
 
     def __post_init__(self) -> None:
         WeightVersion.parse(self.version)
@@ -59,9 +61,15 @@ class ReplicaRegistry:
 
     async def seqs_in_use(self) -> frozenset[int]:
         """Weight seqs that some replica serves or loads, the lost ones included: they may come back."""
-        replicas = json.loads(await self.broker.script("health", MAX_REPLICAS))["replicas"]
-        texts = [text for fields in replicas or () for text in (fields.get("version"), fields.get("loading")) if text]
-        return frozenset(WeightVersion.parse(text).seq for text in texts)
+        texts = [replica.get(name) for replica in await self._listed() for name in ("version", "loading")]
+        return frozenset(WeightVersion.parse(text).seq for text in texts if text)
+
+    async def swaps_s(self) -> dict[str, float]:
+        """Seconds that each replica has spent on weight swaps since it started."""
+        return {replica["id"]: float(replica.get("swaps_s", 0.0)) for replica in await self._listed()}
+
+    async def _listed(self) -> list[dict[str, str]]:
+        return json.loads(await self.broker.script("health", MAX_REPLICAS))["replicas"] or []
 
     async def leave(self, replica_id: str) -> None:
         """Graceful stop: forgets this replica at once."""

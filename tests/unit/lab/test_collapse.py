@@ -101,14 +101,23 @@ def test_criterion(rewards: list[float], best: float, last: float, collapsed: bo
 
 
 def test_the_cell_is_chosen_by_the_declared_rule() -> None:
-    fell, held, rose = Fate(0.8, 0.1), Fate(0.8, 0.5), Fate(0.9, 0.9)
-    both_fell, small_gap, shows, wide = (
-        Pair(cell, *fates)
-        for cell, fates in zip(CELLS, [(fell, fell), (held, rose), (fell, held), (fell, rose)], strict=False)
+    fell, held, rose, idle = Fate(0.8, 0.1), Fate(0.8, 0.5), Fate(0.9, 0.9), Fate(0.2, 0.2)
+    both_fell, small_gap, shows, wide, learns_nothing, all_fell = (
+        Pair(CELLS[0], *fates)
+        for fates in [
+            (fell, fell, rose),
+            (held, rose, rose),
+            (fell, held, rose),
+            (fell, rose, rose),
+            (fell, idle, rose),
+            (fell, rose, fell),
+        ]
     )
     assert choose([both_fell, small_gap]) is small_gap
     assert choose([both_fell, shows, small_gap]) is shows
     assert choose([shows, wide]) is wide
+    assert choose([learns_nothing, shows]) is shows
+    assert choose([all_fell, shows]) is shows
 
 
 def test_a_run_is_made_once_and_again_if_it_is_another(model: Path, tmp_path: Path) -> None:

@@ -47,3 +47,21 @@ def test_each_side_is_idle_for_what_it_did_not_work() -> None:
     with watch.measure("train"):
         pass
     assert watch.lap(batch, 2)["idle/generate"] == 1.0  # the same seconds do not count again
+
+
+def test_swaps_are_those_between_tellings_of_replicas_that_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch()
+
+    def idle_after(seconds: float, swaps_s: dict[str, float]) -> float | None:
+        later = time.monotonic() + seconds
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "monotonic", lambda: later)
+            watch.tell_swaps(swaps_s)
+        with watch.measure("train"):
+            pass
+        return watch.lap(Batch((scored("a", 0, start=0.0, end=0.0, reward_s=0.0),)), 2).get("idle/swap")
+
+    assert idle_after(10, {"a": 3.0, "b": 0.0}) is None
+    assert idle_after(20, {"a": 8.0, "b": 1.0}) == pytest.approx(1 - (5 + 1) / 2 / 10, abs=1e-3)
+    assert idle_after(30, {"a": 8.0, "b": 1.0}) == 1.0
+    assert idle_after(40, {"a": 1.0, "b": 3.0, "c": 100.0}) == pytest.approx(1 - 2 / 10, abs=1e-3)
