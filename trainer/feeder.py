@@ -111,7 +111,8 @@ class Feeder:
         self.submitted.cut(progress.submitted_length)
         self.consumed.cut(progress.consumed_length)
         self.cursor, self.retries = progress.cursor, sorted(progress.retries)
-        self.outstanding = {id: self._job(*job_position(id)) for id in progress.outstanding}
+        for id in progress.outstanding:
+            self.outstanding[id] = self._job(*job_position(id))
         self._unsent |= self.outstanding
         await self.groups.restore(self.outstanding)
 
@@ -241,9 +242,17 @@ class Feeder:
             sampling=settings.sampling.to_sampling(int.from_bytes(seed[:8]) & MAX_SEED),
             sink=Sink.TRAIN,
             metadata=trace.carrier,
-            min_seq=self.publisher.announced.min_seq,
+            min_seq=self._min_seq(),
             submitted_at=time.time(),
         )
+
+    def _min_seq(self) -> int:
+        """Oldest weights for the next job that its batch may still train, once those before it are trained."""
+        batch = self.settings.batch
+        if batch.on_stale == "train":
+            return self.publisher.announced.min_seq
+        updates_before = len(self.outstanding) // batch.groups * batch.updates
+        return self.publisher.oldest_within(max(0, batch.max_staleness - updates_before))
 
     # --- in -------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from services.dvp.policy import Constrained, Setting, as_rows, constrain, split_rows
+from services.dvp.policy import Constrained, Setting, as_rows, constrain, membership, split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -108,8 +108,9 @@ class _HeadLogprobs(torch.autograd.Function):
         active = inside & (upstream != 0)
         total = _HeadGradient(hidden, weight, bias)
         blocks = split_rows(hidden, total.hidden, active, slope, *columns, size=ctx.size)
+        whole, ctx.logits = ctx.logits, None  # gradients are written over them
         for kept, (states, target, alive, pull, *rest) in zip(ctx.kept, blocks, strict=True):
-            logits, rows = _Logits(states, weight, bias, ctx.chunk, ctx.logits), _Rows(*rest)
+            logits, rows = _Logits(states, weight, bias, ctx.chunk, whole), _Rows(*rest)
             for kind, gradients in ((~kept.dense, _sparse_gradients), (kept.dense, _dense_gradients)):
                 chosen = alive & kind
                 if chosen.any():
@@ -142,6 +143,8 @@ class _Logits:
 
     def tiles(self, chosen: Tensor | None = None) -> Iterator[tuple[slice, Float[Tensor, "r c"]]]:
         """Of all rows, or of those chosen."""
+        if chosen is not None and chosen.all():
+            chosen = None  # no copy, then
         if self.whole is not None:
             yield self.slices[0], self.whole if chosen is None else self.whole[chosen]
             return
@@ -197,7 +200,7 @@ class _Walk:
         # The lowest number and not -inf, the difference of two of which is NaN.
         self.peak = torch.full_like(rows.tau, torch.finfo(rows.tau.dtype).min)
         self.total = torch.zeros_like(self.peak)
-        """Sum of exp((z - peak) / tau) over the vocabulary."""
+        """Sum of exp((z - peak) / tau) over the vocabulary; of dense rows the second walk's."""
         self.own = torch.zeros_like(self.peak)
         """Logit of the row's token."""
         self.found: list[_Found] = []
@@ -219,9 +222,10 @@ class _Walk:
             self._judge(columns.stop, self._number + self._count(logits))
         self.found.append(self._find(groups, hits & ~self.dense[:, None]))
         self._judge(columns.stop, self._number)
-        self.total *= ((before - self.peak) / tau).exp_()
-        for piece, peak, heat, total in split_rows(logits, self.peak, tau, self.total):
-            total += (piece - peak).div_(heat).exp_().sum(-1, keepdim=True)
+        if not self.dense.all():
+            self.total *= ((before - self.peak) / tau).exp_()
+            for piece, peak, heat, total in split_rows(logits, self.peak, tau, self.total):
+                total += (piece - peak).div_(heat).exp_().sum(-1, keepdim=True)
         place = token_ids - columns.start
         own = logits.gather(1, place.clamp(0, width - 1))
         self.own = torch.where((place >= 0) & (place < width), own, self.own)
@@ -229,7 +233,7 @@ class _Walk:
     def _count(self, logits: Tensor) -> Tensor:
         """How many of each row `_find` would find."""
         pieces = split_rows(logits, self.peak, self._rows.threshold)
-        return torch.cat([(piece - peak >= threshold).sum(-1) for piece, peak, threshold in pieces])
+        return torch.cat([membership(piece - peak, threshold).sum(-1) for piece, peak, threshold in pieces])
 
     def _find(self, groups: Tensor, hits: Tensor) -> _Found:
         """Compares as `constrain` does, with the peak so far: as that only grows, nothing of S is missed."""
@@ -257,20 +261,21 @@ def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrai
     while walk.found:  # one goes as the other comes: together they would be twice the memory
         row, column, value = walk.found.pop(0)
         block = constrain(value[:, None], rows.threshold[row], rows.tau[row], peak[row])
-        mine = block.keep[:, 0] & ~dense[row]
+        mine = block.keep[:, 0].bool() & ~dense[row]
         row, weight = row[mine], block.weight[mine, 0]
         entries.append(_Entries(row.bincount(minlength=len(peak)), column[mine], weight))
         kept.index_add_(0, row, weight.double())
         count += entries[-1].number
     if dense.any():
-        sums = [column[dense] for column in (count, kept)]
+        sums = [count[dense], kept[dense], torch.zeros_like(walk.total[dense])]
         known = [column[dense] for column in (rows.threshold, rows.tau, peak)]
         for _, tile in logits.tiles(dense):
-            for piece, number, total, *rule in split_rows(tile, *sums, *known):
+            for piece, number, mass, total, *rule in split_rows(tile, *sums, *known):
                 block = constrain(piece, *rule)
-                number += block.keep.sum(-1)
-                total += block.kept[:, 0]
-        count[dense], kept[dense] = sums
+                number += block.keep.sum(-1).long()
+                mass += block.kept[:, 0]
+                total += block.total
+        count[dense], kept[dense], walk.total[dense] = sums
     weight = kept[:, None].to(peak.dtype) + (peak - peak)  # NaN where the peak is
     own = constrain(walk.own, rows.threshold, rows.tau, peak)._replace(kept=weight, total=walk.total)
     policy = own.read(torch.zeros_like(rows.token_ids))._replace(kept_count=count.int())

@@ -81,6 +81,10 @@ class Publisher:
             del self._updates_of[forgotten]
         await self._sweep()
 
+    def oldest_within(self, staleness: int) -> int:
+        """Seq of the oldest version that this trainer announced and that is at most so many optimizer steps old."""
+        return min(old.seq for old in self._own if old.step >= self.announced.step - staleness)
+
     async def announce_again(self) -> bool:
         """Publishes anew if the broker has forgotten what was announced; True if it had."""
         latest = await self._registry.latest()

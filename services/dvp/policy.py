@@ -57,8 +57,8 @@ class Block(NamedTuple):
 
     scaled: Float[Tensor, "rows vocab"]
     """(z - max z) / tau."""
-    keep: Bool[Tensor, "rows vocab"]
-    """Membership in S."""
+    keep: Float[Tensor, "rows vocab"]
+    """1 on S, 0 off it."""
     weight: Float[Tensor, "rows vocab"]
     """exp(scaled) on S, 0 off it."""
     kept: Float[Tensor, "rows 1"]
@@ -67,9 +67,9 @@ class Block(NamedTuple):
     """Sum of exp(scaled) over the vocabulary."""
 
     def read(self, token_ids: Int[Tensor, "rows 1"]) -> Constrained:
-        inside = self.keep.gather(-1, token_ids)
+        inside = self.keep.gather(-1, token_ids).bool()
         logits = self.scaled.gather(-1, token_ids).masked_fill(~inside, OUTSIDE_LOGIT)
-        count = self.keep.sum(-1, dtype=torch.int32)
+        count = self.keep.sum(-1).int()
         logprobs, mass = logits - self.kept.log(), self.kept / self.total
         return Constrained(logprobs.squeeze(-1), mass.squeeze(-1), count, inside.squeeze(-1))
 
@@ -128,13 +128,18 @@ def constrain(
     With `peak` [rows, 1], the largest logit of each row, `rows` may be any part of the vocabulary: sums are over it.
     """
     shifted = _shifted(rows, peak)
-    keep = shifted >= threshold
+    keep = membership(shifted, threshold)
     scaled = shifted.div_(temperature)
     weight = scaled.exp()
     total = weight.sum(-1, keepdim=True)
     # Every weight of a finite row is finite, so a product selects; of a row that is not, it keeps the NaN visible.
     weight.mul_(keep)
     return Block(scaled, keep, weight, weight.sum(-1, keepdim=True), total)
+
+
+def membership(shifted: Float[Tensor, "rows vocab"], threshold: Tensor) -> Float[Tensor, "rows vocab"]:
+    """1 on S, 0 off it: a CPU compares, multiplies and sums numbers several times faster than booleans."""
+    return torch.ge(shifted, threshold, out=torch.empty_like(shifted))
 
 
 def logit_gradient(

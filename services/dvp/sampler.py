@@ -62,7 +62,7 @@ def sample(
 
 def _draw(block: Block, uniforms: Float64[Tensor, "rows 1"], greedy: Bool[Tensor, "rows 1"]) -> Draw:
     drawn = _invert(block.weight, uniforms.masked_fill(greedy, 0.0))
-    member = block.keep.gather(-1, drawn) & ~greedy
+    member = block.keep.gather(-1, drawn).bool() & ~greedy
     # In exact arithmetic the first entry above the target is a member; a parallel scan rounds. The maximum always is.
     if member.device.type != "cpu" or not member.all():
         drawn = torch.where(member, drawn, block.scaled.argmax(-1, keepdim=True))

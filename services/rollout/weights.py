@@ -69,11 +69,16 @@ class WeightSwap:
             await self.change()
 
     async def reach(self, registry: WeightRegistry, seq: int) -> None:
-        """Returns when the weights served are at least `seq`. The caller bounds the wait."""
+        """Returns when the weights served are at least `seq`. The caller bounds the wait.
+
+        Raises WeightError if the newest version cannot be loaded; `follow` goes on trying.
+        """
         while self.seq < seq:
+            if self._error is not None and self._newest is not None and self._newest.seq >= seq:
+                raise WeightError(self._error)
             try:
                 await self.refresh(registry)
-            except (WeightError, UnavailableError) as error:
+            except UnavailableError as error:
                 logger.warning("waiting for weights of seq %d: %s", seq, error)
             if self.seq < seq:
                 await self.change()

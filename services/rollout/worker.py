@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from services import tracing
-from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError
+from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError, WeightError
 from services.contract.group import Group
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
@@ -51,6 +51,8 @@ class Worker:
         """Entries with a commit on its way: it finds out itself whether the lease is lost, or was its own to end."""
         self._samples_per_job = 1
         self._loops: list[asyncio.Task[None]] = []
+        self._rests_until = 0.0
+        """Jobs that it gave back for want of weights are left to others until then."""
 
     def start(self) -> None:
         self._loops = [
@@ -80,6 +82,7 @@ class Worker:
             await self._queue.release(lease)
 
     async def _claim(self) -> None:
+        await asyncio.sleep(self._rests_until - time.monotonic())
         await self._replica.recovered()
         await self._swap.wait_allowed()
         free = await self._replica.slots.wait_free()
@@ -128,6 +131,11 @@ class Worker:
         except UnavailableError as error:
             logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
             await asyncio.sleep(MAX_DELAY_S)
+            await self._queue.release(lease)
+            return "released"
+        except WeightError as error:
+            logger.error("job %s goes back, it wants weights that are not to be had here: %s", lease.job.job_id, error)
+            self._rests_until = time.monotonic() + MAX_DELAY_S
             await self._queue.release(lease)
             return "released"
         self._settling.add(lease.entry_id)

@@ -51,8 +51,8 @@ def prune(
     masses, counts = [], []
     for block, limit, heat, asked in split_rows(rows, threshold, tau, (min_ps > 0).unsqueeze(-1)):
         policy = constrain(block, limit, heat)
-        count = policy.keep.sum(-1, keepdim=True, dtype=torch.int32).mul_(asked)
-        block.masked_fill_((count > 0) & ~policy.keep, -math.inf)
+        count = policy.keep.sum(-1, keepdim=True).int().mul_(asked)
+        block.masked_fill_((count > 0) & (policy.keep == 0), -math.inf)
         masses.append(policy.kept / policy.total)
         counts.append(count)
     return Kept(torch.cat(masses).squeeze(-1), torch.cat(counts).squeeze(-1))

@@ -478,6 +478,24 @@ async def test_the_folder_is_read_when_a_transfer_fails(
     assert (status.version, status.error) == (sent.version, None)
 
 
+async def test_a_job_for_weights_that_cannot_be_loaded_goes_to_another_replica(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    async with working(broker, fake(broker), model) as running:
+        bad = await announce(broker, fence, tmp_path / "v1", model)
+        hidden = tmp_path / "hidden"
+        (tmp_path / "v1").rename(hidden)
+        await submit(broker, fence, job(broker.run_id, "eager", min_seq=bad.seq), job(broker.run_id, "any"))
+        await until(lambda: finished(broker, "any"))
+        other = JobQueue(broker, "other", lease_ms=60_000)
+        (lease,) = await other.claim(1, 5000)
+        assert (lease.job.job_id, lease.deliveries) == ("eager", 0)
+        await other.release(lease)
+        hidden.rename(tmp_path / "v1")
+        await until(lambda: finished(broker, "eager"))
+        assert running.swap.seq == bad.seq
+
+
 async def test_an_engine_that_takes_nothing_reads_the_folder_or_says_so(
     broker: Broker, fence: int, model: Path, tmp_path: Path
 ) -> None:
