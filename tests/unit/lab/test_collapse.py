@@ -13,7 +13,7 @@ import torch
 
 from trainer.lab import chain
 from trainer.lab.cells import Outcome, run_cells
-from trainer.lab.collapse import CELLS, LOG_MIN_P, SMALL, Fate, Pair, choose, collapse
+from trainer.lab.collapse import CELLS, LOG_MIN_P, SMALL, Fate, Pair, candidates, choose, collapse
 from trainer.lab.page import write_study
 from trainer.lab.precision import Format
 from trainer.lab.training import NOTHING_PRUNED, Mismatch, Run, Sampler
@@ -113,11 +113,11 @@ def test_the_cell_is_chosen_by_the_declared_rule() -> None:
             (fell, rose, fell),
         ]
     )
-    assert choose([both_fell, small_gap]) is small_gap
-    assert choose([both_fell, shows, small_gap]) is shows
-    assert choose([shows, wide]) is wide
-    assert choose([learns_nothing, shows]) is shows
-    assert choose([all_fell, shows]) is shows
+    mapped = [both_fell, small_gap, all_fell, learns_nothing, shows, wide]
+    assert candidates(mapped, 4) == [wide, shows, learns_nothing, all_fell]
+    assert candidates([both_fell, small_gap], 1) == [small_gap]
+    assert choose([[wide, small_gap], [shows, shows], [both_fell, wide]]) == 1
+    assert choose([[shows, shows], [wide, shows], [all_fell, wide]]) == 1
 
 
 def test_a_run_is_made_once_and_again_if_it_is_another(model: Path, tmp_path: Path) -> None:
@@ -144,7 +144,8 @@ def test_the_study_in_small(tmp_path: Path) -> None:
     study = collapse(tmp_path / "work", replace(SMALL, jobs=2), lambda done, total, what: said.append(what))
     page = write_study(study, tmp_path)
     numbers = json.loads((tmp_path / "collapse.json").read_text())
-    arms, mapped = numbers["tables"]
+    arms, mapped, screened = numbers["tables"]
+    assert len(screened["rows"]) == SMALL.candidates
     assert arms["rows"][0][0] == "naive"
     assert len(arms["rows"]) == 7
     assert len(mapped["rows"]) == len(SMALL.cells)
