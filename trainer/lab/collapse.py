@@ -56,11 +56,11 @@ HISTORY = (
     "had kept nearly all its weight, and naive, with seeds 1 and 2, lost a third and more of its best reward.",
     "So this map goes on from there, to higher learning rates and more staleness at shorter lengths. The rule for the "
     "cell was made stricter: the control has to hold, and rewards count, as a run that learns nothing keeps its best.",
-    "A second table, at the cell that the map alone puts first (field 0.5, 12 steps old, lr 0.0015, T 16), with seeds 11 "
-    "to 15, missed the goal, too: all five naive runs ended at 0.06 to 0.53 after 0.64 to 0.65, but only two of them "
-    "below half of their best; DVP + MIS ended at 0.95, DVP at 0.98, TIS at 0.89, MIS at 0.83, no mismatch at 0.99. "
-    "One seed is a poor judge of a cell: since then candidates of the map are compared with further seeds, and only "
-    "then is the table made, with seeds that were used for nothing before.",
+    "A second table, at the cell that the map alone puts first (field 0.5, 12 steps old, lr 0.0015, T 16), with seeds "
+    "11 to 15, missed the goal, too: all five naive runs ended at 0.06 to 0.53 after 0.64 to 0.65, but only two of "
+    "them below half of their best; DVP + MIS ended at 0.95, DVP at 0.98, TIS at 0.89, MIS at 0.83, no mismatch at "
+    "0.99. One seed is a poor judge of a cell: since then candidates of the map are compared with further seeds, and "
+    "only then is the table made, with seeds that were used for nothing before.",
 )
 AVERAGED = ("mismatch/kl", "veto/total", "mis/fraction", "mis/kept_weight", "kept/mass_mean_infer", "grad/norm")
 
