@@ -61,11 +61,11 @@ HISTORY = (
     "them below half of their best; DVP + MIS ended at 0.95, DVP at 0.98, TIS at 0.89, MIS at 0.83, no mismatch at "
     "0.99. One seed is a poor judge of a cell: since then candidates of the map are compared with further seeds, and "
     "only then is the table made.",
-    "A third table, at the cell that this chose (int4 weights, 8 steps old, lr 0.0015, T 32), was stopped when its naive "
-    "runs were known, seeds 16 to 20: all had fallen from 0.66 to 0.23 .. 0.38, three of them below half. In every "
-    "naive run with staleness so far the reward rose for no more than 50 steps, then fell, and still fell slowly when "
-    "the runs ended after 250. So runs were made twice as long, and map, candidates and table made anew, the table "
-    "with seeds that were used for nothing before.",
+    "A third table, at the cell that this chose (int4 weights, 8 steps old, lr 0.0015, T 32), was stopped when its "
+    "naive runs were known, seeds 16 to 20: all had fallen from 0.66 to 0.23 .. 0.38, three of them below half. In "
+    "every naive run with staleness so far the reward rose for no more than 50 steps, then fell, and still fell slowly "
+    "when the runs ended after 250. So runs were made twice as long, and map, candidates and table made anew, the "
+    "table with seeds that were used for nothing before.",
 )
 AVERAGED = ("mismatch/kl", "veto/total", "mis/fraction", "mis/kept_weight", "kept/mass_mean_infer", "grad/norm")
 

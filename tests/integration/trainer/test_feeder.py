@@ -195,6 +195,23 @@ async def test_stale_groups_come_back_as_the_next_attempt(broker_url: str, opene
         assert outcomes(run) == [((0, 0), "stale")]
 
 
+async def test_jobs_ask_for_weights_that_their_batch_may_still_train(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url, batch__max_staleness="1") as (run, player):
+        wanted: list[int] = []
+
+        def note(lease: Lease) -> dict[str, Any]:
+            wanted.append(lease.job.min_seq)
+            return {}
+
+        first = run.publisher.announced.seq
+        batch = await both(run, player.play(GROUPS, note))
+        await run.publisher.publish(1)
+        await run.feeder.settle(batch)
+        # Those of the batch that is next were asked for before; those after it will be one step old by their turn.
+        await player.play(2 * GROUPS, note)
+        assert wanted == [first] * 2 * GROUPS + [run.publisher.announced.seq] * GROUPS
+
+
 async def test_stale_groups_are_trained_where_the_policy_says_so(broker_url: str, opened: Open) -> None:
     async with opened(broker_url, batch__on_stale="train") as (run, player):
         await run.publisher.publish(1)
