@@ -86,22 +86,25 @@ def outcome(rewards: list[float]) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "best", "last", "collapsed"),
+    ("rewards", "fate", "collapsed", "lost_half"),
     [
-        ([0.2] * 20 + [0.8] * 20, 0.8, 0.8, False),
-        ([0.8] * 20 + [0.5] * 10 + [0.41] * 20, 0.8, 0.41, False),
-        ([0.4] * 5 + [0.8] * 20 + [0.1] * 20, 0.8, 0.1, True),
-        ([0.0] * 40, 0.0, 0.0, True),
+        ([0.2] * 20 + [0.8] * 20, (0.2, 0.8, 0.8), False, False),
+        ([0.3] * 20 + [0.8] * 20 + [0.41] * 20, (0.3, 0.8, 0.41), False, False),
+        ([0.3] * 20 + [0.8] * 20 + [0.35] * 20, (0.3, 0.8, 0.35), False, True),
+        ([0.6] * 20 + [0.41] * 20, (0.6, 0.6, 0.41), True, False),
+        ([0.6] * 20 + [0.46] * 20, (0.6, 0.6, 0.46), False, False),
+        ([0.4] * 5 + [0.8] * 20 + [0.1] * 20, (0.7, 0.8, 0.1), True, True),
     ],
 )
-def test_criterion(rewards: list[float], best: float, last: float, collapsed: bool) -> None:
-    fate = Fate.of(outcome(rewards))
-    assert (fate.best, fate.last) == (pytest.approx(best), pytest.approx(last))
-    assert fate.collapsed is collapsed
+def test_criterion(rewards: list[float], fate: tuple[float, ...], collapsed: bool, lost_half: bool) -> None:
+    found, control = Fate.of(outcome(rewards)), Fate(0.6, 0.9, 0.9)
+    assert tuple(found) == pytest.approx(fate)
+    assert found.collapsed(control) is collapsed
+    assert found.lost_half is lost_half
 
 
 def test_the_cell_is_chosen_by_the_declared_rule() -> None:
-    fell, held, rose, idle = Fate(0.8, 0.1), Fate(0.8, 0.5), Fate(0.9, 0.9), Fate(0.2, 0.2)
+    fell, held, rose, idle = Fate(0.6, 0.8, 0.1), Fate(0.6, 0.8, 0.5), Fate(0.6, 0.9, 0.9), Fate(0.2, 0.2, 0.2)
     both_fell, small_gap, shows, wide, learns_nothing, all_fell = (
         Pair(CELLS[0], *fates)
         for fates in [
@@ -149,7 +152,7 @@ def test_the_study_in_small(tmp_path: Path) -> None:
     assert arms["rows"][0][0] == "naive"
     assert len(arms["rows"]) == 7
     assert len(mapped["rows"]) == len(SMALL.cells)
-    assert all(0 <= row[3] <= 1 and math.isfinite(row[7] or 0.0) for row in arms["rows"])
+    assert all(0 <= row[3] <= 1 and math.isfinite(row[8] or 0.0) for row in arms["rows"])
     assert page.read_text().count("<svg") == len(study.charts)
     assert said[0] == "warm-starting the model"
     before = len(said)
