@@ -1,6 +1,6 @@
 """TRL's side of `against_trl`: one run of its GRPOTrainer, in the environment `.trl`, which has nothing of ours.
 
-python -m tests.benchmarks.trl_side '{"model": .., "prompts": .., "out": .., ...}'      (see Task.to_json)
+python -m tests.benchmarks.trl_side '{"model": .., "prompts": .., "out": .., ...}'    (as against_trl.Bench.trl does)
 """
 
 from __future__ import annotations
