@@ -65,7 +65,7 @@ class Point:
 
 
 HEAVY = Point(512, 256, 64, 12, lr=1e-4, threads=2, compute_dtype="bfloat16")
-"""A step of 1e-3 takes a model of this size so far (0.7 nats per token) that nothing learns from samples a step old."""
+"""A step of 1e-3 takes a model of this size so far that masked importance sampling keeps nothing of older samples."""
 POINTS = (Point(128, 24, 64, 40), Point(128, 24, 256, 40), HEAVY)
 SMALL = (Point(64, 8, 16, WARM_UP + 3),)
 
