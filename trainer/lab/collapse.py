@@ -52,8 +52,9 @@ HISTORY = (
     "The learning rate rises over the first steps in all arms. In the pilot, without that, DVP + MIS collapsed, too, "
     "in cells like these.",
     "An earlier map was cut for time from twelve cells to seven when five were known. A table with seeds 1 and 2 at "
-    "its cell of the largest difference in reward (T 16) was stopped after nine runs: naive, and min-p in rollout only, "
-    "lost a third of their best reward and more, but did not meet the criterion. Then the rule for the cell was changed.",
+    "its cell of the largest difference in reward (T 16) was stopped after nine runs: naive, and min-p in rollout "
+    "only, lost a third of their best reward and more, but did not meet the criterion. Then the rule for the cell was "
+    "changed.",
     "The earlier map of seven cells (now among these) led to an earlier table, at field 0.5, 8 steps old, lr 0.0015, "
     "T 32, with seeds 6 to 10, which missed the goal: collapsed were naive 2 of 5, TIS 2, MIS 1, min-p in rollout only "
     "4, DVP 0, DVP + MIS 1 (its ratios over 32 tokens left it a sixth of its weight), no mismatch 0. At T 16 DVP + MIS "
