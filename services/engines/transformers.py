@@ -111,6 +111,9 @@ class TransformersEngine:
         self._thread.start()
 
     def _load(self) -> tuple[Tokenizer, Any, Decoder]:
+        if self._threads is not None:
+            # Of this thread, which reads later weights too; the worker sets its own. PyTorch keeps a count for each.
+            torch.set_num_threads(self._threads)
         tokenizer = load_tokenizer(self._folder)
         model = load_model(self._folder, dtype=DTYPES[self.facts.dtype], device=self._device)
         if self.facts.fp32_head and model.dtype != torch.float32:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch.nn import Module
 
 from services.contract.job import Job, Sink
 from services.contract.sampling import Sampling
 from services.engines.protocol import Engine
 from services.engines.sglang import SglangEngine
+from services.engines.transformers import TransformersEngine
 
 
 def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sampling: Any) -> Job:
@@ -48,3 +53,20 @@ async def _reaches(engine: Engine, num_running: int) -> None:
 async def _num_running(engine: Engine) -> int:
     """By what computes, not by who asked for it."""
     return await engine._client.num_running() if isinstance(engine, SglangEngine) else engine.num_running
+
+
+@contextmanager
+def held(engine: TransformersEngine, rows: int = 1) -> Iterator[None]:
+    """Forwards of at least `rows` rows wait until the block ends: what it submits finds the earlier jobs in flight."""
+    over = threading.Event()
+
+    def wait(module: Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if len(kwargs["input_ids"]) >= rows:
+            over.wait(60)
+
+    hook = engine._model.register_forward_pre_hook(wait, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        over.set()

@@ -17,7 +17,7 @@ from services.engines.transformers import TransformersEngine
 from tests.models import EOS_ID, PAD_ID, make_model
 
 from .conftest import MakeEngine
-from .jobs import make_job, until
+from .jobs import held, make_job, until
 from .oracle import Oracle
 
 
@@ -35,10 +35,13 @@ async def test_deterministic_mode_is_bit_equal_under_any_concurrency(
 
 async def test_deterministic_mode_swaps_between_jobs(folders: dict[str, Path], make_engine: MakeEngine) -> None:
     engine = await make_engine(folders["even"], deterministic=True, max_batch=2)
-    first = asyncio.create_task(engine.generate(make_job("first", n=5, max_tokens=50)))
-    second = asyncio.create_task(engine.generate(make_job("second", n=2, max_tokens=50)))
-    await until(lambda: engine.num_running == 2)
-    await engine.load(folders["odd"], "run:1:odd")
+    with held(engine):
+        first = asyncio.create_task(engine.generate(make_job("first", n=5)))
+        await until(lambda: engine.num_running == 2)
+        second = asyncio.create_task(engine.generate(make_job("second", n=2)))
+        load = asyncio.create_task(engine.load(folders["odd"], "run:1:odd"))
+        await until(lambda: engine._worker is not None and engine._worker._commands.qsize() == 2)
+    await load
     assert {span.version for sample in await first for span in sample.versions} == {"local:0:0"}
     assert {span.version for sample in await second for span in sample.versions} == {"run:1:odd"}
 
@@ -57,6 +60,26 @@ async def test_samples_of_a_job_share_one_prefill(folders: dict[str, Path]) -> N
     await engine.generate(make_job("a", [5] * 20, n=11))
     assert prefills == [(1, 20)]
     await engine.close()
+
+
+async def test_reading_weights_takes_no_more_threads_than_decoding(folders: dict[str, Path]) -> None:
+    """A swap beside a busy trainer waits for every thread that it has besides."""
+    before, counts = torch.get_num_threads(), set()
+
+    def note(*_: Any) -> None:
+        counts.add(torch.get_num_threads())
+
+    engine = TransformersEngine(folders["even"], threads=before + 1)
+    try:
+        await engine.start()
+        engine._model.register_forward_pre_hook(note)
+        engine._model.register_state_dict_pre_hook(note)
+        await engine.load(folders["odd"], "run:1:odd")
+        await engine.generate(make_job())
+        await engine.close()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == {before + 1}
 
 
 async def test_a_failing_forward_fails_its_jobs_and_no_later_one(folders: dict[str, Path]) -> None:
@@ -84,25 +107,28 @@ async def test_a_job_that_cannot_be_drawn_fails_alone(folders: dict[str, Path]) 
     """What was in flight beside it is drawn again, one job at a time, and then side by side as before."""
     engine = TransformersEngine(folders["even"], threads=1, max_batch=8)
     await engine.start()
-    poison, width = make_job("poison", [5] * 33, n=1), 33
+    width = 33
     rows: list[int] = []
+    failed_at: list[int] = []
 
     def fail(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         rows.append(len(kwargs["input_ids"]))
         if kwargs["input_ids"].shape[1] == width:
+            failed_at.append(len(rows))
             raise RuntimeError("out of memory")
 
     engine._model.register_forward_pre_hook(fail, with_kwargs=True)
     for _ in range(2):
-        good = [
-            asyncio.create_task(engine.generate(make_job(f"good-{i}", [5] * 20, n=3, max_tokens=300))) for i in range(2)
-        ]
-        await until(lambda: engine.num_running == 6)
+        failed_at.clear()
+        with held(engine, rows=6):
+            good = [asyncio.create_task(engine.generate(make_job(f"good-{i}", [5] * 20, n=3))) for i in range(2)]
+            await until(lambda: engine.num_running == 6)
+            poison = asyncio.create_task(engine.generate(make_job("poison", [5] * width, n=1)))
+            await asyncio.sleep(0)
         with pytest.raises(EngineError, match="out of memory"):
-            await engine.generate(poison)
-        failed_at = len(rows)
+            await poison
         assert [len(samples) for samples in await asyncio.gather(*good)] == [3, 3]
-        assert max(rows[failed_at:]) == 3
+        assert max(rows[failed_at[0] :]) == 3
     await engine.close()
 
 
