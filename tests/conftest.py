@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,29 @@ from services.transport.embedded import EmbeddedBroker
 
 BROKER_BINARY = "DVP_TEST_BROKER_BINARY"
 """Path of another server (redis-server, valkey-server) to run the tests on."""
+
+OPENED: dict[int, traceback.StackSummary] = {}
+"""Where the newest socket of each file descriptor was made."""
+
+
+def pytest_configure() -> None:
+    """A socket that nobody closes is found when garbage is collected, often in another test: keep who made it."""
+    make = socket.socket.__init__
+
+    def remember(self: socket.socket, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        OPENED[self.fileno()] = traceback.StackSummary.extract(traceback.walk_stack(None), limit=20, lookup_lines=False)
+
+    socket.socket.__init__ = remember  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    report = yield
+    for number in map(int, re.findall(r"unclosed <socket\.socket fd=(\d+)", report.longreprtext)):
+        made = "".join(OPENED[number].format()) if number in OPENED else "nobody knows where"
+        report.sections.append((f"socket {number} was made, newest call first", made))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -87,14 +87,14 @@ class Broker:
         broker = cls(redis, Keys(run_id), where)
         try:
             await (broker.ensure_groups() if create else broker.ping())
-        except ConfigError:
-            await broker.close()
-            raise
         except UnavailableError as error:
             await broker.close()
             raise ConfigError(
                 f"{error}. Start one (redis-server, valkey-server or `make demo`'s own) or correct redis_url"
             ) from None
+        except BaseException:  # a cancellation, too, must not leave a connection behind
+            await broker.close()
+            raise
         return broker
 
     async def script(self, name: str, *args: str | bytes | int | float) -> Any:
