@@ -29,14 +29,13 @@ from .evaluate import Evaluator
 from .exporter import PrometheusSink, exporting
 from .feeder import Feeder
 from .loop import Run
-from .model import load_model
 from .publish import Publisher
 from .reporting import JsonlSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
 from .reward_pool import RewardPool
 from .rewards import Overlong, needs_answer
 from .scoring import PromptTokens, Scorer, encode_prompt
 from .sender import Sender
-from .step import Learner
+from .step import Learner, open_learner
 from .world import World
 
 logger = logging.getLogger(__name__)
@@ -106,9 +105,8 @@ async def _assemble(
         fence = await stack.enter_async_context(lease.held())
         checkpoints.claim(fence)
 
-        model = load_model(settings.model, sharded=world.size > 1)
-        learner = Learner(model, settings, tokenizer.pad_id, world)
-        progress = restore(settings, checkpoints, learner, prompts, which)
+        learner = await asyncio.to_thread(open_learner, settings, tokenizer.pad_id, world)
+        progress = await asyncio.to_thread(restore, settings, checkpoints, learner, prompts, which)
         replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
         publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence)
         sender = None
@@ -139,7 +137,7 @@ def follow(settings: TrainSettings, world: World) -> None:
     """A rank that does not lead: its part of the model, and what the leader orders."""
     tokenizer = load_tokenizer(settings.model.path)
     set_up_torch(settings)
-    learner = Learner(load_model(settings.model, sharded=True), settings, tokenizer.pad_id, world)
+    learner = open_learner(settings, tokenizer.pad_id, world)
     for order in world.orders():
         try:
             learner.obey(order)

@@ -31,7 +31,7 @@ from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics
 from .lora import add_lora
 from .micro_batch import MicroBatch, fixed_batches, micro_batches, share
-from .model import Policy, full, shard
+from .model import Policy, full, load_model, shard
 from .rewards import Overlong
 from .state import load_state, save_state
 from .weights import write_adapter, write_weights
@@ -55,6 +55,12 @@ class Update(NamedTuple):
     """The scalar whose negative gradient is the estimator. Its value says little: it is no measure of progress."""
     grad_norm: float | None
     """Before clipping; None if there was nothing to learn from and the weights are unchanged."""
+
+
+def open_learner(settings: TrainSettings, pad_id: int, world: World) -> Learner:
+    """With the model of model.path. A rank loads all of it, and keeps its part before the next one does."""
+    with world.in_turn():
+        return Learner(load_model(settings.model, sharded=world.size > 1), settings, pad_id, world)
 
 
 class Learner:

@@ -74,6 +74,15 @@ class World:
     def leads(self) -> bool:
         return self.rank == 0
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """One rank of a machine after the other: what each needs a lot of memory for is there once at a time."""
+        mine, turns = int(os.environ.get("LOCAL_RANK", "0")), self.max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        for turn in range(turns):
+            if turn == mine:
+                yield
+            self.max(0)
+
     def order(self, order: Order) -> None:
         """The leader's: has the others run it, too."""
         if self.size > 1 and self.leads:
@@ -99,15 +108,22 @@ class World:
     def sum(self, *values: float) -> list[float]:
         """Of every rank, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(total)
+        self._reduce(total, dist.ReduceOp.SUM)
         return total.tolist()
 
     def max(self, value: int) -> int:
         largest = torch.tensor(value)
-        if self.size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self._reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
+
+    def _reduce(self, own: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+        """In place. Raises UnavailableError if another rank is gone, or does not come in time."""
+        if self.size == 1:
+            return
+        try:
+            dist.all_reduce(own, how)
+        except RuntimeError:
+            raise UnavailableError(f"rank {self.rank}: another rank has ended or hangs; its log says why") from None
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """Every rank's part. They have one dtype and one number of dimensions."""

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer.golden import make_batch
 from trainer.config import TrainSettings
-from trainer.model import load_model
-from trainer.step import Learner
+from trainer.step import Learner, open_learner
 from trainer.world import World
 
 STEPS, LR = 3, 5e-5
@@ -60,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = make_settings(arguments.out_dir, arguments.model, arguments.compute_dtype, arguments.lora_rank)
     with World.joined("cpu", 60.0) as world:
-        learner = Learner(load_model(settings.model), settings, 0, world)
+        learner = open_learner(settings, 0, world)
         if not world.leads:
             for order in world.orders():
                 learner.obey(order)

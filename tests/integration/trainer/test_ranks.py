@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,16 @@ TOLERANCE = 1e-6
 pytestmark = pytest.mark.slow
 
 
+def torchrun(size: int, module: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += ["-m", f"tests.integration.trainer.{module}", *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
 def train(out_dir: Path, model: Path, size: int, *options: str) -> Path:
     out_dir.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += ["-m", "tests.integration.trainer.ranked", str(out_dir), "--model", str(model), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = torchrun(size, "ranked", out_dir, "--model", model, *options)
     assert done.returncode == 0, done.stderr[-4000:]
     return out_dir
 
@@ -99,6 +104,20 @@ def test_each_rank_holds_its_part(outcomes: dict[int, Path]) -> None:
     whole = sizes[1][0]
     for n in SIZES[1:]:
         assert max(sizes[n]) < 1.1 * whole / n, sizes
+
+
+def test_ranks_take_turns(tmp_path: Path) -> None:
+    done = torchrun(3, "turns", tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    turns = [[float(time) for time in (tmp_path / f"turn-{rank}").read_text().split()] for rank in range(3)]
+    for (_, end), (begin, _) in pairwise(turns):
+        assert end <= begin
+
+
+def test_ranks_that_wait_for_their_turn_do_not_outlive_another(tmp_path: Path) -> None:
+    done = torchrun(3, "turns", tmp_path, "--dies", 1)
+    assert done.returncode != 0
+    assert [file.name for file in tmp_path.iterdir()] == ["turn-0"]
 
 
 def test_weights_of_many_ranks_are_a_model_folder(outcomes: dict[int, Path], model: Path) -> None:
