@@ -46,8 +46,9 @@ lab: install sglang-cpu
 	$(BIN)/dvp-lab rho --out trainer/lab/results
 	$(BIN)/dvp-lab collapse --out trainer/lab/results
 
+# Two at once, because most of them wait for processes; ARGS=-n0 for one, with a debugger.
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -72,6 +73,7 @@ bench: install sglang-cpu
 # TRL's GRPOTrainer beside the whole system, in an environment of its own.
 bench-trl: install $(TRL_STAMP)
 	$(BIN)/python -m tests.benchmarks.against_trl $(ARGS)
+	$(BIN)/python -m tests.benchmarks.tables
 
 $(TRL_STAMP): tests/benchmarks/trl-requirements.txt
 	$(PYTHON) -m venv --clear .trl

@@ -217,8 +217,8 @@ async def finished(broker: Broker, name: str) -> bool:
 
 
 async def test_leases_are_renewed_for_as_long_as_it_takes(broker: Broker, fence: int, model: Path) -> None:
-    rival = JobQueue(broker, "rival", lease_ms=600)
-    async with working(broker, fake(broker, service_time_s=2.0), model, lease_s=0.6) as running:
+    rival = JobQueue(broker, "rival", lease_ms=1500)
+    async with working(broker, fake(broker, service_time_s=4.0), model, lease_s=1.5) as running:
         await submit(broker, fence, job(broker.run_id, "long"))
         await until(lambda: running.slots.in_use == 1)
         stolen = []

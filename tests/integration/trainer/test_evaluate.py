@@ -15,6 +15,7 @@ from trainer.reporting import read_metrics
 from .processes import HELDOUT, config, replica, train
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url: str, run_id: str) -> None:
     flags = config(

@@ -36,6 +36,7 @@ def num_steps(out: Path) -> int:
     return max((record["step"] for record in read_metrics(out / "metrics.jsonl")), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
     tmp_path: Path, broker_url: str, run_id: str
