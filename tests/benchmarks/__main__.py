@@ -17,6 +17,7 @@ for name in (
     "ranks",
     "sglang",
     "monitor",
+    "tables",
 ):
     print(f"== {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)

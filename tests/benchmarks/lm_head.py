@@ -1,13 +1,15 @@
-"""Forward and backward of the LM head under the constrained policy, by kept share, against
+"""Time and memory of the LM head under the constrained policy, forward and backward, by kept share.
 
 plain     logits of all tokens at once, then the same constrained log-probs
 chunked   the same in chunks of rows, logits computed again in the backward (torch.utils.checkpoint)
 floor     nothing but the three dense products: hidden W', G W, G' hidden
+liger     Liger's fused kernel of the whole vocabulary's cross-entropy, token by token; on a GPU, if it is installed
+cce       cut-cross-entropy's, which leaves small gradients out; the same, in half precision only
 
 Times are medians of alternating repeats in one process, ratios medians of those within a repeat. Memory is the peak
 of what PyTorch's allocator handed out during the call, without the gradient of the weight.
 
-    python -m tests.benchmarks.lm_head [--quick] [--dtype bfloat16]
+    python -m tests.benchmarks.lm_head [--quick] [--dtype bfloat16] [--device cuda]
     python -m tests.benchmarks.lm_head --crossing       every row sparse against every row dense, for MAX_SHARE
 """
 
@@ -17,8 +19,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -46,6 +49,7 @@ class Size:
     hidden: int = 1024
     vocab: int = 151_936
     dtype: str = "float32"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,11 @@ class Inputs:
 
 
 def make_inputs(size: Size, share: float) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(size.device).manual_seed(0)
     dtype = getattr(torch, size.dtype)
-    hidden = torch.randn(size.tokens, size.hidden, generator=generator).to(dtype)
-    weight = torch.empty(size.vocab, size.hidden).normal_(0, 2 / size.hidden**0.5, generator=generator)
+    hidden = torch.randn(size.tokens, size.hidden, generator=generator, device=size.device).to(dtype)
+    weight = torch.empty(size.vocab, size.hidden, device=size.device)
+    weight.normal_(0, 2 / size.hidden**0.5, generator=generator)
     keep = max(1, round(share * size.vocab))
     settings, token_ids = [], []
     for states in hidden.split(64):
@@ -74,7 +79,7 @@ def make_inputs(size: Size, share: float) -> Inputs:
         weight.requires_grad_(),
         torch.cat(token_ids),
         torch.cat(settings).clamp(max=0.0),
-        torch.randn(size.tokens, generator=generator),
+        torch.randn(size.tokens, generator=generator, device=size.device),
     )
 
 
@@ -103,6 +108,23 @@ def floor(x: Inputs) -> None:
         x.weight.grad = (gradient.T @ x.hidden).to(x.weight.dtype)
 
 
+def liger(x: Inputs) -> None:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    head = x.weight.to(x.hidden.dtype)
+    losses = LigerFusedLinearCrossEntropyFunction.apply(
+        x.hidden, head, x.token_ids, None, None, -100, 0.0, 0.0, "none", None, False, torch.float32
+    )[0]
+    losses.backward(-x.upstream)
+
+
+def cce(x: Inputs) -> None:
+    from cut_cross_entropy import linear_cross_entropy
+
+    head = x.weight.to(x.hidden.dtype)
+    linear_cross_entropy(x.hidden, head, x.token_ids, reduction="none").backward(-x.upstream)
+
+
 def _logprobs(hidden: Tensor, weight: Tensor, token_ids: Tensor, log_min_p: Tensor) -> Tensor:
     logits = hidden @ weight.to(hidden.dtype).T
     return constrained_logprobs(logits, token_ids, log_min_p=log_min_p, temperature=1.0).logprobs
@@ -110,14 +132,30 @@ def _logprobs(hidden: Tensor, weight: Tensor, token_ids: Tensor, log_min_p: Tens
 
 Side = Callable[[Inputs], None]
 SIDES: dict[str, Side] = {"ours": ours, "plain": plain, "chunked": chunked, "floor": floor}
+FUSED: dict[str, Side] = {"liger": liger, "cce": cce}
+"""Kernels for GPUs."""
+PACKAGES = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}
 KINDS: dict[str, Side] = {"sparse": partial(ours, max_share=1.0), "dense": partial(ours, max_share=0.0)}
+
+
+def sides_for(size: Size) -> dict[str, Side]:
+    """SIDES, and what this device can run of FUSED and has installed."""
+    fits = {"liger": size.device != "cpu", "cce": size.device != "cpu" and size.dtype != "float32"}
+    return SIDES | {name: FUSED[name] for name, package in PACKAGES.items() if fits[name] and find_spec(package)}
 
 
 def run_once(side: Side, inputs: Inputs) -> float:
     inputs.hidden.grad = inputs.weight.grad = None
+    wait_for(inputs)
     start = time.perf_counter()
     side(inputs)
+    wait_for(inputs)
     return time.perf_counter() - start
+
+
+def wait_for(inputs: Inputs) -> None:
+    if inputs.hidden.is_cuda:
+        torch.cuda.synchronize()
 
 
 def run_alternately(sides: dict[str, Side], inputs: Inputs, repeats: int) -> dict[str, list[float]]:
@@ -133,33 +171,39 @@ def ratio(above: list[float], below: list[float]) -> float:
 def measure_memory(side: Side, inputs: Inputs) -> float:
     """MiB that PyTorch's allocator holds at the peak above the start, the weight's gradient aside."""
     inputs.hidden.grad = inputs.weight.grad = None
+    if inputs.hidden.is_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run_once(side, inputs)
+        return (torch.cuda.max_memory_allocated() - before - inputs.weight.nbytes) / 2**20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run_once(side, inputs)
     changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     peak = max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
-    return (peak - inputs.weight.numel() * inputs.weight.element_size()) / 2**20
+    return (peak - inputs.weight.nbytes) / 2**20
 
 
 def run_case(size: Size, share: float, repeats: int) -> dict[str, Any]:
-    inputs = make_inputs(size, share)
-    seconds = run_alternately(SIDES, inputs, repeats)
-    memory = {name: measure_memory(side, inputs) for name, side in SIDES.items()}
+    inputs, sides = make_inputs(size, share), sides_for(size)
+    seconds = run_alternately(sides, inputs, repeats)
+    memory = {name: measure_memory(side, inputs) for name, side in sides.items()}
     return {
         "share": share,
         "seconds": {side: round(median(values), 4) for side, values in seconds.items()},
         "memory_mib": {side: round(value, 1) for side, value in memory.items()},
-        **{f"ours / {side}": ratio(seconds["ours"], seconds[side]) for side in SIDES if side != "ours"},
+        **{f"ours / {side}": ratio(seconds["ours"], seconds[side]) for side in sides if side != "ours"},
         "memory, ours / plain": round(memory["ours"] / memory["plain"], 3),
     }
 
 
 def run_all(size: Size, shares: tuple[float, ...], repeats: int) -> list[dict[str, Any]]:
-    print(f"{'kept':>7} " + " ".join(f"{side:>8}" for side in SIDES) + "   /floor /chunked  memory  /plain")
+    sides = sides_for(size)
+    print(f"{'kept':>7} " + " ".join(f"{side:>8}" for side in sides) + "   /floor /chunked  memory  /plain")
     results = []
     for share in shares:
         result = run_case(size, share, repeats)
         results.append(result)
-        times = " ".join(f"{result['seconds'][side]:>8.3f}" for side in SIDES)
+        times = " ".join(f"{result['seconds'][side]:>8.3f}" for side in sides)
         print(
             f"{share:>7.2%} {times}   {result['ours / floor']:>6.2f} {result['ours / chunked']:>8.2f} "
             f"{result['memory_mib']['ours']:>7.1f} {result['memory, ours / plain']:>7.3f}",
@@ -189,16 +233,19 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     size = Size(**{name: getattr(arguments, name) for name in asdict(Size())})
     if arguments.quick:
-        size = Size(tokens=128, hidden=128, vocab=8192, dtype=size.dtype)
+        size = replace(size, tokens=128, hidden=128, vocab=8192)
     shares = SHARES if arguments.share is None else (arguments.share,)
-    print(f"{size.tokens} tokens, hidden {size.hidden}, vocabulary {size.vocab}, {size.dtype}; seconds and MiB")
+    print(
+        f"{size.tokens} tokens, hidden {size.hidden}, vocabulary {size.vocab}, {size.dtype}, {size.device}; "
+        "seconds and MiB"
+    )
     if arguments.crossing:
         find_crossing(size, AROUND_CROSSING if arguments.share is None else shares, arguments.repeats)
         return
     results = run_all(size, shares, arguments.repeats)
     if not arguments.quick and arguments.share is None:
         facts = {"size": asdict(size), "threads": torch.get_num_threads(), "torch": torch.__version__, "goals": GOALS}
-        name = RESULTS if size == Size() else RESULTS.with_stem(f"lm_head_{size.dtype}")
+        name = RESULTS if size == Size() else RESULTS.with_suffix(f".{size.device}-{size.dtype}.json")
         name.write_text(json.dumps(facts | {"results": results}, indent=2) + "\n")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from deploy.demo.fleet import interruptible
 from tests.benchmarks.system import Outcome, run_system
 
 RESULTS = Path(__file__).parent / "results" / "loop.json"
@@ -47,7 +48,6 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
         "idle": {side: median(shares[side] for shares in idle) for side in idle[0]},
         "generate_group_s": median(o.mean("time/generate_s") for o in outcomes),
         "reward_batch_s": median(o.mean("time/reward_s") for o in outcomes),
-        "swap_s": median(o.swap_s for o in outcomes),
         "reward": [fmean(values) for values in zip(*map(rewards, outcomes), strict=True)],
     }
 
@@ -72,7 +72,7 @@ def main() -> None:
         print(f"  idle: {idle}")
         print(
             f"  beside it: generate {result['generate_group_s']:.3f} s per group, "
-            f"reward {result['reward_batch_s']:.3f} s per batch, swap {result['swap_s']:.3f} s per version"
+            f"reward {result['reward_batch_s']:.3f} s per batch"
         )
         print(f"  reward along the run: {' '.join(f'{value:.3f}' for value in result['reward'])}")
     pairs = zip(outcomes["overlapped"], outcomes["synchronous"], strict=True)
@@ -83,4 +83,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with interruptible():
+        main()

@@ -1,4 +1,4 @@
-"""The SGLang engine as ratios of one run:
+"""The SGLang engine, as ratios of one run.
 
     pruned    constrained sampling by the plugin against stock min-p sampling, 64 samples at once
     replica   a rollout replica, over HTTP and over the queue, against direct calls of the same server
