@@ -75,9 +75,12 @@ HISTORY = (
     "Until then a run had collapsed if it ended below half of its own best. Naive runs with staleness never get far: "
     "they fall from 0.65 to about half of that, where that criterion is a coin toss, while the same runs without "
     "mismatch end at 0.99. So it was replaced by the one above. That was after the fact: the map and most candidates "
-    "at 250 steps were known and were not run again, and the cell that the rule now chooses is that of the second "
-    "table, which the new criterion would have counted as naive 4 of 5 and DVP + MIS 0. Only the seeds of this table "
-    "are new. What the former criterion says of them stands among the findings.",
+    "at 250 steps were known. The fourth table, with seeds 21 to 25, came to the cell of the second: naive 5 of 5, "
+    "min-p in rollout only 5, no other arm any; by the former criterion naive 3, DVP + MIS 0.",
+    "A criterion that was chosen on known runs has to be tried on unknown ones. So map, candidates and table were then "
+    "all made again from nothing, with seeds that had been used for nothing (26, 27 to 30, 31 to 35), and with "
+    "criterion, rule, cells and arms as they were. That was declared before it ran, it was run once, and it is what "
+    "this page shows.",
 )
 AVERAGED = ("mismatch/kl", "veto/total", "mis/fraction", "mis/kept_weight", "kept/mass_mean_infer", "grad/norm")
 
@@ -147,10 +150,10 @@ CELLS = (
 class Plan:
     cells: tuple[Cell, ...] = CELLS
     steps: int = 250
-    map_seed: int = 0
+    map_seed: int = 26
     candidates: int = 5
-    screen_seeds: tuple[int, ...] = (1, 2, 3, 4)
-    seeds: tuple[int, ...] = (21, 22, 23, 24, 25)
+    screen_seeds: tuple[int, ...] = (27, 28, 29, 30)
+    seeds: tuple[int, ...] = (31, 32, 33, 34, 35)
     teaching_steps: int = 400
     jobs: int = os.cpu_count() or 1
 
