@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Self, TypeVar, Unpack
 
 import httpx
 from pydantic import BaseModel
 
+from services.cancellation import finished, shielded
 from services.contract.errors import UnavailableError
 from services.contract.http import Health, JobStatus, QueueHealth, RolloutResponse, WeightStatus
 
@@ -179,7 +181,7 @@ class AsyncClient(_Base):
         while True:
             outcome: httpx.Response | httpx.TransportError
             try:
-                outcome = await self._http.send(self._request(self._http, call))
+                outcome = await shielded(partial(self._http.send, self._request(self._http, call)))
             except httpx.TransportError as error:
                 outcome = error
             pause = attempts.pause_after(outcome)
@@ -188,7 +190,7 @@ class AsyncClient(_Base):
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await finished(self._http.aclose())
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 from pydantic_core import from_json
 
+from services.cancellation import finished, shielded
 from services.contract.errors import ConfigError, EngineError, RequestError, UnavailableError
 from services.contract.transfer import Offer
 
@@ -20,6 +22,8 @@ GENERATE_S = 24 * 3600.0
 """Longest time for one answer. What asks has a shorter bound of its own, and the end of the server cuts it off."""
 CALL_S = 60.0
 READY_S = 5.0
+IDLE_S = 2.0
+"""How long an unused connection is kept: one that the server closes must not look like the death of a server."""
 HEALTH_S = 30.0
 ABORTS_AT_ONCE = 32
 MAX_REASON_CHARS = 500
@@ -37,14 +41,13 @@ class SglangClient:
             base_url=url,
             headers=_bearer(api_key),
             timeout=httpx.Timeout(CALL_S, connect=READY_S, pool=GENERATE_S),
-            # A connection that the server closes while it is idle must not look like the death of a server.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE_S),
             trust_env=False,
         )
         self._aborts = asyncio.Semaphore(ABORTS_AT_ONCE)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await finished(self._http.aclose())
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
         """The answer's JSON. Numbers that are not finite arrive as null."""
@@ -59,17 +62,11 @@ class SglangClient:
 
     async def is_ready(self) -> bool:
         """Accepts requests; does not say that it would answer them."""
-        try:
-            return (await self._http.get("/ready", timeout=READY_S)).status_code == HTTPStatus.OK
-        except httpx.HTTPError:
-            return False
+        return await self._is_ok("/ready", READY_S)
 
     async def is_healthy(self) -> bool:
         """Has just generated a token, for this question if need be. Takes about a second."""
-        try:
-            return (await self._http.get("/health", timeout=HEALTH_S)).status_code == HTTPStatus.OK
-        except httpx.HTTPError:
-            return False
+        return await self._is_ok("/health", HEALTH_S)
 
     async def server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = await self._call("GET", "/server_info")
@@ -133,6 +130,13 @@ class SglangClient:
     async def flush(self) -> None:
         await self._call("POST", "/flush_cache", {}, admin=True)
 
+    async def _is_ok(self, path: str, timeout_s: float) -> bool:
+        try:
+            response = await self._send("GET", path, None, False, httpx.Timeout(timeout_s))
+        except UnavailableError:
+            return False
+        return response.status_code == HTTPStatus.OK
+
     async def _attempt(self, path: str, body: Mapping[str, Any], timeout_s: float) -> str:
         """Why the server refused, or "" if it did not."""
         response = await self._send("POST", path, body, True, httpx.Timeout(timeout_s))
@@ -158,14 +162,16 @@ class SglangClient:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, admin: bool, timeout: httpx.Timeout | None
     ) -> httpx.Response:
+        request = partial(
+            self._http.request,
+            method,
+            path,
+            json=body,
+            headers=self._admin if admin else None,
+            timeout=timeout or httpx.USE_CLIENT_DEFAULT,
+        )
         try:
-            return await self._http.request(
-                method,
-                path,
-                json=body,
-                headers=self._admin if admin else None,
-                timeout=timeout or httpx.USE_CLIENT_DEFAULT,
-            )
+            return await shielded(request)
         except (httpx.HTTPError, RuntimeError) as error:  # httpx raises RuntimeError once the client is closed
             raise UnavailableError(
                 f"SGLang at {self.url} did not answer {path}: {str(error) or type(error).__name__}"

@@ -30,6 +30,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from services.cancellation import finished
 from services.contract.errors import ConfigError, LeaseLostError, OverloadedError, RequestError, UnavailableError
 from services.contract.keys import REPLICAS, TRAINER, Keys
 from services.contract.record import SCHEMA_VERSION
@@ -165,7 +166,7 @@ class Broker:
         return [(entry_id.decode(), fields) for _, entries in reply or () for entry_id, fields in entries]
 
     async def close(self) -> None:
-        await self.redis.aclose()
+        await finished(self.redis.aclose())
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,6 +13,8 @@ from services.transport import broker as broker_module
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, free_port
 
+from .rig import until
+
 SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")
 ADMISSION = {"submit", "submit_client", "replay"}
 READING = {"health", "letters", "pending"}
@@ -84,3 +86,21 @@ async def test_cancellation_in_the_middle_of_a_call_is_not_lost(broker: Broker) 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+async def test_a_cancelled_close_leaves_no_connection(own_broker: EmbeddedBroker, run_id: str, turns: int) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as watching:
+
+        async def alone() -> bool:
+            return len(await watching.redis.client_list()) == 1
+
+        broker = await Broker.connect(own_broker.url, run_id)
+        await asyncio.gather(*(broker.ping() for _ in range(4)))
+        assert not await alone()
+        closing = asyncio.create_task(broker.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        await until(alone)
