@@ -7,10 +7,12 @@ import re
 import secrets
 import socket
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,26 +22,61 @@ from services.transport.embedded import EmbeddedBroker
 BROKER_BINARY = "DVP_TEST_BROKER_BINARY"
 """Path of another server (redis-server, valkey-server) to run the tests on."""
 
-OPENED: dict[int, traceback.StackSummary] = {}
-"""Where the newest socket of each file descriptor was made."""
+
+class Opened(NamedTuple):
+    """A socket, and who made it."""
+
+    socket: weakref.ref[socket.socket]
+    stack: traceback.StackSummary
+    by_a_test: bool
+    """On the thread that runs the tests, so no server that lives longer."""
+
+    @property
+    def is_left(self) -> bool:
+        """An event loop's connection, still open."""
+        own = self.socket()
+        return (
+            own is not None
+            and own.fileno() >= 0
+            and own.family in (socket.AF_INET, socket.AF_INET6)
+            and own.gettimeout() == 0
+        )
+
+
+OPENED: dict[int, Opened] = {}
+"""The newest socket of each file descriptor."""
 
 
 def pytest_configure() -> None:
-    """A socket that nobody closes is found when garbage is collected, often in another test: keep who made it."""
     make = socket.socket.__init__
 
     def remember(self: socket.socket, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        OPENED[self.fileno()] = traceback.StackSummary.extract(traceback.walk_stack(None), limit=20, lookup_lines=False)
+        stack = traceback.StackSummary.extract(traceback.walk_stack(None), limit=20, lookup_lines=False)
+        OPENED[self.fileno()] = Opened(weakref.ref(self), stack, threading.current_thread() is threading.main_thread())
 
     socket.socket.__init__ = remember  # type: ignore[method-assign]
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test fails that leaves a connection of its event loop open. Otherwise it would be found when garbage is
+    collected, by chance, and in another test."""
+    yield
+    left = {number: opened for number, opened in OPENED.items() if opened.by_a_test and opened.is_left}
+    for number in left:
+        del OPENED[number]
+    if left:
+        made = "".join(next(iter(left.values())).stack.format())
+        pytest.fail(f"{len(left)} connections left open; the first was made here, newest call first:\n{made}", False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
+    """Of a server that lives longer than a test: who made the socket that garbage collection found."""
     report = yield
     for number in map(int, re.findall(r"unclosed <socket\.socket fd=(\d+)", report.longreprtext)):
-        made = "".join(OPENED[number].format()) if number in OPENED else "nobody knows where"
+        made = "".join(OPENED[number].stack.format()) if number in OPENED else "nobody knows where"
         report.sections.append((f"socket {number} was made, newest call first", made))
     return report
 
