@@ -9,7 +9,7 @@ SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 TRL_STAMP := .trl/.installed
 
-.PHONY: install sglang-cpu demo lab test test-slow check bench bench-trl chaos soak
+.PHONY: install sglang-cpu demo lab test test-slow verdict check bench bench-trl chaos soak
 
 install: $(STAMP)
 
@@ -52,6 +52,10 @@ test: install
 
 test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# All of both, and the last word: what fails is run once more, alone, and named FLAKY if it passes then.
+verdict: install sglang-cpu
+	$(BIN)/python -m tests.verdict $(ARGS)
 
 # Kills everything, everywhere, on a real Redis, and accounts for every group and token: 20 minutes on two cores.
 chaos: install

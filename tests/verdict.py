@@ -1,0 +1,142 @@
+"""Runs all tests, in groups, and decides. A test that fails is run once more, alone, in a process of its own.
+
+If it passes then it counts as flaky: a defect to be mended next, which does not refuse the change at hand. More than
+MAX_FLAKY refuse it.
+
+    python -m tests.verdict              all groups
+    python -m tests.verdict fast e2e     some of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+MAX_FLAKY = 3
+MAX_RETRIED = 10
+"""Of so many failures chance is not the cause."""
+NUM_SLOWEST = 10
+ONE_AT_A_TIME = ("-m", "slow", "-n", "1")
+"""In a process that may die of a test: the others are run all the same."""
+SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
+GROUPS = {
+    "fast": ("-n", "2", "--dist", "loadfile"),
+    "slow": (*ONE_AT_A_TIME, "--ignore=tests/e2e", *(f"--ignore={folder}" for folder in SGLANG)),
+    "sglang": (*ONE_AT_A_TIME, *SGLANG),
+    "e2e": (*ONE_AT_A_TIME, "tests/e2e"),
+}
+OK, SOME_FAILED, NONE_FOUND = 0, 1, 5
+"""Exit codes of pytest."""
+
+
+@dataclass
+class Outcomes:
+    """Of one group, or of all so far."""
+
+    by_test: dict[str, str] = field(default_factory=dict)
+    """Node id to passed, failed or skipped."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Node id to the time of its set-up, call and teardown."""
+    broken: list[str] = field(default_factory=list)
+    """What no test is to blame for: a group that could not be run to its end, a module that cannot be imported."""
+    flaky: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[str]:
+        return [test for test, outcome in self.by_test.items() if outcome == "failed"]
+
+    @property
+    def good(self) -> bool:
+        return not self.failed and not self.broken and len(self.flaky) <= MAX_FLAKY
+
+    @classmethod
+    def read(cls, log: Path) -> Self:
+        """What pytest-reportlog wrote."""
+        outcomes = cls()
+        for line in log.read_text().splitlines() if log.exists() else ():
+            entry = json.loads(line)
+            match entry.get("$report_type"):
+                case "CollectReport" if entry["outcome"] == "failed":
+                    outcomes.broken.append(entry["nodeid"])
+                case "TestReport":
+                    outcomes._add(entry["nodeid"], entry["when"], entry["outcome"], entry["duration"])
+        return outcomes
+
+    def join(self, others: Outcomes) -> None:
+        self.by_test |= others.by_test
+        self.seconds |= others.seconds
+        self.broken += others.broken
+        self.flaky += others.flaky
+
+    def _add(self, test: str, when: str, outcome: str, seconds: float) -> None:
+        self.seconds[test] += seconds
+        if outcome != "passed" or (when == "call" and test not in self.by_test):
+            self.by_test[test] = outcome
+
+
+def pytest(*options: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pytest", *options], check=False).returncode
+
+
+def run_group(options: Sequence[str]) -> Outcomes:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        code = pytest(*options, f"--report-log={log}")
+        outcomes = Outcomes.read(log)
+    if code not in (OK, SOME_FAILED, NONE_FOUND):
+        outcomes.broken.append(f"pytest {' '.join(options)}: exit code {code}")
+    if len(outcomes.failed) > MAX_RETRIED:
+        say(f"{len(outcomes.failed)} tests failed: none is run again")
+        return outcomes
+    for test in outcomes.failed:
+        say(f"once more, alone: {test}")
+        if pytest("-m", "", test) == OK:
+            outcomes.by_test[test] = "passed"
+            outcomes.flaky.append(test)
+    return outcomes
+
+
+def report(outcomes: Outcomes) -> None:
+    say("slowest")
+    for test in sorted(outcomes.seconds, key=lambda test: -outcomes.seconds[test])[:NUM_SLOWEST]:
+        say(f"{outcomes.seconds[test]:8.1f} s  {test}")
+    for title, tests in ("BROKEN", outcomes.broken), ("FAILED", outcomes.failed), ("FLAKY", outcomes.flaky):
+        for test in tests:
+            say(f"{title} {test}")
+    if len(outcomes.flaky) > MAX_FLAKY:
+        say(f"more than {MAX_FLAKY} flaky tests: refused")
+    counts = Counter(outcomes.by_test.values())
+    say(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", nargs="*", help=f"any of {', '.join(GROUPS)}")
+    names = parser.parse_args().group or list(GROUPS)
+    if unknown := set(names) - set(GROUPS):
+        parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
+    outcomes = Outcomes()
+    for name in names:
+        begin = time.monotonic()
+        outcomes.join(run_group(GROUPS[name]))
+        say(f"group {name}: {time.monotonic() - begin:.0f} s")
+    report(outcomes)
+    sys.exit(not outcomes.good)
+
+
+if __name__ == "__main__":
+    main()
