@@ -11,7 +11,7 @@ from tests import verdict
 
 ROOT = Path(verdict.__file__).parents[1]
 FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist -p pytest_reportlog.plugin"}
-"""Most of what takes time."""
+"""Loading the others would take most of the time."""
 FLAKY = """
 def test_flaky_{0}():
     first = Path(__file__).with_name("seen-{0}")
@@ -47,7 +47,7 @@ def judge(folder: Path, *tests: str) -> tuple[int, list[str]]:
         check=False,
     )
     # pytest's own lines begin with FAILED, too
-    lines = done.stdout[done.stdout.index("\nslowest\n") :].splitlines()
+    lines = done.stdout[done.stdout.rindex("slowest\n") :].splitlines()
     found = [
         line.replace("test_it.py::test_", "") for line in lines if line.split(" ")[0] in ("BROKEN", "FAILED", "FLAKY")
     ]
@@ -80,6 +80,15 @@ def test_a_module_that_cannot_be_imported_refuses(tmp_path: Path) -> None:
     code, found = judge(tmp_path, "import nothing_of_this_name\n")
     assert code == 1
     assert "BROKEN test_it.py" in found
+
+
+def test_a_group_without_tests_refuses(tmp_path: Path) -> None:
+    assert judge(tmp_path) == (1, ["BROKEN pytest -n 1: exit code 5", "0 passed, 0 failed, 0 skipped"])
+
+
+def test_a_run_that_fails_without_a_failed_test_refuses(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("def pytest_sessionfinish(session):\n    session.exitstatus = 1\n")
+    assert judge(tmp_path, PASSING) == (1, ["BROKEN pytest -n 1: exit code 1", "1 passed, 0 failed, 0 skipped"])
 
 
 def test_every_slow_test_is_in_one_group() -> None:
