@@ -62,13 +62,14 @@ def pytest_configure() -> None:
 def pytest_runtest_teardown() -> Iterator[None]:
     """A test fails that leaves a connection of its event loop open. Otherwise it would be found when garbage is
     collected, by chance, and in another test."""
-    yield
-    left = {number: opened for number, opened in OPENED.items() if opened.by_a_test and opened.is_left}
-    for number in left:
-        del OPENED[number]
+    try:
+        yield
+    finally:  # after a teardown that fails, too: the next test is not to blame
+        left = [OPENED.pop(number) for number, opened in [*OPENED.items()] if opened.by_a_test and opened.is_left]
     if left:
-        made = "".join(next(iter(left.values())).stack.format())
-        pytest.fail(f"{len(left)} connections left open; the first was made here, newest call first:\n{made}", False)
+        made = "".join(left[0].stack.format())
+        message = f"{len(left)} connections left open; the first was made here, newest call first:\n{made}"
+        pytest.fail(message, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

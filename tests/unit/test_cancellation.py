@@ -1,4 +1,4 @@
-"""Whoever is cancelled, and whenever: no connection stays open."""
+"""No connection stays open, whenever its owner is cancelled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Server:
         self._listening: asyncio.Server | None = None
 
     async def __aenter__(self) -> Server:
-        self._listening = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        # Room for all who connect at once: whom a full backlog turns away comes again a second later.
+        self._listening = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=NUM_IDLE * TURNS)
         self.url = "http://{}:{}".format(*self._listening.sockets[0].getsockname())
         return self
 
