@@ -53,7 +53,7 @@ test: install
 test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# All of both, and the last word: what fails is run once more, alone, and named FLAKY if it passes then.
+# All tests, for .ci/run: what fails is run once more, alone, and named FLAKY if it passes then.
 verdict: install sglang-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 async def finished(work: Coroutine[Any, Any, T], hasten: Callable[[], object] = lambda: None) -> T:
-    """The result of `work`. A cancellation calls `hasten`, waits for the end of the work and is raised then."""
+    """The result of `work`. A cancellation calls `hasten`, waits for the end of the work and is raised then: the work
+    needs a bound of its own."""
     task, cancelled = asyncio.create_task(work), False
     while not task.done():
         try:

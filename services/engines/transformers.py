@@ -112,7 +112,7 @@ class TransformersEngine:
 
     def _load(self) -> tuple[Tokenizer, Any, Decoder]:
         if self._threads is not None:
-            # Of this thread, which reads later weights too; the worker sets its own. PyTorch keeps a count for each.
+            # PyTorch keeps one count per calling thread. This thread reads later weights, too; the worker sets its own.
             torch.set_num_threads(self._threads)
         tokenizer = load_tokenizer(self._folder)
         model = load_model(self._folder, dtype=DTYPES[self.facts.dtype], device=self._device)

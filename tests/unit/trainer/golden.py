@@ -26,8 +26,8 @@ from trainer.step import Learner
 EXPECTED = Path(__file__).with_name("golden.json")
 MODEL = Path(__file__).parents[3] / "deploy/demo/model"
 TOLERANCE = 2**-13
-"""Of `distance`: 1024 units of float32 rounding. Other processors, thread counts and instruction sets (see
-ATEN_CPU_CAPABILITY, MKL_ENABLE_INSTRUCTIONS, MKL_CBWR) make about 100 of one in six steps, a mistake makes more."""
+"""The largest `distance` that counts as rounding: 1024 units of float32's, for six steps that each amplify the last.
+ATEN_CPU_CAPABILITY=avx2 or MKL_ENABLE_INSTRUCTIONS=AVX2 before the command shows what other instructions do."""
 STEPS, GROUPS, N = 6, 4, 4
 SHOWN = ("loss/surrogate", "grad/norm", "mismatch/kl", "weight/mean", "veto/total", "mis/fraction")
 
