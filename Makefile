@@ -9,7 +9,7 @@ SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 TRL_STAMP := .trl/.installed
 
-.PHONY: install sglang-cpu demo lab test test-slow verdict check bench bench-trl chaos soak
+.PHONY: install sglang-cpu demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
 
 install: $(STAMP)
 
@@ -51,9 +51,18 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: install sglang-cpu
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
-# All tests, for .ci/run: what fails is run once more, alone, and named FLAKY if it passes then.
+# What needs longer than a CI should take. Every one has a smaller sibling among the others.
+test-long: install
+	$(BIN)/python -m pytest -m long $(ARGS)
+	$(MAKE) chaos soak
+
+# The tests while every core is busy; ARGS="fast" for one group.
+test-stress: install sglang-cpu
+	$(BIN)/python -m tests.stress $(ARGS)
+
+# All tests but the long ones, for .ci/run: what fails is run once more, alone, and named FLAKY if it passes then.
 verdict: install sglang-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
@@ -47,7 +48,12 @@ OPENED: dict[int, Opened] = {}
 """The newest socket of each file descriptor."""
 
 
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
 def pytest_configure() -> None:
+    _forget_the_users_environment()
     make = socket.socket.__init__
 
     def remember(self: socket.socket, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +62,13 @@ def pytest_configure() -> None:
         OPENED[self.fileno()] = Opened(weakref.ref(self), stack, threading.current_thread() is threading.main_thread())
 
     socket.socket.__init__ = remember  # type: ignore[method-assign]
+
+
+def _forget_the_users_environment() -> None:
+    """What a shell or a CI may have set: settings of ours, proxies (what tests ask is on loopback), colours, widths."""
+    foreign = re.compile(r"DVP_(?!TEST_)|(ALL|HTTPS?)_PROXY$|(FORCE|NO)_COLOR$|TTY_|COLUMNS$|GITHUB_ACTIONS$")
+    for name in [name for name in os.environ if foreign.match(name.upper())]:
+        del os.environ[name]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

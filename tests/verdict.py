@@ -25,14 +25,15 @@ MAX_FLAKY = 3
 MAX_RETRIED = 10
 """More failures in one group are not chance."""
 NUM_SLOWEST = 10
-ONE_AT_A_TIME = ("-m", "slow", "-n", "1")
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
 """A test that kills its process fails alone: xdist starts another for the rest."""
+SLOW = (*TWO_AT_A_TIME, "-m", "slow and not long")
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
 GROUPS = {
-    "fast": ("-n", "2", "--dist", "loadfile"),
-    "slow": (*ONE_AT_A_TIME, "--ignore=tests/e2e", *(f"--ignore={folder}" for folder in SGLANG)),
-    "sglang": (*ONE_AT_A_TIME, *SGLANG),
-    "e2e": (*ONE_AT_A_TIME, "tests/e2e"),
+    "fast": TWO_AT_A_TIME,
+    "slow": (*SLOW, "--ignore=tests/e2e", *(f"--ignore={folder}" for folder in SGLANG)),
+    "sglang": (*SLOW, *SGLANG),
+    "e2e": (*SLOW, "tests/e2e"),
 }
 OK, SOME_FAILED = 0, 1
 """Exit codes of pytest."""

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from deploy.demo.fleet import interruptible
 from tests.benchmarks.system import TIMEOUT_S, WARM_UP, run_system
-from tests.models import ALPHABET, make_model
+from tests.kit.models import ALPHABET, make_model
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = REPOSITORY / ".trl/bin/python"

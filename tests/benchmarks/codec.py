@@ -21,7 +21,7 @@ SAMPLES, TOKENS, REPEATS = 8, 2304, 50
 GOAL_MS = 2.0
 
 
-def make_group() -> Group:
+def large_group() -> Group:
     rng = np.random.default_rng(0)
     samples = tuple(
         Sample(
@@ -57,7 +57,7 @@ def median_ms(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    group = make_group()
+    group = large_group()
     packed, text = group.to_bytes(), group.model_dump_json()
     assert Group.from_bytes(packed) == group == Group.model_validate_json(text)
     rows = {

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.models import make_model
-from tests.unit.trainer.groups import make_group, make_sample
+from tests.kit.models import make_model
+from tests.kit.records import make_sample, make_scored
 from trainer.attention import PACKED
 from trainer.batch import Batch
 from trainer.config import TrainSettings
@@ -67,7 +67,7 @@ def make_batch(case: Case) -> Batch:
     for _ in range(case.groups):
         lengths = rng.integers(longest // 2, longest + 1, case.n).tolist()
         samples = [make_sample(rng.integers(5, VOCAB, t).tolist(), np.full(t, -1.0)) for t in lengths]
-        groups.append(make_group(rng.integers(5, VOCAB, case.prompt).tolist(), samples, rng.random(case.n).tolist()))
+        groups.append(make_scored(rng.integers(5, VOCAB, case.prompt).tolist(), samples, rng.random(case.n).tolist()))
     return Batch(tuple(groups))
 
 

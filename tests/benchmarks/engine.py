@@ -25,7 +25,7 @@ from transformers.utils import logging
 from services.contract.job import Job, Sink
 from services.contract.sampling import Sampling
 from services.engines.transformers import TransformersEngine
-from tests.models import PAD_ID, make_model
+from tests.kit.models import PAD_ID, make_model
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"
 GOAL = 1.5

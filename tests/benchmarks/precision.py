@@ -25,7 +25,7 @@ from services.contract.group import Sample
 from services.contract.job import Job, Sink
 from services.contract.sampling import Sampling
 from services.engines.transformers import TransformersEngine
-from tests.models import make_model
+from tests.kit.models import make_model
 from trainer.batch import TrainSequence
 from trainer.config import ModelSection
 from trainer.micro_batch import micro_batches

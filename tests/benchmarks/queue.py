@@ -21,7 +21,6 @@ from statistics import median
 
 import psutil
 
-from services.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
 from services.contract.job import Job, Sink, job_id
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
@@ -29,6 +28,7 @@ from services.transport.groups import GroupQueue
 from services.transport.jobs import JobQueue, Lease
 from services.transport.lease import TrainerLease
 from services.transport.submission import BATCH, Submission
+from tests.kit.records import make_group, make_sample
 
 RESULTS = Path(__file__).parent / "results" / "queue.json"
 FEW, MANY = 1_000, 1_000_000
@@ -38,6 +38,7 @@ CLAIM = 8
 """Jobs that a replica claims at once."""
 GOAL = 1.2
 NO_LIMIT = 10**9
+SAMPLE = make_sample([1], [-0.5])
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Queue:
         with self.costs.of("claim", process):
             while len(leases) < JOBS:
                 leases += await self._replica.claim_expired(CLAIM) or await self._replica.claim(CLAIM, 1)
-        groups = [make_group(lease.job) for lease in leases]
+        groups = [make_group(lease.job, samples=[SAMPLE]) for lease in leases]
         with self.costs.of("commit", process):
             for lease, group in zip(leases, groups, strict=True):
                 await self._replica.commit(lease, group)
@@ -97,28 +98,6 @@ class Queue:
         ]
         self._next += count
         await self._submission.submit(jobs, fence=self._fence, limit=NO_LIMIT)
-
-
-def make_group(job: Job) -> Group:
-    sample = Sample(
-        token_ids=[1],
-        logprobs=[-0.5],
-        kept_mass=[1.0],
-        kept_count=[2],
-        finish_reason=FinishReason.STOP,
-        versions=(VersionSpan(version=f"{job.run_id}:0:ab", start=0, end=1),),
-        seed=0,
-    )
-    return Group(
-        job_id=job.job_id,
-        run_id=job.run_id,
-        prompt_ids=job.prompt_ids,
-        sampling=job.sampling,
-        samples=(sample,),
-        sink=job.sink,
-        replica_id="replica",
-        engine=EngineFacts(name="fake", version="1", dtype="float32"),
-    )
 
 
 @asynccontextmanager

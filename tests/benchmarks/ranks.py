@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tests.integration.trainer.ranked import LR, STEPS
 from tests.integration.trainer.test_ranks import SIZES, train, weights_of
-from tests.models import make_model
+from tests.kit.models import make_model
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 MODEL = {"hidden": 512, "layers": 4, "vocab_size": 16_384}

@@ -37,8 +37,8 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.rollout.process import ReplicaProcess
-from tests.models import EOS_ID, make_model
+from tests.kit.models import EOS_ID, make_model
+from tests.kit.replicas import ReplicaProcess
 
 RESULTS = Path(__file__).parent / "results" / "sglang.json"
 GOALS = {"pruned": 0.98, "replica_http": 0.97, "replica_queue": 0.97, "swap": 1.2}

@@ -29,7 +29,7 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.rollout.process import ReplicaProcess
+from tests.kit.replicas import ReplicaProcess
 
 RESULTS = Path(__file__).parent / "results" / "throughput.json"
 MODEL = Path(__file__).parents[2] / "deploy/demo/model"

@@ -24,7 +24,7 @@ from deploy.demo.fleet import interruptible
 from services.contract.errors import ConfigError
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
-from tests.models import make_model
+from tests.kit.models import make_model
 
 from .audit import Audit, audit, final_parameters
 from .system import LEASE_S, POLL_S, Layout, System, together
@@ -118,7 +118,7 @@ async def calm(system: System, traffic: Traffic) -> None:
     for child in system.victims(Role.TRAINER):
         system.kill(child)
     system.steps = system.layout.newest_step() + LAST_STEPS
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(600):
         await system.finished.wait()
         while traffic.open:  # noqa: ASYNC110 - as above
             await asyncio.sleep(POLL_S)

@@ -28,7 +28,7 @@ POLL_S = 0.03
 LEASE_S = 1.5
 ENDLESS = 10**6
 TIRED_S = 6.0
-"""A process that has not met its trap by then is killed to make room for another."""
+"""A process that has not met its trap by then is killed to make room for another, which gets half as long again."""
 LAST_LINES = 12
 
 
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
             "evaluate.interval": 5,
             "evaluate.limit": 4,
             "broker.lease-s": LEASE_S,
-            "broker.stall-timeout-s": 120,
+            "broker.stall-timeout-s": 600,
             "threads": 1,
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
@@ -131,6 +131,7 @@ class System:
     steps: int = ENDLESS
     children: list[Child] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    patience_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, TIRED_S))
     faults: list[str] = field(default_factory=list)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     """The trainer has done its steps."""
@@ -220,7 +221,8 @@ class System:
             if is_at_stop(child.trap) and not child.asked and age > self.rng.uniform(1.5, 4):
                 child.asked = True
                 self.signal(child, signal.SIGTERM)
-            elif age > TIRED_S:
+            elif age > self.patience_s[child.role]:
+                self.patience_s[child.role] *= 1.5
                 self.counts[f"tired {child.role}"] += 1
                 self.kill(child)
 
@@ -276,7 +278,7 @@ class System:
         for child in self.children:
             child.asked = True
             self.signal(child, signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while self.children:
                 self.bury()
                 await asyncio.sleep(POLL_S)

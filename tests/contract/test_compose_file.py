@@ -20,6 +20,7 @@ import yaml
 
 from services.monitor.settings import MonitorSettings
 from services.rollout.settings import EngineName, RolloutSettings
+from tests.kit.wait import WITHIN_S
 from trainer.config import TrainSettings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,7 +74,7 @@ def test_compose_itself_reads_it(profile: str) -> None:
     if shutil.which("docker") is None or subprocess.run([*command[:2], "version"], capture_output=True).returncode:
         pytest.skip("NOT TESTED: no docker compose here")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
     wanted = {name for name, one in SERVICES.items() if profile == "*" or one.get("profiles", [profile]) == [profile]}
     assert set(done.stdout.split()) == wanted
@@ -194,7 +195,7 @@ def token_of_prometheus(service: dict[str, Any], folder: Path) -> str:
     assert start.startswith("exec prometheus")
     assert service["tmpfs"] == ["/run/secrets:mode=1777,size=64k"], "the rest of the container is read-only"
     command = [*service["entrypoint"], write.replace("/run/secrets/dvp_token", str(folder / "token"))]
-    subprocess.run(command, env=service["environment"] | {"PATH": os.environ["PATH"]}, check=True, timeout=10)
+    subprocess.run(command, env=service["environment"] | {"PATH": os.environ["PATH"]}, check=True, timeout=WITHIN_S)
     return (folder / "token").read_text()
 
 

@@ -21,8 +21,8 @@ from services.contract.job import Job, Sink
 from services.contract.record import SCHEMA_VERSION, Record
 from services.contract.weights import Announcement, Manifest, WeightFile
 from services.monitor.bodies import Selection
-from tests.contract.records import damages
-from tests.integration.transport.rig import make_group
+from tests.kit.records import make_group
+from tests.kit.strategies import damages
 
 RUN = "run"
 JOB = Job(
@@ -160,8 +160,7 @@ def test_hundreds_of_records(fuzz: Callable[[int], int]) -> None:
     _bounded(fuzz, 600)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_hundred_thousand_records(record_cases: Any) -> None:
     counts = {"msgpack": _bounded(_fuzz_msgpack, 60_000), "JSON": _bounded(_fuzz_json, 50_000)}
     for name, count in counts.items():

@@ -22,9 +22,9 @@ from services.contract.keys import Keys
 from services.monitor.settings import MonitorSettings
 from services.rollout.settings import EngineName, RolloutSettings
 from services.weights.settings import WeightServerSettings
+from tests.kit.manifests import FOLDER, REPOSITORY, Manifest, Rendered, renderer
+from tests.kit.wait import WITHIN_S
 from trainer.config import SamplingSection, TrainSettings
-
-from .manifests import FOLDER, REPOSITORY, Manifest, Rendered, renderer
 
 BASE = sorted(path for path in (FOLDER / "base").glob("*.yaml") if path.name != "kustomization.yaml")
 VERSIONS = ("1.30", "1.37")
@@ -237,6 +237,6 @@ def test_no_secret_is_committed() -> None:
     assert not any("kind: Secret" in path.read_text() for path in BASE)
     overlay = FOLDER / "overlays" / "cpu"
     if not (overlay / "secrets.env").exists():
-        done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=WITHIN_S)
         assert done.returncode != 0
         assert "secrets.env" in done.stderr

@@ -19,6 +19,7 @@ import yaml
 
 from services.contract.http import Severity, Verdict
 from services.transport.health import RULES
+from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
 PROMETHEUS = REPOSITORY / "deploy" / "prometheus"
@@ -34,7 +35,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def promtool(*args: str | Path) -> None:
-    done = subprocess.run(["promtool", *map(str, args)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", *map(str, args)], capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -17,7 +17,7 @@ from services.contract.job import Job, Sink, job_id, job_position
 from services.contract.record import SCHEMA_VERSION, Record
 from services.contract.sampling import Sampling
 from services.contract.weights import WeightVersion
-from tests.contract.records import GROUPS, JOBS, RECORDS, STRATEGIES, Damage, damages
+from tests.kit.strategies import GROUPS, JOBS, RECORDS, STRATEGIES, Damage, damages
 
 JOB = Job(job_id="a", run_id="run", prompt_ids=[1, 2], sink=Sink.TRAIN)
 

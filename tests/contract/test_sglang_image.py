@@ -41,7 +41,7 @@ def test_everything_copied_is_there() -> None:
     for source in copied():
         assert (REPOSITORY / source).exists(), source
         assert is_in_context(source), source
-    assert not is_in_context("tests/models.py")
+    assert not is_in_context("tests/kit/models.py")
     assert not is_in_context("deploy/demo/model")
 
 

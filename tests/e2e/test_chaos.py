@@ -10,12 +10,15 @@ from tests.chaos.__main__ import REDIS, SHORT, conduct
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("server", "deterministic"),
     [
-        pytest.param("redis", True, marks=pytest.mark.skipif(not REDIS.exists(), reason="apt install redis-server")),
-        ("valkey", False),
+        ("valkey", True),
+        pytest.param(
+            *("redis", False),
+            marks=[pytest.mark.long, pytest.mark.skipif(not REDIS.exists(), reason="apt-get install redis-server")],
+        ),
     ],
 )
 def test_nothing_is_lost_whoever_dies(tmp_path: Path, server: str, deterministic: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 from deploy.demo.fleet import Child, Fleet, interruptible
 from deploy.demo.run_folder import claim
 from services.contract.errors import ConfigError, UnavailableError
+from tests.kit.wait import WITHIN_S
 
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
@@ -34,7 +35,7 @@ def test_leaving_ends_every_process_and_its_children(tmp_path: Path) -> None:
             p for c in children for p in (psutil.Process(c.process.pid), *psutil.Process(c.process.pid).children())
         ]
         assert len(everybody) == 3
-    gone, alive = psutil.wait_procs(everybody, timeout=10)
+    gone, alive = psutil.wait_procs(everybody, timeout=WITHIN_S)
     assert (len(gone), alive) == (3, [])
 
 

@@ -13,10 +13,11 @@ import pytest
 from services.cancellation import finished
 from services.client import AsyncClient
 from services.engines.sglang_client import IDLE_S, SglangClient
+from tests.kit.wait import WITHIN_S
 
 NUM_IDLE, TURNS = 8, 24
 """Connections that wait in a client's pool, and after how many turns of the event loop a cancellation is tried."""
-WITHIN_S = 20.0
+
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"job_id": "1"}'
 
 
@@ -75,7 +76,8 @@ async def cancel_after(turns: int, work: Coroutine[Any, Any, object]) -> None:
 
 async def test_a_cancelled_request_to_sglang_leaves_no_connection(server: Server) -> None:
     clients = [SglangClient(server.url) for _ in range(TURNS)]
-    await asyncio.gather(*(client.generate({}) for client in clients for _ in range(NUM_IDLE)))
+    for client in clients:
+        await asyncio.gather(*(client.generate({}) for _ in range(NUM_IDLE)))
     assert len(server.connections) == NUM_IDLE * TURNS
     await asyncio.sleep(IDLE_S)
     for turns, client in enumerate(clients):

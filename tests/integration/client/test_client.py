@@ -27,7 +27,8 @@ from services.contract.errors import (
 from services.contract.http import JobRequest, RolloutRequest, SamplingBody
 from services.contract.job import JobState
 from services.transport.embedded import free_port
-from tests.integration.rollout.process import ReplicaThread
+from tests.kit.replicas import ReplicaThread
+from tests.kit.wait import WITHIN_S
 
 TOKEN = "s3cret"
 QUICK = Retry(tries=4, first_s=0.01, longest_s=2.0)
@@ -52,7 +53,7 @@ def test_rollout(client: Client) -> None:
 
 def test_jobs(client: Client) -> None:
     job_id = client.submit(prompt="1", n=2)
-    group = client.wait(job_id, timeout=20)
+    group = client.wait(job_id, timeout=WITHIN_S)
     assert (group.job_id, len(group.samples)) == (job_id, 2)
     assert client.job(job_id).status is JobState.DONE
     assert client.submit(job_id=job_id, prompt="1", n=2) == job_id
@@ -68,7 +69,7 @@ async def test_async_client(server: ReplicaThread) -> None:
     async with AsyncClient(server.url, token=TOKEN) as client:
         assert len((await client.rollout(prompt="1", n=2)).samples) == 2
         job_id = await client.submit(prompt="1")
-        assert (await client.wait(job_id, timeout=20)).job_id == job_id
+        assert (await client.wait(job_id, timeout=WITHIN_S)).job_id == job_id
         assert (await client.job(job_id)).status is JobState.DONE
         assert (await client.ready()).status == "ok"
         assert await client.weights() == await client.reload_weights()

@@ -11,7 +11,7 @@ from services.engines.protocol import Engine
 from services.engines.sglang import SglangEngine
 from services.engines.sglang_server import Launch
 from services.engines.transformers import TransformersEngine
-from tests.models import FAMILIES, make_model
+from tests.kit.models import FAMILIES, make_model
 
 from .oracle import Oracle
 from .sglang_process import SharedServer, sglang_python

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +14,7 @@ from services.contract.sampling import Sampling
 from services.engines.protocol import Engine
 from services.engines.sglang import SglangEngine
 from services.engines.transformers import TransformersEngine
+from tests.kit.wait import WITHIN_S, until_async
 
 
 def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sampling: Any) -> Job:
@@ -29,12 +29,6 @@ def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sam
     )
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.001)
-
-
 async def drawing(engine: Engine) -> None:
     """As many samples as run at once have begun: each has a token."""
     await _reaches(engine, engine.capacity)
@@ -45,9 +39,10 @@ async def idle(engine: Engine) -> None:
 
 
 async def _reaches(engine: Engine, num_running: int) -> None:
-    async with asyncio.timeout(20):
-        while await _num_running(engine) != num_running:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.001)
+    async def reached() -> bool:
+        return await _num_running(engine) == num_running
+
+    await until_async(reached)
 
 
 async def _num_running(engine: Engine) -> int:
@@ -62,7 +57,7 @@ def held(engine: TransformersEngine, rows: int = 1) -> Iterator[None]:
 
     def wait(module: Module, args: Any, kwargs: dict[str, Any]) -> None:
         if len(kwargs["input_ids"]) >= rows:
-            over.wait(60)
+            over.wait(WITHIN_S)
 
     hook = engine._model.register_forward_pre_hook(wait, with_kwargs=True)
     try:

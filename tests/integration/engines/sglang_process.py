@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from services.engines.sglang_server import CHECKOUT_PYTHON, Launch, LocalServer, Remote
+from tests.kit.wait import WITHIN_S
 
 CONTEXT = 1024
 
@@ -63,4 +64,4 @@ class SharedServer:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=WITHIN_S)

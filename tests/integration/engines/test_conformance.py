@@ -23,7 +23,7 @@ from services.contract.job import Job
 from services.engines.protocol import Engine
 from services.engines.seeds import sample_seed
 from services.engines.tokenizer import load_tokenizer
-from tests.models import EOS_ID, FAMILIES, make_model
+from tests.kit.models import EOS_ID, FAMILIES, make_model
 
 from .conftest import MakeEngine
 from .jobs import drawing, idle, make_job
@@ -33,7 +33,7 @@ MIN_PS = (-13.0, -6.0, math.log(0.1))
 TEMPERATURES = (0.7, 1.0, 1.3)
 
 
-@pytest.fixture(params=["transformers", pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.fixture(params=["transformers", pytest.param("sglang", marks=[pytest.mark.slow])])
 def engine_kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind
@@ -168,10 +168,13 @@ async def test_neighbours_change_log_probs_by_rounding_only(folders: dict[str, P
     alone = [await engine.generate(job) for job in jobs]
     equal = 0
     for mine, theirs in zip(sum(together, ()), sum(alone, ()), strict=True):
-        # A draw that falls within rounding of a boundary may go either way; from there on samples differ.
+        # A draw that falls within rounding of a boundary may go either way; from there on samples differ. So may a
+        # token at the edge of the kept set, and its mass with it.
         if mine.token_ids.tolist() == theirs.token_ids.tolist():
             equal += 1
-            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+            same_set = mine.kept_count == theirs.kept_count
+            assert same_set.mean() >= 0.9
+            np.testing.assert_allclose(mine.logprobs[same_set], theirs.logprobs[same_set], atol=1e-5)
     assert equal >= 22
 
 
@@ -182,7 +185,7 @@ async def test_swap_in_mid_generation(
     """Each span equals a full forward under its own weights: the cache was recomputed."""
     engine = await make_engine(folders["even"], max_batch=8, version="run:0:even")
     more = engine.capacity + 2
-    jobs = [make_job(f"long{i}", list(range(5, 6 + i % 5)), n=2, max_tokens=400 + i % 5) for i in range(more // 2)]
+    jobs = [make_job(f"long{i}", list(range(5, 6 + i % 5)), n=2, max_tokens=900 + i % 5) for i in range(more // 2)]
     running = [asyncio.create_task(engine.generate(job)) for job in jobs]
     await drawing(engine)
     for seq in range(1, num_swaps + 1):

@@ -8,8 +8,9 @@ import pytest
 from services.contract.errors import EngineError, RequestError, UnavailableError, WeightError
 from services.contract.group import FinishReason
 from services.engines.fake import FakeEngine
+from tests.kit.wait import until_async
 
-from .jobs import make_job, until
+from .jobs import make_job
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ async def test_capacity_and_cancellation() -> None:
     engine = FakeEngine(service_time_s=60, capacity=3)
     await engine.start()
     jobs = [asyncio.create_task(engine.generate(make_job(f"j{i}", n=2))) for i in range(4)]
-    await until(lambda: engine.num_running == 3)
+    await until_async(lambda: engine.num_running == 3)
     for job in jobs:
         job.cancel()
     outcomes = await asyncio.gather(*jobs, return_exceptions=True)
@@ -44,10 +45,10 @@ async def test_capacity_and_cancellation() -> None:
 
 
 async def test_a_swap_splits_the_samples_in_flight(weights: Path) -> None:
-    engine = FakeEngine(service_time_s=3, num_tokens=1000, load_time_s=0.1, version="run:0:a")
+    engine = FakeEngine(service_time_s=10, num_tokens=1000, load_time_s=0.1, version="run:0:a")
     await engine.start()
     running = asyncio.create_task(engine.generate(make_job(n=2, max_tokens=1000)))
-    await until(lambda: engine.num_running == 2)
+    await until_async(lambda: engine.num_running == 2)
     await engine.load(weights, "run:1:b")
     for sample in await running:
         assert [span.version for span in sample.versions] == ["run:0:a", "run:1:b"]
@@ -64,7 +65,7 @@ async def test_bad_input_and_close(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="0 to 9"):
         await engine.generate(make_job(prompt=[10]))
     running = asyncio.create_task(engine.generate(make_job(prompt=[1])))
-    await until(lambda: engine.num_running == 1)
+    await until_async(lambda: engine.num_running == 1)
     await engine.close()
     with pytest.raises(EngineError, match="closed"):
         await running

@@ -12,7 +12,7 @@ from services.contract.shape import Shape
 from services.engines.transformers import TransformersEngine
 from services.rollout.engine import build
 from services.rollout.settings import EngineName, RolloutSettings
-from tests.models import make_model
+from tests.kit.models import make_model
 
 from .conftest import MakeEngine
 from .jobs import drawing, make_job

@@ -16,6 +16,7 @@ from uvicorn.config import WS_PROTOCOLS
 
 from services.engines.sglang_launch import refuse_websockets
 from tests.integration.http.table import check_table
+from tests.kit.wait import WITHIN_S
 
 from .sglang_process import SharedServer, sglang_python
 
@@ -44,7 +45,7 @@ OPEN = {"`GET /health`", "`GET /health_generate`", "`GET /ready`"}
 def _routes(folder: Path) -> list[list[str]]:
     """[method, path] of all that a server has, also of what its documentation keeps to itself."""
     command = [sglang_python(), "-c", ROUTES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, cwd=folder, check=True)
     routes: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
     return routes
 
@@ -72,13 +73,12 @@ def test_websockets_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_sglang_lets_nobody_in_without_its_keys(
     shared_server: SharedServer, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     server = shared_server.remote(folders["even"])
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=WITHIN_S) as client:
         for method, path in _routes(tmp_path):
             answers = tuple(_answer(client, method, path, key) for key in (None, f"{server.admin_key}x"))
             found[answers].append(f"`{method} {path}`")

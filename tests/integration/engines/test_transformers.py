@@ -14,10 +14,11 @@ from services.contract.errors import ConfigError, EngineError, RequestError
 from services.contract.http import Message
 from services.engines.tokenizer import load_tokenizer
 from services.engines.transformers import TransformersEngine
-from tests.models import EOS_ID, PAD_ID, make_model
+from tests.kit.models import EOS_ID, PAD_ID, make_model
+from tests.kit.wait import until_async
 
 from .conftest import MakeEngine
-from .jobs import held, make_job, until
+from .jobs import held, make_job
 from .oracle import Oracle
 
 
@@ -37,10 +38,10 @@ async def test_deterministic_mode_swaps_between_jobs(folders: dict[str, Path], m
     engine = await make_engine(folders["even"], deterministic=True, max_batch=2)
     with held(engine):
         first = asyncio.create_task(engine.generate(make_job("first", n=5)))
-        await until(lambda: engine.num_running == 2)
+        await until_async(lambda: engine.num_running == 2)
         second = asyncio.create_task(engine.generate(make_job("second", n=2)))
         load = asyncio.create_task(engine.load(folders["odd"], "run:1:odd"))
-        await until(lambda: engine._worker is not None and engine._worker._commands.qsize() == 2)
+        await until_async(lambda: engine._worker is not None and engine._worker._commands.qsize() == 2)
     await load
     assert {span.version for sample in await first for span in sample.versions} == {"local:0:0"}
     assert {span.version for sample in await second for span in sample.versions} == {"run:1:odd"}
@@ -122,7 +123,7 @@ async def test_a_job_that_cannot_be_drawn_fails_alone(folders: dict[str, Path]) 
         failed_at.clear()
         with held(engine, rows=6):
             good = [asyncio.create_task(engine.generate(make_job(f"good-{i}", [5] * 20, n=3))) for i in range(2)]
-            await until(lambda: engine.num_running == 6)
+            await until_async(lambda: engine.num_running == 6)
             poison = asyncio.create_task(engine.generate(make_job("poison", [5] * width, n=1)))
             await asyncio.sleep(0)
         with pytest.raises(EngineError, match="out of memory"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rollout.process import ReplicaProcess
-from tests.models import make_model
+from tests.kit.models import make_model
+from tests.kit.replicas import ReplicaProcess
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +19,11 @@ from services.rollout import app as rollout
 from services.rollout.service import Service
 from services.rollout.settings import RolloutSettings
 from services.weights import app as weights
+from tests.kit.processes import ServerThread
 from trainer import exporter
 from trainer.config import MetricsSection
 
 AppMaker = Callable[[Sequence[str]], FastAPI]
-
-STARTED_S = 20.0
 
 
 def _rollout(tokens: Sequence[str]) -> FastAPI:
@@ -58,11 +56,15 @@ def serving(app: FastAPI) -> Iterator[str]:
     """Its URL, on loopback."""
     with bound("127.0.0.1", 0) as listener:
         http = http_server(app, drain_s=0)
-        thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])), name="served")
-        thread.start()
+
+        async def serve(asked_to_stop: asyncio.Event) -> None:
+            serving = asyncio.create_task(http.serve(sockets=[listener]))
+            await asked_to_stop.wait()
+            http.should_exit = True
+            await serving
+
+        server = ServerThread(serve)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            http.should_exit = True
-            thread.join(STARTED_S)
-            assert not thread.is_alive()
+            server.stop()

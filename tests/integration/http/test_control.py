@@ -18,6 +18,8 @@ from services.monitor.cli import app as queue_app
 from services.monitor.cli import main
 from tests.integration.http.served import APPS, serving
 from tests.integration.http.table import check_table
+from tests.kit import web
+from tests.kit.wait import WITHIN_S
 
 TOKENS = ("first-token", "second-token")
 LOOPBACK, FOREIGN = "localhost", "evil.example"
@@ -54,7 +56,7 @@ def _rows(name: str) -> list[tuple[str, ...]]:
     with (
         serving(APPS[name](())) as open_url,
         serving(APPS[name](TOKENS)) as closed_url,
-        httpx.Client(timeout=20) as client,
+        httpx.Client(timeout=WITHIN_S) as client,
     ):
         for method, path in _calls(APPS[name](())):
             statuses = [
@@ -97,7 +99,7 @@ def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:
 def test_what_is_no_token(scheme: str, token: str) -> None:
     with serving(APPS["dvp-weights"](TOKENS)) as url:
         headers = {"Authorization": f"{scheme} {token}".strip().encode("latin-1")}
-        response = httpx.get(f"{url}/v1/weights/a/b/c", headers=headers)
+        response = web.get(f"{url}/v1/weights/a/b/c", headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import requests
@@ -22,9 +21,10 @@ from schemathesis.specs.openapi import checks
 from services.contract.http import Problem
 from services.http import guard
 from tests.integration.monitor.process import TOKEN, Monitor
-from tests.integration.rollout.process import ReplicaProcess, ReplicaThread
+from tests.kit import web
+from tests.kit.replicas import ReplicaProcess, ReplicaThread
+from tests.kit.wait import WITHIN_S
 
-TIMEOUT_S = 20.0
 MAX_GROWTH = 256 * 2**20
 """Bytes of memory that a service may gain while it is fuzzed."""
 CHECKS = [
@@ -86,7 +86,7 @@ def _fuzz(url: str, count: int, headers: dict[str, str]) -> int:
         def answers(case: Any) -> None:
             nonlocal made
             made += 1
-            response = case.call(session=session, headers=headers, timeout=TIMEOUT_S)
+            response = case.call(session=session, headers=headers, timeout=WITHIN_S)
             case.validate_response(response, checks=CHECKS)
 
         answers()
@@ -98,7 +98,7 @@ def _fuzz_replica(replica: ReplicaProcess, count: int) -> int:
     before = process.memory_info().rss
     made = _fuzz(replica.url, count, {})
     assert process.memory_info().rss - before < MAX_GROWTH
-    assert httpx.get(f"{replica.url}/readyz").status_code == 200
+    assert web.get(f"{replica.url}/readyz").status_code == 200
     assert "Traceback" not in replica.log
     return made
 
@@ -111,8 +111,7 @@ def test_the_monitor_answers_anything_as_documented(fuzzed_monitor: Monitor) -> 
     _fuzz(fuzzed_monitor.url, 40, {"Authorization": f"Bearer {TOKEN}"})
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_both_answer_thousands_of_requests(
     fake_replica: ReplicaProcess, fuzzed_monitor: Monitor, record_cases: Any
 ) -> None:
@@ -123,7 +122,7 @@ def test_both_answer_thousands_of_requests(
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_what_fuzzing_found(fake_replica: ReplicaProcess, path: str, content: bytes) -> None:
-    response = httpx.post(fake_replica.url + path, content=content, headers=JSON_HEADERS, timeout=TIMEOUT_S)
+    response = web.post(fake_replica.url + path, content=content, headers=JSON_HEADERS)
     assert response.status_code in (400, 422), response.text
     assert Problem.model_validate_json(response.content).detail
 
@@ -162,14 +161,14 @@ def test_a_body_that_never_ends_is_not_waited_for(
     with ReplicaThread(tmp_path, "--model", str(small_model), "--engine", "fake") as replica:
         assert _raw(replica.port, head + framing + b"\r\n\r\n5\r\n{") == 408
         # One that is complete may take as long as it likes.
-        monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 5.0)
+        monkeypatch.setattr(guard, "BODY_TIMEOUT_S", WITHIN_S)
         body = json.dumps({"prompt": "1"})
-        assert httpx.post(f"{replica.url}/v1/rollouts", content=body, headers=JSON_HEADERS).status_code == 200
+        assert web.post(f"{replica.url}/v1/rollouts", content=body, headers=JSON_HEADERS).status_code == 200
 
 
 def _raw(port: int, request: bytes) -> int:
     """The status that is answered."""
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as peer:
+    with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as peer:
         peer.sendall(request)
         with peer.makefile("rb") as reply:
             return int(reply.readline().split()[1])

@@ -57,7 +57,6 @@ def test_both_sides_prune_by_the_same_rule(model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_rule_gets_a_reward_and_no_run_is_made_twice(model: Path, tmp_path: Path) -> None:
     chain.teach(tmp_path / "model", 20)
     budget = Budget(tmp_path, steps=12, seeds=(1, 2))

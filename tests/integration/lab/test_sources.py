@@ -10,7 +10,7 @@ import torch
 
 from services.contract.errors import ConfigError
 from services.dvp.policy import constrained_logprobs
-from tests.models import EOS_ID, make_model
+from tests.kit.models import EOS_ID, make_model
 from trainer.lab.mismatch import EDGES, measure
 from trainer.lab.overlap import RULES, overlap
 from trainer.lab.page import write_study

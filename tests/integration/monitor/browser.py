@@ -7,20 +7,21 @@ import itertools
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from websockets.sync.client import ClientConnection, connect
+
+from tests.kit import web
+from tests.kit.processes import process
+from tests.kit.wait import WITHIN_S, until
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--hide-scrollbars", "--no-first-run", "--remote-debugging-port=0"),
 )
-WAIT_S = 20.0
 
 
 def chromium() -> str | None:
@@ -52,11 +53,7 @@ class Browser:
 
     def until(self, script: str) -> Any:
         """The first true value of `script`."""
-        deadline = time.monotonic() + WAIT_S
-        while not (value := self.evaluate(script)):
-            assert time.monotonic() < deadline, f"{script} never came true\n{self.evaluate('document.body.innerText')}"
-            time.sleep(0.05)
-        return value
+        return until(lambda: self.evaluate(script), script)
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -71,7 +68,7 @@ class Browser:
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=WAIT_S))
+            message = json.loads(self._socket.recv(timeout=WITHIN_S))
             if message.get("id") == number:
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
@@ -98,28 +95,22 @@ def running(folder: Path) -> Iterator[Browser]:
     assert binary is not None
     profile = folder / "chromium"
     command = [binary, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with connect(_address(process, profile / "DevToolsActivePort"), max_size=None) as socket:
+    with process(command, folder / "chromium.log") as chromium_process:
+        address = _address(chromium_process, profile / "DevToolsActivePort")
+        with connect(address, max_size=None, open_timeout=WITHIN_S, ping_timeout=None) as socket:
             yield Browser(socket)
-    finally:
-        process.terminate()
-        try:
-            process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
-def _address(process: subprocess.Popen[bytes], port_file: Path) -> str:
+def _address(chromium_process: subprocess.Popen[bytes], port_file: Path) -> str:
     """Of the tab's debugging socket."""
-    deadline = time.monotonic() + WAIT_S
-    while not (port_file.exists() and port_file.read_text().strip()):
-        assert process.poll() is None, "Chromium ended at start"
-        assert time.monotonic() < deadline, "Chromium does not start"
-        time.sleep(0.05)
+
+    def port_is_known() -> bool:
+        assert chromium_process.poll() is None, "Chromium ended at start"
+        return port_file.exists() and bool(port_file.read_text().strip())
+
+    until(port_is_known, "Chromium listens")
     port = port_file.read_text().splitlines()[0]
-    targets = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=WAIT_S).json()
+    targets = web.get(f"http://127.0.0.1:{port}/json/list").json()
     return next(str(target["webSocketDebuggerUrl"]) for target in targets if target["type"] == "page")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.contract.weights import Announcement
+from services.transport import health
 from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
@@ -10,6 +11,7 @@ from services.transport.submission import Submission
 from services.transport.weights import WeightRegistry
 from tests.integration.monitor.process import stage
 from tests.integration.transport.rig import Rig
+from tests.kit.wait import WITHIN_S
 
 
 @pytest.fixture
@@ -19,8 +21,10 @@ async def rig(broker: Broker) -> Rig:
 
 
 @pytest.fixture
-async def staged(rig: Rig) -> Rig:
-    """A run in the middle of its work, with three dead letters; see `stage`."""
+async def staged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """A run in the middle of its work, with three dead letters; see `stage`. Nobody of it beats again, and nobody is
+    missed for it."""
+    monkeypatch.setattr(health, "LOST_S", WITHIN_S)
     await stage(rig)
     version = f"{rig.run_id}:7:ab"
     announcement = Announcement(version=version, step=7, folder="/weights", min_seq=7, announced_at=1.0)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -19,8 +16,10 @@ from services.monitor.server import serve
 from services.monitor.settings import MonitorSettings
 from services.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
 from tests.integration.transport.rig import BLOCK_MS, Rig
+from tests.kit import web
+from tests.kit.processes import ServerThread
+from tests.kit.wait import until
 
-WAIT_S = 20.0
 TOKEN = "s3cret"
 HOSTILE = "<img src=x onerror=alert(1)> [bold]\x1b[31m"
 
@@ -42,48 +41,30 @@ class Monitor:
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=self._headers, timeout=WAIT_S)
+        return web.get(self.url + path, headers=self._headers)
 
     def post(self, path: str, body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, headers=self._headers, timeout=WAIT_S)
+        return web.post(self.url + path, json=body, headers=self._headers)
 
     @contextmanager
     def events(self) -> Iterator[Iterator[tuple[str, Any]]]:
         """(kind, content) of each event as it comes."""
-        with httpx.stream("GET", f"{self.url}/v1/events", headers=self._headers, timeout=WAIT_S) as response:
+        with web.stream("GET", f"{self.url}/v1/events", headers=self._headers) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             yield _parse(response.iter_lines())
 
     def until_ready(self) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while self.get("/readyz").status_code != 200:
-            assert time.monotonic() < deadline, self.get("/readyz").text
-            time.sleep(0.02)
+        until(lambda: self.get("/readyz").status_code == 200, "the monitor is ready")
 
     def __enter__(self) -> Self:
-        self._asked_to_stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name="monitor")
-        self._thread.start()
-        deadline = time.monotonic() + WAIT_S
-        while not self._port_file.exists():
-            assert self._thread.is_alive(), "the monitor ended at start"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        self._server = ServerThread(partial(serve, self._settings))
+        until(lambda: self._port_file.exists() or not self._server.running, "the monitor listens")
         self.port = int(self._port_file.read_text())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._loop.call_soon_threadsafe(self._asked_to_stop.set)
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive(), "the monitor did not stop"
-
-    def _serve(self) -> None:
-        with asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            runner.run(serve(self._settings, self._asked_to_stop))
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
 
 
 def _parse(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,8 @@ import httpx
 import yaml
 
 from services.transport.embedded import free_port
-from tests.integration.trainer.processes import until
+from tests.kit.processes import process
+from tests.kit.wait import WITHIN_S, until
 
 DEPLOYED = Path(__file__).parents[3] / "deploy" / "prometheus"
 
@@ -49,11 +49,11 @@ class Prometheus:
 
 @contextmanager
 def running(folder: Path, token: str, targets: Mapping[str, list[int]]) -> Iterator[Prometheus]:
-    """Ports by job. What is deployed, but scraped every second, and alerts do not wait for their `for`."""
+    """Ports by job. What is deployed, but scraped every three seconds, and alerts do not wait for their `for`."""
     binary = shutil.which("prometheus")
     assert binary is not None
     config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    config["global"] = {"scrape_interval": "3s", "scrape_timeout": "3s", "evaluation_interval": "1s"}
     (folder / "token").write_text(token)
     for job in config["scrape_configs"]:
         job.pop("dns_sd_configs", None)
@@ -66,13 +66,10 @@ def running(folder: Path, token: str, targets: Mapping[str, list[int]]) -> Itera
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     port = free_port()
     command = [binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb"]
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-            prometheus = Prometheus(http)
-            until(prometheus.ready, "Prometheus is ready")
-            yield prometheus
-    finally:
-        process.terminate()
-        process.wait(20)
+    with (
+        process([*command, f"--web.listen-address=127.0.0.1:{port}"], folder / "prometheus.log"),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WITHIN_S, trust_env=False) as http,
+    ):
+        prometheus = Prometheus(http)
+        until(prometheus.ready, "Prometheus is ready")
+        yield prometheus

@@ -102,11 +102,11 @@ def _mend(monitor: Monitor) -> None:
         assert browser.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Replay job ")
         browser.press("Enter")
         browser.until(f"{cards} === 2")
-        assert "is back in the queue" in browser.until("document.getElementById('dead-note').textContent")
+        browser.until("document.getElementById('dead-note').textContent.includes('is back in the queue')")
         browser.evaluate("document.querySelectorAll('#letters button')[1].focus()")
         browser.press("Enter")
         browser.until(f"{cards} === 1")
-        assert "is dropped" in browser.evaluate("document.getElementById('dead-note').textContent")
+        browser.until("document.getElementById('dead-note').textContent.includes('is dropped')")
         assert browser.problems == []
 
 

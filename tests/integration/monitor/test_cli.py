@@ -15,7 +15,9 @@ from services.contract.http import QueueHealth
 from services.monitor.cli import main
 from services.transport.admission import close_queue
 from tests.integration.monitor.process import HOSTILE
-from tests.integration.transport.rig import BLOCK_MS, Rig, make_group, until
+from tests.integration.transport.rig import BLOCK_MS, Rig
+from tests.kit.records import make_group
+from tests.kit.wait import WITHIN_S, until_async
 
 
 class Ran(NamedTuple):
@@ -115,7 +117,7 @@ async def test_drain_waits_until_the_queue_is_empty(cli: Cli, rig: Rig) -> None:
     replica = rig.replica("a")
     leases = await replica.claim(2, BLOCK_MS)
     draining = asyncio.create_task(cli(rig.run_id, "drain", "--reason", "new disks"))
-    await until(lambda: rig.broker.redis.exists(rig.broker.keys.closed))
+    await until_async(lambda: rig.broker.redis.exists(rig.broker.keys.closed))
     for lease in leases:
         assert not draining.done()
         await replica.commit(lease, make_group(lease.job))
@@ -186,7 +188,7 @@ async def test_watching_by_terminal_changes_nothing(cli: Cli, staged: Rig) -> No
 
 def test_nobody_answers_is_one_line_without_a_traceback() -> None:
     command = [sys.executable, "-m", "services.monitor.cli", "--redis-url", "redis://:pw@127.0.0.1:1/0", "status"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dvp-queue: error: Redis at 127.0.0.1:1 does not answer")
     assert "pw" not in done.stderr

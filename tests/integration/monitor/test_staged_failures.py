@@ -22,11 +22,12 @@ from services.contract.http import Verdict
 from services.contract.keys import Keys
 from services.transport.embedded import EmbeddedBroker, free_port
 from tests.integration.monitor import browser, prometheus
-from tests.integration.trainer.processes import MODEL, config, process, until
+from tests.kit.processes import PYTHON, process
+from tests.kit.runs import MODEL, config
+from tests.kit.wait import WITHIN_S, until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(browser.chromium() is None, reason="no Chromium on this machine (apt-get install chromium)"),
     pytest.mark.skipif(
         shutil.which("prometheus") is None, reason="no Prometheus on this machine (apt-get install prometheus)"
@@ -100,16 +101,18 @@ def running_system(folder: Path, broker: EmbeddedBroker) -> Iterator[System]:
     """Two replicas with the fake engine, a trainer and a monitor."""
     common = [f"--redis-url={broker.url}", f"--run-id={RUN_ID}", f"--token={TOKEN}"]
     with ExitStack() as stack:
-        http = stack.enter_context(httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=20))
+        http = stack.enter_context(
+            httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=WITHIN_S, trust_env=False)
+        )
         system = System(broker, http, monitor=free_port(), trainer=free_port())
         for number in (1, 2):
             port = free_port()
-            command = ["services.rollout", f"--model={MODEL}", "--engine=fake", f"--port={port}", *common]
+            command = [*PYTHON, "services.rollout", f"--model={MODEL}", "--engine=fake", f"--port={port}", *common]
             command += ["--fake.service-time-s=0.1", "--fake.num-tokens=6", "--lease-s=5", f"--replica-id=r{number}"]
             system.replicas[port] = stack.enter_context(process(command, folder / f"r{number}.log"))
         metrics_file = folder / "run" / "metrics.jsonl"
         watch = [f"--port={system.monitor}", f"--metrics-file={metrics_file}", "--interval-s=0.5"]
-        stack.enter_context(process(["services.monitor", *watch, *common], folder / "monitor.log"))
+        stack.enter_context(process([*PYTHON, "services.monitor", *watch, *common], folder / "monitor.log"))
         until(lambda: all(map(system.is_ready, [*system.replicas, system.monitor])), "replicas and monitor are ready")
         yield system
 
@@ -117,7 +120,7 @@ def running_system(folder: Path, broker: EmbeddedBroker) -> Iterator[System]:
 def test_every_failure_looks_the_same_to_everybody(own_broker: EmbeddedBroker, tmp_path: Path) -> None:
     with ExitStack() as stack:
         system = stack.enter_context(running_system(tmp_path, own_broker))
-        train = ["trainer", *config(tmp_path, RUN_ID, own_broker.url, steps="1000000", sampling__n="2")]
+        train = [*PYTHON, "trainer", *config(tmp_path, RUN_ID, own_broker.url, steps="1000000", sampling__n="2")]
         train += [f"--metrics.port={system.trainer}", f"--metrics.token={TOKEN}"]
         trainer = stack.enter_context(process(train, tmp_path / "trainer.log"))
         ports = {"monitor": [system.monitor], "rollout": list(system.replicas), "trainer": [system.trainer]}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rollout.process import ReplicaProcess, ReplicaThread
-from tests.models import make_model
+from tests.kit.models import make_model
+from tests.kit.replicas import ReplicaProcess, ReplicaThread
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,13 @@ from services.client import Client
 from services.contract.errors import NotFoundError
 from services.contract.http import MAX_BODY_BYTES, JobStatus, Problem, RolloutResponse
 from services.contract.sampling import MIN_P
-from tests.integration.rollout.process import ReplicaProcess
+from tests.kit import web
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.wait import WITHIN_S
 
 
 def post(replica: ReplicaProcess, path: str, body: Any) -> httpx.Response:
-    return httpx.post(replica.url + path, json=body, timeout=30)
+    return web.post(replica.url + path, json=body)
 
 
 def problem(response: httpx.Response, status: int) -> Problem:
@@ -173,7 +175,7 @@ def test_job_id_belongs_to_jobs_only(replica: ReplicaProcess) -> None:
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"prompt": "1"', b"[" * 100_000])
 def test_a_body_that_is_no_json(content: bytes, replica: ReplicaProcess) -> None:
     headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{replica.url}/v1/rollouts", content=content, headers=headers, timeout=30)
+    response = web.post(f"{replica.url}/v1/rollouts", content=content, headers=headers)
     assert response.status_code in (400, 422)
     problem(response, response.status_code)
 
@@ -182,12 +184,12 @@ def test_a_body_that_is_no_json(content: bytes, replica: ReplicaProcess) -> None
 def test_numbers_must_be_finite(number: str, replica: ReplicaProcess) -> None:
     content = f'{{"prompt": "1", "sampling": {{"temperature": {number}}}}}'
     headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{replica.url}/v1/rollouts", content=content, headers=headers, timeout=30)
+    response = web.post(f"{replica.url}/v1/rollouts", content=content, headers=headers)
     assert problem(response, 422).errors[0].field == "sampling.temperature"
 
 
 def test_a_form_is_no_json(replica: ReplicaProcess) -> None:
-    response = httpx.post(f"{replica.url}/v1/rollouts", content=json.dumps({"prompt": "1"}), timeout=30)
+    response = web.post(f"{replica.url}/v1/rollouts", content=json.dumps({"prompt": "1"}))
     problem(response, 422)
 
 
@@ -196,40 +198,40 @@ def test_a_huge_body_is_refused_before_it_is_parsed(stated: bool, replica: Repli
     chunk = b" " * 65_536
     num_chunks = MAX_BODY_BYTES // len(chunk) + 2
     content = chunk * num_chunks if stated else (chunk for _ in range(num_chunks))
-    response = httpx.post(
-        f"{replica.url}/v1/rollouts", content=content, headers={"Content-Type": "application/json"}, timeout=30
+    response = web.post(
+        f"{replica.url}/v1/rollouts", content=content, headers={"Content-Type": "application/json"}, timeout=WITHIN_S
     )
     assert f"at most {MAX_BODY_BYTES}" in problem(response, 413).detail
 
 
 def test_unknown_paths_and_methods_are_problems(replica: ReplicaProcess) -> None:
-    assert "/v1/nothing" in problem(httpx.get(f"{replica.url}/v1/nothing"), 404).detail
-    refused = httpx.delete(f"{replica.url}/v1/queue")
+    assert "/v1/nothing" in problem(web.get(f"{replica.url}/v1/nothing"), 404).detail
+    refused = web.delete(f"{replica.url}/v1/queue")
     assert "GET" in problem(refused, 405).detail
     assert refused.headers["allow"] == "GET"
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "10.0.0.1", "127.0.0.1.evil.example", ""])
 def test_a_host_that_is_not_loopback_is_refused(host: str, replica: ReplicaProcess) -> None:
-    response = httpx.get(f"{replica.url}/v1/weights", headers={"Host": host})
+    response = web.get(f"{replica.url}/v1/weights", headers={"Host": host})
     assert "loopback" in problem(response, 403).detail
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:80", "[::1]"])
 def test_loopback_hosts_are_served(host: str, replica: ReplicaProcess) -> None:
-    assert httpx.get(f"{replica.url}/v1/weights", headers={"Host": host}).status_code == 200
+    assert web.get(f"{replica.url}/v1/weights", headers={"Host": host}).status_code == 200
 
 
 def test_health_readiness_and_openapi(replica: ReplicaProcess) -> None:
     for path in ("/healthz", "/readyz"):
-        assert httpx.get(replica.url + path).json() == {"status": "ok", "detail": ""}
-    paths = httpx.get(f"{replica.url}/openapi.json").json()["paths"]
+        assert web.get(replica.url + path).json() == {"status": "ok", "detail": ""}
+    paths = web.get(f"{replica.url}/openapi.json").json()["paths"]
     assert {"/v1/rollouts", "/v1/jobs", "/v1/jobs/{job_id}", "/v1/queue", "/v1/weights", "/metrics"} <= set(paths)
 
 
 def test_metrics_count_what_happened(replica: ReplicaProcess) -> None:
     def metric(name: str) -> float:
-        lines = httpx.get(f"{replica.url}/metrics").text.splitlines()
+        lines = web.get(f"{replica.url}/metrics").text.splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(f"{name} ")))
 
     before = metric("dvp_rollout_tokens_total")
@@ -237,7 +239,7 @@ def test_metrics_count_what_happened(replica: ReplicaProcess) -> None:
     num_tokens = sum(len(sample["token_ids"]) for sample in answer["samples"])
     assert metric("dvp_rollout_tokens_total") - before >= num_tokens
     assert metric("dvp_rollout_in_flight_samples") == 0
-    text = httpx.get(f"{replica.url}/metrics").text
+    text = web.get(f"{replica.url}/metrics").text
     assert 'dvp_rollout_requests_total{route="/v1/rollouts",status="200"}' in text
     assert "dvp_rollout_generate_seconds_bucket" in text
     assert "dvp_rollout_version_seq" in text
@@ -246,10 +248,10 @@ def test_metrics_count_what_happened(replica: ReplicaProcess) -> None:
 def test_a_job_goes_through_the_queue(replica: ReplicaProcess) -> None:
     with replica.client() as client:
         job_id = client.submit(prompt="3+4=", n=2, sampling={"max_tokens": 6}, metadata={"k": [1, None]})
-        group = client.wait(job_id, timeout=30)
+        group = client.wait(job_id, timeout=WITHIN_S)
         assert (group.job_id, len(group.samples), group.metadata) == (job_id, 2, {"k": [1, None]})
         assert all(isinstance(sample.text, str) for sample in group.samples)
-        status = httpx.get(f"{replica.url}/v1/jobs/{job_id}").json()
+        status = web.get(f"{replica.url}/v1/jobs/{job_id}").json()
         assert set(status) == {"status", "group", "error"}
         assert JobStatus.model_validate(status).status == "done"
 
@@ -258,28 +260,28 @@ def test_submitting_twice_is_one_job(replica: ReplicaProcess) -> None:
     job_id = f"twice-{secrets.token_hex(4)}"
     with replica.client() as client:
         assert {client.submit(job_id=job_id, prompt="1", sampling={"max_tokens": 2}) for _ in range(3)} == {job_id}
-        first = client.wait(job_id, timeout=30)
+        first = client.wait(job_id, timeout=WITHIN_S)
         client.submit(job_id=job_id, prompt="1", sampling={"max_tokens": 2})
-        again = client.wait(job_id, timeout=30)
+        again = client.wait(job_id, timeout=WITHIN_S)
     assert [s.token_ids.tolist() for s in first.samples] == [s.token_ids.tolist() for s in again.samples]
 
 
 def test_return_text_false_holds_for_queued_jobs_too(replica: ReplicaProcess) -> None:
     with replica.client() as client:
         job_id = client.submit(prompt="1", sampling={"max_tokens": 2}, return_text=False, metadata={"a": 1})
-        group = client.wait(job_id, timeout=30)
+        group = client.wait(job_id, timeout=WITHIN_S)
     assert group.samples[0].text is None
     assert group.metadata == {"a": 1}
 
 
 def test_unknown_jobs_are_not_found(replica: ReplicaProcess) -> None:
-    problem(httpx.get(f"{replica.url}/v1/jobs/never"), 404)
+    problem(web.get(f"{replica.url}/v1/jobs/never"), 404)
     with replica.client() as client, pytest.raises(NotFoundError, match="never"):
         client.job("never")
 
 
 def test_the_queue_page_knows_this_replica(replica: ReplicaProcess, shared_run_id: str) -> None:
-    raw = httpx.get(f"{replica.url}/v1/queue").json()
+    raw = web.get(f"{replica.url}/v1/queue").json()
     assert {"run_id", "jobs", "groups", "uncheckpointed", "dead", "duplicates", "replicas", "trainer"} <= set(raw)
     assert raw["run_id"] == shared_run_id
     assert [r["id"] for r in raw["replicas"]] == ["shared"]

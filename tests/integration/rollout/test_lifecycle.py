@@ -9,7 +9,6 @@ import socket
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 from services.client import AsyncClient, Client, Retry
@@ -20,12 +19,14 @@ from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, free_port
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.rollout.process import WAIT_S, ReplicaProcess, ReplicaThread, until
 from tests.integration.rollout.publishing import announce
+from tests.kit import web
+from tests.kit.replicas import ReplicaProcess, ReplicaThread
+from tests.kit.wait import WITHIN_S, until
 
 
 def in_flight(replica: ReplicaProcess | ReplicaThread) -> float:
-    lines = httpx.get(f"{replica.url}/metrics").text.splitlines()
+    lines = web.get(f"{replica.url}/metrics").text.splitlines()
     return float(next(line.split()[-1] for line in lines if line.startswith("dvp_rollout_in_flight_samples ")))
 
 
@@ -39,37 +40,32 @@ def test_a_client_that_goes_away_stops_its_samples(slow_replica: ReplicaThread) 
 
     asyncio.run(ask_and_leave())
     until(lambda: in_flight(slow_replica) == 0)
-    assert 'route="/v1/rollouts",status="499"' in httpx.get(f"{slow_replica.url}/metrics").text
+    assert 'route="/v1/rollouts",status="499"' in web.get(f"{slow_replica.url}/metrics").text
 
 
 def test_a_full_replica_answers_429_with_a_reason(slow_replica: ReplicaThread) -> None:
-    body = {"prompt": "1", "n": 2}
-
-    def occupy() -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{slow_replica.url}/v1/rollouts", json=body, timeout=httpx.Timeout(30, read=2.0))
-
-    occupant = threading.Thread(target=occupy)
-    occupant.start()
-    until(lambda: in_flight(slow_replica) == 2)
-    refused = httpx.post(f"{slow_replica.url}/v1/rollouts", json=body)
-    assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) >= 1
-    assert "2 samples are in flight" in Problem.model_validate_json(refused.content).detail
-    with Client(slow_replica.url, retry=Retry(tries=1)) as client, pytest.raises(OverloadedError) as caught:
-        client.rollout(prompt="1", n=2)
-    assert caught.value.retry_after_s >= 1
-    occupant.join()
+    body = b'{"prompt": "1", "n": 2}'
+    head = b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", slow_replica.port)) as occupant:
+        occupant.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: in_flight(slow_replica) == 2)
+        refused = web.post(f"{slow_replica.url}/v1/rollouts", json={"prompt": "1", "n": 2})
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "2 samples are in flight" in Problem.model_validate_json(refused.content).detail
+        with Client(slow_replica.url, retry=Retry(tries=1)) as client, pytest.raises(OverloadedError) as caught:
+            client.rollout(prompt="1", n=2)
+        assert caught.value.retry_after_s >= 1
     until(lambda: in_flight(slow_replica) == 0)
 
 
 def test_without_a_broker_the_queue_routes_say_so(slow_replica: ReplicaThread) -> None:
-    assert httpx.get(f"{slow_replica.url}/readyz").status_code == 200
+    assert web.get(f"{slow_replica.url}/readyz").status_code == 200
     answers = [
-        httpx.post(f"{slow_replica.url}/v1/jobs", json={"prompt": "1"}),
-        httpx.get(f"{slow_replica.url}/v1/jobs/a"),
-        httpx.get(f"{slow_replica.url}/v1/queue"),
-        httpx.post(f"{slow_replica.url}/v1/weights"),
+        web.post(f"{slow_replica.url}/v1/jobs", json={"prompt": "1"}),
+        web.get(f"{slow_replica.url}/v1/jobs/a"),
+        web.get(f"{slow_replica.url}/v1/queue"),
+        web.post(f"{slow_replica.url}/v1/weights"),
     ]
     for answer in answers:
         assert answer.status_code == 503
@@ -82,21 +78,21 @@ def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path)
     args = ["--model", str(model), "--engine", "fake", "--token-file", str(tokens), "--host", "0.0.0.0"]
     with ReplicaThread(tmp_path / "replica", *args, token="second") as replica:
         for path in ("/healthz", "/readyz"):
-            assert httpx.get(replica.url + path).status_code == 200
+            assert web.get(replica.url + path).status_code == 200
         for path in ("/v1/weights", "/metrics", "/openapi.json", "/v1/queue", "/nothing", "/healthz/", "//healthz"):
-            refused = httpx.get(replica.url + path)
+            refused = web.get(replica.url + path)
             assert refused.status_code == 401, path
             assert refused.headers["www-authenticate"] == "Bearer"
             assert Problem.model_validate_json(refused.content).status == 401
         for header in ("Bearer", "Bearer wrong", "Basic second", "second", "Bearer first second"):
-            wrong = httpx.get(f"{replica.url}/v1/weights", headers={"Authorization": header})
+            wrong = web.get(f"{replica.url}/v1/weights", headers={"Authorization": header})
             assert wrong.status_code == 401, header
         for token in ("first", "second"):
             with Client(replica.url, token=token) as client:
                 assert client.weights().error is None
         # With a token the Host header does not matter: the service is meant to be reached by name.
         named = {"Host": "replica.example", "Authorization": "Bearer first"}
-        assert httpx.get(f"{replica.url}/v1/weights", headers=named).status_code == 200
+        assert web.get(f"{replica.url}/v1/weights", headers=named).status_code == 200
         with Client(replica.url, token="wrong") as client, pytest.raises(ConfigError, match="needs a token"):
             client.rollout(prompt="1")
 
@@ -106,22 +102,22 @@ def test_http_goes_on_while_the_broker_is_away(model: Path, tmp_path: Path, capl
     args = ["--model", str(model), "--engine", "fake", "--redis-url", broker.url, "--run-id", "outage"]
     with ReplicaThread(tmp_path / "replica", *args, wait_ready=False) as replica:
         with replica.client() as client:
-            until(lambda: str(broker.port) in httpx.get(f"{replica.url}/readyz").json()["detail"])
-            detail = httpx.get(f"{replica.url}/readyz").json()["detail"]
+            until(lambda: str(broker.port) in web.get(f"{replica.url}/readyz").json()["detail"])
+            detail = web.get(f"{replica.url}/readyz").json()["detail"]
             assert broker.password not in detail
             assert len(client.rollout(prompt="1", n=2).samples) == 2
             with pytest.raises(UnavailableError, match="job queue cannot be used"):
                 client.submit(prompt="1")
 
             with broker:
-                until(lambda: httpx.get(f"{replica.url}/readyz").status_code == 200)
-                assert client.wait(client.submit(prompt="1"), timeout=WAIT_S)
+                until(lambda: web.get(f"{replica.url}/readyz").status_code == 200)
+                assert client.wait(client.submit(prompt="1"), timeout=WITHIN_S)
                 broker.kill()
-                until(lambda: httpx.get(f"{replica.url}/readyz", timeout=30).status_code == 503)
+                until(lambda: web.get(f"{replica.url}/readyz").status_code == 503)
                 assert len(client.rollout(prompt="1").samples) == 1
                 broker.start()
-                until(lambda: httpx.get(f"{replica.url}/readyz", timeout=30).status_code == 200)
-                assert client.wait(client.submit(prompt="1"), timeout=WAIT_S)
+                until(lambda: web.get(f"{replica.url}/readyz").status_code == 200)
+                assert client.wait(client.submit(prompt="1"), timeout=WITHIN_S)
         assert broker.password not in caplog.text
 
 
@@ -133,7 +129,7 @@ def cut_off(replica: ReplicaProcess) -> None:
 
 def test_a_graceful_stop_gives_unfinished_jobs_back(model: Path, broker_url: str, tmp_path: Path) -> None:
     run = f"stop-{secrets.token_hex(4)}"
-    args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s", "600", "--drain-s", "0.2"]
+    args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s", "600", "--drain-s", "2"]
     args += ["--redis-url", broker_url, "--run-id", run]
     with ReplicaProcess(tmp_path / "slow", *args) as replica, replica.client() as client:
         jobs = [client.submit(prompt="1", sampling={"max_tokens": 3}) for _ in range(3)]
@@ -155,7 +151,7 @@ def test_a_graceful_stop_gives_unfinished_jobs_back(model: Path, broker_url: str
     args[args.index("600")] = "0.01"
     with ReplicaThread(tmp_path / "fast", *args) as replica, replica.client() as client:
         for job in jobs:
-            assert len(client.wait(job, timeout=WAIT_S).samples) == 1
+            assert len(client.wait(job, timeout=WITHIN_S).samples) == 1
         assert client.queue().jobs.redelivered == 0
 
 
@@ -192,4 +188,4 @@ def test_weights_over_http(model: Path, broker_url: str, tmp_path: Path) -> None
         assert client.weights().error is None
         assert client.rollout(prompt="1").samples[0].versions[0].version == good.version
         until(lambda: client.queue().replicas[0].version == good.version)
-        assert f"dvp_rollout_version_seq {float(good.seq)}" in httpx.get(f"{replica.url}/metrics").text
+        assert f"dvp_rollout_version_seq {float(good.seq)}" in web.get(f"{replica.url}/metrics").text

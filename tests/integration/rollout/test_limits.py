@@ -17,7 +17,9 @@ from services.contract.http import Problem
 from services.transport.admission import close_queue, open_queue
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
-from tests.integration.rollout.process import ReplicaThread, until
+from tests.kit import web
+from tests.kit.replicas import ReplicaThread
+from tests.kit.wait import until
 
 RUN_ID, QUEUED = "limits", 2
 
@@ -33,7 +35,7 @@ def busy_replica(model: Path, own_broker: EmbeddedBroker, tmp_path: Path) -> Ite
 
 
 def submit(replica: ReplicaThread, name: str) -> httpx.Response:
-    return httpx.post(f"{replica.url}/v1/jobs", json={"prompt": "1", "job_id": name}, timeout=30)
+    return web.post(f"{replica.url}/v1/jobs", json={"prompt": "1", "job_id": name})
 
 
 def reason(refused: httpx.Response) -> str:
@@ -49,7 +51,7 @@ def test_a_queue_that_takes_no_more_says_why(busy_replica: ReplicaThread, own_br
 
     status = f"{busy_replica.url}/v1/jobs/running"
     assert submit(busy_replica, "running").status_code == 202
-    until(lambda: httpx.get(status).json()["status"] == "running")
+    until(lambda: web.get(status).json()["status"] == "running")
     for i in range(QUEUED):
         assert submit(busy_replica, f"waiting-{i}").status_code == 202
     assert reason(submit(busy_replica, "more")) == f"{QUEUED} jobs already wait for a replica"
@@ -74,16 +76,16 @@ def test_requests_at_the_same_time_are_bounded_and_probes_are_not(busy_replica: 
         for _ in range(2):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", busy_replica.port)))
             connection.sendall(unfinished)
-        until(lambda: httpx.get(ask).status_code == 429)
-        assert reason(httpx.get(ask)) == "2 requests are being answered, at most 2"
-        assert httpx.get(probe).status_code == 200
-    until(lambda: httpx.get(ask).status_code == 200)
+        until(lambda: web.get(ask).status_code == 429)
+        assert reason(web.get(ask)) == "2 requests are being answered, at most 2"
+        assert web.get(probe).status_code == 200
+    until(lambda: web.get(ask).status_code == 200)
 
 
 @pytest.mark.parametrize("path", ["/v1/rollouts", "/v1/jobs"])
 def test_a_group_that_would_be_too_large_is_refused(path: str, busy_replica: ReplicaThread) -> None:
     body = {"prompt_ids": [5] * 192, "n": 1024, "sampling": {"max_tokens": 10_000}}
-    refused = httpx.post(busy_replica.url + path, json=body, timeout=30)
+    refused = web.post(busy_replica.url + path, json=body)
     assert refused.status_code == 422
     (error,) = Problem.model_validate_json(refused.content).errors
     assert (error.field, error.value) == ("n", 1024)

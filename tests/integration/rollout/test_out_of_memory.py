@@ -16,8 +16,8 @@ from services.transport.groups import GroupQueue
 from services.transport.health import queue_health
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.rollout.process import ReplicaProcess
-from tests.models import make_model
+from tests.kit.models import make_model
+from tests.kit.replicas import ReplicaProcess
 
 CONTEXT = 2048
 ROWS = 512
@@ -32,7 +32,6 @@ def job(run_id: str, name: str, *, prompt: int = 3, n: int = 2) -> Job:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 async def test_out_of_memory(broker_url: str, broker: Broker, run_id: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", hidden=256, kv_heads=4, context=CONTEXT, endless=True)
     args = ["--model", str(model), "--threads", "1", "--max-batch", str(ROWS), "--max-deliveries", "3"]

@@ -15,7 +15,8 @@ from services.http.server import bound, port_file
 from services.http.settings import is_loopback
 from services.rollout.__main__ import main
 from services.rollout.settings import RolloutSettings
-from tests.integration.rollout.process import run
+from tests.kit.processes import run
+from tests.kit.replicas import COMMAND
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def test_a_busy_port_is_named_before_the_model_is_loaded(model: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run("--model", str(model), "--port", str(port))
+        done = run([*COMMAND, "--model", str(model), "--port", str(port)])
     assert done.returncode == 2
     message = f"port {port} on 127.0.0.1 cannot be used: Address already in use; choose another --port, or 0"
     assert done.stderr.startswith(f"dvp-rollout: error: {message}")
@@ -92,7 +93,8 @@ def test_a_folder_without_a_model_ends_the_server_that_was_already_up(
 
 
 def test_dry_run_prints_everything_and_starts_nothing() -> None:
-    done = run("--model", "m", "--token", "s3cret", "--dry-run", DVP_ROLLOUT__PORT="9000", DVP_ROLLOUT__RUN_ID="r")
+    variables = {"DVP_ROLLOUT__PORT": "9000", "DVP_ROLLOUT__RUN_ID": "r"}
+    done = run([*COMMAND, "--model", "m", "--token", "s3cret", "--dry-run"], **variables)
     assert done.returncode == 0
     assert "s3cret" not in done.stdout
     printed = tomllib.loads(done.stdout)

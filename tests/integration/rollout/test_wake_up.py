@@ -16,7 +16,8 @@ from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.rollout.process import ReplicaProcess, until
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.wait import until
 
 
 def job(run_id: str, name: str) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,17 +47,7 @@ from services.transport.weight_folder import folder_name, write_manifest
 from services.transport.weights import WeightRegistry
 from services.weights.app import create_app
 from tests.integration.rollout.publishing import announce, flip_a_bit
-
-WAIT_S = 20.0
-
-
-async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            met = condition()
-            if await met if isinstance(met, Awaitable) else met:
-                return
-            await asyncio.sleep(0.02)
+from tests.kit.wait import WITHIN_S, until_async
 
 
 @dataclass(frozen=True)
@@ -142,12 +132,12 @@ async def test_groups_reach_the_trainer_whole(broker: Broker, fence: int, model:
     async with working(broker, fake(broker, capacity=4), model) as running:
         await submit(broker, fence, *(job(broker.run_id, name, n=3) for name in names))
         trainer, groups = GroupQueue(broker, fence=fence), {}
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(WITHIN_S):
             while len(groups) < len(names):
                 for delivery in await trainer.read(20, 500):
                     assert isinstance(delivery.item, Group)
                     groups[delivery.job_id] = delivery.item
-        await until(lambda: running.slots.in_use == 0)
+        await until_async(lambda: running.slots.in_use == 0)
     assert sorted(groups) == sorted(names)
     assert {len(group.samples) for group in groups.values()} == {3}
     assert {group.replica_id for group in groups.values()} == {"a"}
@@ -156,7 +146,7 @@ async def test_groups_reach_the_trainer_whole(broker: Broker, fence: int, model:
 async def test_no_more_is_claimed_than_fits(broker: Broker, fence: int, model: Path) -> None:
     async with working(broker, fake(broker, capacity=4, service_time_s=600), model) as running:
         await submit(broker, fence, *(job(broker.run_id, f"job-{i}", n=2) for i in range(2)))
-        await until(lambda: running.slots.in_use == 4)
+        await until_async(lambda: running.slots.in_use == 4)
         await submit(broker, fence, *(job(broker.run_id, f"late-{i}", n=2) for i in range(4)))
         await asyncio.sleep(0.2)
         assert running.slots.in_use == 4
@@ -166,7 +156,7 @@ async def test_no_more_is_claimed_than_fits(broker: Broker, fence: int, model: P
 async def test_a_job_that_cannot_run_here_dies_at_once(broker: Broker, fence: int, model: Path) -> None:
     async with working(broker, fake(broker, context_length=3), model):
         await submit(broker, fence, job(broker.run_id, "long"))
-        await until(lambda: dead(broker, "long"))
+        await until_async(lambda: dead(broker, "long"))
     report = await Submission(broker).status("long")
     assert report.error is not None
     assert "context" in report.error
@@ -188,7 +178,7 @@ async def test_weights_that_give_nan_kill_the_job_after_its_deliveries(
     async with working(broker, engine, sick, max_deliveries=2):
         poisoned = job(broker.run_id, "nan").model_copy(update={"prompt_ids": np.array([40, 5], np.int32)})
         await submit(broker, fence, poisoned)
-        await until(lambda: dead(broker, "nan"))
+        await until_async(lambda: dead(broker, "nan"))
     report = await Submission(broker).status("nan")
     assert report.error is not None
     assert "finite" in report.error or "NaN" in report.error
@@ -198,9 +188,9 @@ async def test_a_generation_that_takes_too_long_counts_as_an_error(broker: Broke
     slow = fake(broker, service_time_s=600)
     async with working(broker, slow, model, max_deliveries=1, job_timeout_s=0.2) as running:
         await submit(broker, fence, job(broker.run_id, "slow"))
-        await until(lambda: dead(broker, "slow"))
-        await until(lambda: running.slots.in_use == 0)
-        await until(lambda: slow.num_running == 0)
+        await until_async(lambda: dead(broker, "slow"))
+        await until_async(lambda: running.slots.in_use == 0)
+        await until_async(lambda: slow.num_running == 0)
     assert "took longer" in str((await Submission(broker).status("slow")).error)
 
 
@@ -209,7 +199,7 @@ async def test_jobs_of_a_dead_replica_are_taken_over(broker: Broker, fence: int,
     await submit(broker, fence, job(broker.run_id, "orphan"))
     assert len(await ghost.claim(1, 1000)) == 1
     async with working(broker, fake(broker), model, lease_s=0.5):
-        await until(lambda: finished(broker, "orphan"))
+        await until_async(lambda: finished(broker, "orphan"))
 
 
 async def finished(broker: Broker, name: str) -> bool:
@@ -220,35 +210,35 @@ async def test_leases_are_renewed_for_as_long_as_it_takes(broker: Broker, fence:
     rival = JobQueue(broker, "rival", lease_ms=1500)
     async with working(broker, fake(broker, service_time_s=4.0), model, lease_s=1.5) as running:
         await submit(broker, fence, job(broker.run_id, "long"))
-        await until(lambda: running.slots.in_use == 1)
+        await until_async(lambda: running.slots.in_use == 1)
         stolen = []
         while running.slots.in_use:
             stolen += await rival.claim_expired(1)
             await asyncio.sleep(0.05)
         assert stolen == []
-        await until(lambda: finished(broker, "long"))
+        await until_async(lambda: finished(broker, "long"))
 
 
 async def test_a_lost_lease_stops_the_samples(broker: Broker, fence: int, model: Path) -> None:
     engine = fake(broker, service_time_s=600)
     async with working(broker, engine, model, lease_s=0.6) as running:
         await submit(broker, fence, job(broker.run_id, "stolen"))
-        await until(lambda: engine.num_running == 1)
+        await until_async(lambda: engine.num_running == 1)
         # Lease of 0: for this thief every lease has run out.
         thief = JobQueue(broker, "thief", lease_ms=0)
         assert len(await thief.claim_expired(1)) == 1
-        await until(lambda: engine.num_running == 0)
-        await until(lambda: running.slots.in_use == 0)
+        await until_async(lambda: engine.num_running == 0)
+        await until_async(lambda: running.slots.in_use == 0)
         assert await state(broker, "stolen") is JobState.RUNNING
 
 
 async def test_a_new_version_is_served_and_stamped(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
     async with working(broker, fake(broker), model) as running:
         announcement = await announce(broker, fence, tmp_path / "v1", model)
-        await until(lambda: running.swap.status.version == announcement.version)
+        await until_async(lambda: running.swap.status.version == announcement.version)
         await submit(broker, fence, job(broker.run_id, "after"))
         trainer = GroupQueue(broker, fence=fence)
-        delivery = (await trainer.read(1, 5000))[0]
+        (delivery,) = await until_async(lambda: trainer.read(1, 500))
         assert isinstance(delivery.item, Group)
         assert delivery.item.samples[0].versions[0].version == announcement.version
 
@@ -258,10 +248,11 @@ async def test_a_job_that_wants_newer_weights_keeps_its_lease_and_waits(
 ) -> None:
     async with working(broker, fake(broker), model) as running:
         await submit(broker, fence, job(broker.run_id, "eager", min_seq=1))
-        await until(lambda: running.slots.in_use == 1)
+        await until_async(lambda: running.slots.in_use == 1)
         assert await state(broker, "eager") is JobState.RUNNING
         announcement = await announce(broker, fence, tmp_path / "v1", model)
-        delivery = (await GroupQueue(broker, fence=fence).read(1, 5000))[0]
+        groups = GroupQueue(broker, fence=fence)
+        (delivery,) = await until_async(lambda: groups.read(1, 500))
         assert isinstance(delivery.item, Group)
         assert delivery.item.samples[0].versions[0].version == announcement.version
 
@@ -270,7 +261,7 @@ async def test_a_job_can_bring_the_news_of_new_weights(broker: Broker, fence: in
     async with working(broker, fake(broker), model, following=False) as running:
         announcement = await announce(broker, fence, tmp_path / "v1", model)
         await submit(broker, fence, job(broker.run_id, "eager", min_seq=announcement.seq))
-        await until(lambda: finished(broker, "eager"))
+        await until_async(lambda: finished(broker, "eager"))
         assert running.swap.seq == announcement.seq
 
 
@@ -291,7 +282,7 @@ async def test_bad_weights_are_refused_named_and_replaced(
         assert status.error is not None
         assert bad.version in status.error
         await submit(broker, fence, job(broker.run_id, "still"))
-        await until(lambda: finished(broker, "still"))
+        await until_async(lambda: finished(broker, "still"))
 
         good = await announce(broker, fence, tmp_path / "v2", model)
         await running.swap.follow(WeightRegistry(broker))
@@ -368,7 +359,7 @@ async def test_weights_are_fetched_where_the_volume_is_not_seen(
         assert announcement.version in status.error
         assert str(port) in status.error
         await submit(broker, fence, job(broker.run_id, "still"))
-        await until(lambda: finished(broker, "still"))
+        await until_async(lambda: finished(broker, "still"))
 
         with bound("127.0.0.1", port) as listener:
             http = http_server(create_app(tmp_path, ()), drain_s=0)
@@ -391,7 +382,7 @@ async def test_a_replica_that_is_too_old_takes_no_jobs(broker: Broker, fence: in
         assert not await finished(broker, "young")
         hidden.rename(folder)
         await running.swap.follow(WeightRegistry(broker))
-        await until(lambda: finished(broker, "young"))
+        await until_async(lambda: finished(broker, "young"))
         assert running.swap.seq == announcement.seq
 
 
@@ -401,9 +392,10 @@ async def test_a_real_engine_serves_the_announced_weights(
     engine = TransformersEngine(model, max_batch=4, threads=1, version=f"{broker.run_id}:0:aa")
     async with working(broker, engine, model) as running:
         announcement = await announce(broker, fence, tmp_path / "v1", model)
-        await until(lambda: running.swap.status.version == announcement.version)
+        await until_async(lambda: running.swap.status.version == announcement.version)
         await submit(broker, fence, job(broker.run_id, "real", n=2))
-        delivery = (await GroupQueue(broker, fence=fence).read(1, 5000))[0]
+        groups = GroupQueue(broker, fence=fence)
+        (delivery,) = await until_async(lambda: groups.read(1, 500))
         assert isinstance(delivery.item, Group)
         assert {span.version for s in delivery.item.samples for span in s.versions} == {announcement.version}
 
@@ -486,13 +478,13 @@ async def test_a_job_for_weights_that_cannot_be_loaded_goes_to_another_replica(
         hidden = tmp_path / "hidden"
         (tmp_path / "v1").rename(hidden)
         await submit(broker, fence, job(broker.run_id, "eager", min_seq=bad.seq), job(broker.run_id, "any"))
-        await until(lambda: finished(broker, "any"))
+        await until_async(lambda: finished(broker, "any"))
         other = JobQueue(broker, "other", lease_ms=60_000)
-        (lease,) = await other.claim(1, 5000)
+        (lease,) = await until_async(lambda: other.claim(1, 500))
         assert (lease.job.job_id, lease.deliveries) == ("eager", 0)
         await other.release(lease)
         hidden.rename(tmp_path / "v1")
-        await until(lambda: finished(broker, "eager"))
+        await until_async(lambda: finished(broker, "eager"))
         assert running.swap.seq == bad.seq
 
 
@@ -512,5 +504,5 @@ async def test_an_engine_that_takes_nothing_reads_the_folder_or_says_so(
 async def test_waiting_for_weights_is_bounded(broker: Broker, fence: int, model: Path) -> None:
     async with working(broker, fake(broker), model, max_deliveries=1, job_timeout_s=0.3):
         await submit(broker, fence, job(broker.run_id, "never", min_seq=99))
-        await until(lambda: dead(broker, "never"))
+        await until_async(lambda: dead(broker, "never"))
     assert "weights" in str((await Submission(broker).status("never")).error)

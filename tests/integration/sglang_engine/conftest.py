@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.engines.oracle import Oracle
-from tests.models import make_model
+from tests.kit.models import make_model
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,9 @@ import pytest
 
 from services.engines.sglang_server import Launch
 from tests.integration.engines.sglang_process import sglang_python
+from tests.kit.wait import WITHIN_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PARSE = """
 import argparse, json, sys
@@ -61,7 +62,7 @@ def test_every_setting_arrives(tmp_path: Path) -> None:
         [launch.python, "-c", PARSE, json.dumps(flags), json.dumps(list(expected))],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WITHIN_S,
         cwd=tmp_path,
         check=False,
     )

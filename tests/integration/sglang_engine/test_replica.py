@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -25,13 +24,14 @@ from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
-from tests.integration.rollout.process import ReplicaProcess
 from tests.integration.rollout.publishing import announce
+from tests.kit import web
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.wait import WITHIN_S, until_async
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 RUN = "sglang-engine"
-WAIT_S = 180.0
 NUM_JOBS = 48
 
 
@@ -43,7 +43,7 @@ def replica(
     args = ["--model", str(models["even"]), "--engine", "sglang", "--sglang.python", str(sglang_python())]
     args += ["--redis-url", broker_url, "--run-id", RUN, "--replica-id", "r", "--threads", "1", "--max-batch", "16"]
     args += ["--sglang.log-file", str(folder / "sglang.log"), "--lease-s", "5"]
-    with ReplicaProcess(folder, *args, start_timeout=WAIT_S) as process:
+    with ReplicaProcess(folder, *args) as process:
         yield process
 
 
@@ -66,29 +66,23 @@ def sglang_processes(replica: ReplicaProcess) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not await condition():  # noqa: ASYNC110 - another process has no event for it
-            await asyncio.sleep(0.05)
-
-
 async def until_state(broker: Broker, wanted: ReplicaState) -> None:
     async def reached() -> bool:
         return [r.state for r in (await queue_health(broker)).replicas] == [wanted]
 
-    await until(reached)
+    await until_async(reached)
 
 
 async def until_serving(client: Client, version: str) -> None:
     async def reached() -> bool:
         return (await asyncio.to_thread(client.weights)).version == version
 
-    await until(reached)
+    await until_async(reached)
 
 
 async def collect(broker: Broker, fence: int, count: int) -> dict[str, Group]:
     trainer, groups = GroupQueue(broker, fence=fence), {}
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(WITHIN_S):
         while len(groups) < count:
             for delivery in await trainer.read(100, 500):
                 assert isinstance(delivery.item, Group), delivery.item
@@ -155,7 +149,7 @@ async def test_no_part_of_the_server_outlives_another(replica: ReplicaProcess, b
     scheduler.kill()
     await until_state(broker, ReplicaState.STARTING)
     await until_state(broker, ReplicaState.SERVING)
-    assert not psutil.wait_procs(everybody, timeout=10)[1]
+    assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]
 
 
 async def test_damaged_weights_are_refused_and_reported(
@@ -169,7 +163,7 @@ async def test_damaged_weights_are_refused_and_reported(
         async def reported() -> bool:
             return (await asyncio.to_thread(client.weights)).error is not None
 
-        await until(reported)
+        await until_async(reported)
         status = client.weights()
         assert status.version == before
         assert status.error is not None
@@ -190,12 +184,12 @@ def test_nothing_of_the_server_listens_beyond_loopback_and_its_keys_are_hidden(r
     command = sglang_processes(replica)[0].cmdline()
     port = command[command.index("--port") + 1]
     assert not any("api-key" in part for process in sglang_processes(replica) for part in process.cmdline())
-    assert httpx.get(f"http://127.0.0.1:{port}/model_info", timeout=10).status_code == 401
-    assert httpx.post(f"http://127.0.0.1:{port}/pause_generation", json={}, timeout=10).status_code == 401
+    assert web.get(f"http://127.0.0.1:{port}/model_info").status_code == 401
+    assert web.post(f"http://127.0.0.1:{port}/pause_generation", json={}).status_code == 401
 
 
 def test_a_killed_replica_leaves_no_server(replica: ReplicaProcess) -> None:
     """The last test of this module: the replica is gone after it."""
     everybody = sglang_processes(replica)
     replica.stop(signal.SIGKILL)
-    assert not psutil.wait_procs(everybody, timeout=20)[1]
+    assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]

@@ -16,8 +16,9 @@ from services.engines.sglang_server import Launch, LocalServer
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
+from tests.kit.wait import WITHIN_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 async def test_swaps_that_fail_leave_the_weights_served(
@@ -87,7 +88,7 @@ def server_of(engine: SglangEngine) -> psutil.Process:
 
 async def back(engine: SglangEngine) -> None:
     """It has noticed the death and is over it."""
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(WITHIN_S):
         while not engine.outage:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.01)
         await engine.recovered()

@@ -10,13 +10,13 @@ import psutil
 import pytest
 
 from tests.integration.engines.sglang_process import sglang_python
-from tests.integration.rollout.process import ReplicaProcess
-from tests.integration.trainer.processes import MODEL, config, process, until
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.runs import MODEL, config, trainer_process
+from tests.kit.wait import WITHIN_S, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.slow
 
 STEPS = 8
-WAIT_S = 180.0
 FALLBACK = "reading its folder instead"
 
 
@@ -30,15 +30,15 @@ def test_a_run_that_sends_its_weights(broker_url: str, run_id: str, tmp_path: Pa
         return metrics.exists() and len(metrics.read_text().splitlines()) >= steps
 
     args = ["--model", str(MODEL), "--engine", "sglang", "--sglang.python", str(sglang_python()), "--threads", "1"]
-    args += ["--redis-url", broker_url, "--run-id", run_id, "--lease-s", "5", "--sglang.load-timeout-s", "30"]
-    with process(["trainer", *flags], tmp_path / "trainer.log") as trainer:
-        until(lambda: any((tmp_path / "run").glob(f"weights/{run_id}/weights-*")), "published", WAIT_S)
-        with ReplicaProcess(tmp_path / "replica", *args, start_timeout=WAIT_S) as replica:
-            until(lambda: trained(STEPS // 2), "half of the steps", WAIT_S)
+    args += ["--redis-url", broker_url, "--run-id", run_id, "--lease-s", "5", "--sglang.load-timeout-s", "300"]
+    with trainer_process(flags, tmp_path / "trainer.log") as trainer:
+        until(lambda: any((tmp_path / "run").glob(f"weights/{run_id}/weights-*")), "published")
+        with ReplicaProcess(tmp_path / "replica", *args) as replica:
+            until(lambda: trained(STEPS // 2), "half of the steps")
             assert FALLBACK not in replica.log
             assert replica.log.count(f"serving {run_id}:") >= 2  # a replica that lags may leave one out
             (server,) = psutil.Process(replica.pid).children()
             os.kill(server.pid, signal.SIGKILL)
-            assert trainer.wait(WAIT_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
+            assert trainer.wait(WITHIN_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
     assert trained(STEPS)
     assert f"sent {run_id}:1:" in (tmp_path / "trainer.log").read_text()

@@ -23,7 +23,7 @@ from tests.integration.trainer.sending import none_sending, one_stopped, sender
 
 from .test_swap import back, server_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 PIECES = 1 << 15
 """Bytes per piece: the model has several."""

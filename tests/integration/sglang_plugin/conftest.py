@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integration.engines.oracle import Oracle
-from tests.models import FAMILIES, make_model
+from tests.kit.models import FAMILIES, make_model
 
 from .server import PYTHON, Servers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from services.transport.embedded import free_port
+from tests.kit.wait import WITHIN_S, until
 
 PYTHON = Path(__file__).parents[3] / ".sglang" / "bin" / "python"
 FLAGS = (
@@ -23,7 +23,7 @@ FLAGS = (
     *("--max-total-tokens", "65536", "--max-running-requests", "64", "--context-length", "1024"),
     *("--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
 )
-START_S, STOP_S, ANSWER_S = 180.0, 15.0, 120.0
+STOP_S = 15.0
 
 Answer: TypeAlias = dict[str, Any]
 
@@ -43,19 +43,19 @@ class Server:
                 env=os.environ | environment,
                 start_new_session=True,
             )
-        self.http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
+        self.http = httpx.Client(base_url=self.url, timeout=WITHIN_S, trust_env=False)
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                pytest.fail(f"SGLang did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
-            time.sleep(0.2)
+        try:
+            until(self._is_ready, "SGLang is ready")
+        except AssertionError:
+            self.stop()
+            pytest.fail(f"SGLang did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
 
     def _is_ready(self) -> bool:
+        assert self._process.poll() is None
         try:
-            return self.http.get("/ready", timeout=5).status_code == 200
+            return self.http.get("/ready").status_code == 200
         except httpx.TransportError:
             return False
 

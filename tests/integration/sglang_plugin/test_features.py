@@ -15,12 +15,13 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.integration.engines.oracle import Oracle
-from tests.models import EOS_ID
+from tests.kit.models import EOS_ID
+from tests.kit.wait import WITHIN_S
 
 from .checks import Answer, check_constrained, check_unconstrained, read
 from .server import Server, Servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
 LOG_MIN_P = -3.0
@@ -87,7 +88,7 @@ def test_grammar_masks_come_first(server: Server, oracle: Oracle) -> None:
     assert set(answer["text"]) <= set(string.digits)
     logits = logits_of(oracle, answer)
     forbidden = np.ones(logits.shape[-1], bool)
-    forbidden[5:15] = False  # where tests.models has the digits
+    forbidden[5:15] = False  # where tests.kit.models has the digits
     logits[:, forbidden] = -np.inf
     check_constrained(answer, logits, LOG_MIN_P, 1.0, at_least=0.8)
 
@@ -155,7 +156,7 @@ def test_openai_sdk_gets_constrained_log_probs(
     """A client that nobody here wrote."""
     arguments = [server.url, json.dumps(PROMPT), str(RHO["min_p"])]
     done = subprocess.run(
-        [sglang_python, "-c", OPENAI_CLIENT, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sglang_python, "-c", OPENAI_CLIENT, *arguments], capture_output=True, text=True, timeout=WITHIN_S, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

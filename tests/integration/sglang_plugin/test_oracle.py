@@ -13,7 +13,7 @@ from tests.integration.engines.oracle import Oracle
 from .checks import check_constrained, read
 from .server import Servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 LOG_MIN_PS = (-13.0, -6.0, -3.0, math.log(0.1))
 TEMPERATURES = (0.5, 0.7, 1.0, 1.3, 1.5)

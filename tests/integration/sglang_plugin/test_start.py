@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.sglang_plugin.versions import ANY_VERSION
+from tests.kit.wait import WITHIN_S
 
 from .server import FLAGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[3]
 PROJECT = REPOSITORY / "deploy" / "dvp-sglang"
@@ -31,7 +32,7 @@ def run(python: Path, *arguments: str | Path, folder: Path, **environment: str) 
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=WITHIN_S,
         check=False,
     )
 

@@ -14,7 +14,7 @@ from tests.integration.engines.oracle import Oracle
 from .checks import Answer, check_constrained, check_unconstrained, read
 from .server import Server, Servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
 # One request at a time and no step in flight: tokens and rounding depend on nothing but the seed.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.kit.wait import WITHIN_S
 from tests.unit.trainer.golden import make_batch
 from trainer.config import TrainSettings
 from trainer.step import Learner, open_learner
@@ -58,7 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = make_settings(arguments.out_dir, arguments.model, arguments.compute_dtype, arguments.lora_rank)
-    with World.joined("cpu", 60.0) as world:
+    with World.joined("cpu", WITHIN_S) as world:
         learner = open_learner(settings, 0, world)
         if not world.leads:
             for order in world.orders():

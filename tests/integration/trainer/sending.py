@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import all_tasks
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from services.contract.weights import Announcement, WeightRoute
 from services.engines.weight_pieces import PIECE_BYTES
 from services.transport.broker import Broker
 from services.transport.transfers import Transfers
+from tests.kit.wait import WITHIN_S, until_async
 from trainer.config import WeightsSection
 from trainer.sender import SERVING, Sender
 
 
 @asynccontextmanager
 async def sender(
-    broker: Broker, version: str, folder: Path, *, piece_bytes: int = PIECE_BYTES, send_timeout_s: float = 60
+    broker: Broker, version: str, folder: Path, *, piece_bytes: int = PIECE_BYTES, send_timeout_s: float = WITHIN_S
 ) -> AsyncIterator[None]:
     announced = Announcement(
         version=version, step=1, folder=str(folder), announced_at=time.time(), route=WeightRoute.DISTRIBUTED
@@ -50,15 +51,9 @@ def _sends(child: psutil.Process) -> bool:
 
 async def none_sending() -> None:
     """Nor is the sender busy with what is left of one: cancelled then, asyncio would complain of open pipes."""
-    await _until(lambda: not sending_processes() and not any(task.get_name() == SERVING for task in all_tasks()))
+    await until_async(lambda: not sending_processes() and not any(task.get_name() == SERVING for task in all_tasks()))
 
 
 async def one_stopped() -> None:
     """A fail point stopped it in the middle of its work."""
-    await _until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in sending_processes()))
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - another process has no event for it
-            await asyncio.sleep(0.02)
+    await until_async(lambda: any(p.status() == psutil.STATUS_STOPPED for p in sending_processes()))

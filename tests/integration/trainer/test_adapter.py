@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.engines.adapter import holds_adapter
+from tests.kit.runs import config, replica, train
 from trainer.reporting import read_metrics
-
-from .processes import config, replica, train
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.contract.errors import ConfigError
+from tests.kit.runs import config, replica, run_trainer, train, trainer_process
+from tests.kit.wait import until
 from trainer.config import TrainSettings
 from trainer.setup import open_run
-
-from .processes import config, process, replica, run_trainer, train, until
 
 
 def cli_refusal(flags: list[str], before: Callable[[], None] | None = None) -> str:
@@ -100,17 +100,15 @@ def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, r
     assert not list((tmp_path / "run" / "weights").rglob("*.safetensors"))
 
 
-@pytest.mark.timeout(180)
 def test_a_second_trainer_is_refused_and_names_the_first(tmp_path: Path, broker_url: str, run_id: str) -> None:
     flags = config(tmp_path, run_id, broker_url)
-    with process(["trainer", *flags], tmp_path / "first.log"):
+    with trainer_process(flags, tmp_path / "first.log"):
         until(lambda: (tmp_path / "run" / "weights").exists(), "the first trainer's weights")
         message = cli_refusal(config(tmp_path, run_id, broker_url, "second"))
     assert f"run_id '{run_id}' is being trained by dvp-train in {tmp_path / 'run'}" in message
     assert "pid" in message
 
 
-@pytest.mark.timeout(180)
 async def test_a_run_whose_data_changed_does_not_resume(tmp_path: Path, broker_url: str, run_id: str) -> None:
     with replica(tmp_path, run_id, broker_url):
         await asyncio.to_thread(train, config(tmp_path, run_id, broker_url, steps="2"))

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from services.transport import failpoints
-from tests.integration.rollout.process import ReplicaThread
+from tests.kit.processes import ROOT, environment
+from tests.kit.replicas import ReplicaThread
+from tests.kit.runs import MODEL, config, train
+from tests.kit.wait import WITHIN_S, until
 from trainer.checkpoint import Checkpoints
 from trainer.reporting import read_metrics
 
-from .processes import MODEL, ROOT, TIMEOUT_S, config, environment, train, until
 from .test_resume import DETERMINISTIC, outcomes, parameters
 
 LESS_THAN_THE_MODEL = 100_000
@@ -47,7 +49,7 @@ def last_words(flags: list[str], point: str, room: Callable[[], int]) -> str:
             bytes_left = room()
             process.rlimit(resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
             process.resume()
-            said, _ = trainer.communicate(timeout=TIMEOUT_S)
+            said, _ = trainer.communicate(timeout=WITHIN_S)
         finally:
             trainer.send_signal(signal.SIGKILL)
     assert trainer.returncode == 2, said
@@ -56,7 +58,6 @@ def last_words(flags: list[str], point: str, room: Callable[[], int]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_full_disk_costs_only_time(tmp_path: Path, broker_url: str, run_id: str) -> None:
     reference, disturbed = f"{run_id}-a", f"{run_id}-b"
     args = ["--model", str(MODEL), "--redis-url", broker_url, "--deterministic", "--threads", "1", "--run-id"]

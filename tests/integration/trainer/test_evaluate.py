@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from services.transport.broker import Broker
+from tests.kit.runs import HELDOUT, config, replica, train
 from trainer.lab.recorded import Tokens
 from trainer.recording import read_tokens
 from trainer.reporting import read_metrics
 
-from .processes import HELDOUT, config, replica, train
-
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url: str, run_id: str) -> None:
     flags = config(
         tmp_path,

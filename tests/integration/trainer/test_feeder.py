@@ -26,8 +26,9 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.jobs import JobQueue, Lease
 from services.transport.pending import Stream, pending
 from services.transport.weights import WeightRegistry
-from tests.integration.rollout.process import ReplicaProcess
-from tests.integration.transport.rig import until
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.runs import HELDOUT, MODEL, config
+from tests.kit.wait import until_async
 from trainer import evaluate as evaluate_module
 from trainer import feeder as feeder_module
 from trainer.batch import Batch
@@ -36,8 +37,6 @@ from trainer.config import TrainSettings
 from trainer.ledger import read_ledger
 from trainer.loop import Run
 from trainer.setup import open_run
-
-from .processes import HELDOUT, MODEL, config
 
 GROUPS, N = 2, 4
 
@@ -345,7 +344,7 @@ async def test_a_death_during_a_checkpoint_waits_for_the_next_one(broker_url: st
         async def die() -> None:
             (lease,) = await player.claim(1)
             await player.jobs.fail(lease, "boom", fatal=True)
-            await until(lambda: asyncio.to_thread(outcomes, run))
+            await until_async(lambda: asyncio.to_thread(outcomes, run))
 
         def slow_save(*args: Any) -> Path:
             asyncio.run_coroutine_threadsafe(die(), loop).result(30)
@@ -469,9 +468,9 @@ async def test_the_log_names_the_replica_that_hangs(
     async with opened(broker_url) as (run, player):
         waiting = asyncio.create_task(run.feeder.next_batch())
         with caplog.at_level(logging.INFO, feeder_module.__name__), ReplicaProcess(tmp_path / "hung", *args) as replica:
-            await until(held)
+            await until_async(held)
             os.kill(replica.pid, signal.SIGSTOP)
-            await until(named)
+            await until_async(named)
             replica.stop(signal.SIGKILL)
         waiting.cancel()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.integration.rollout.process import ReplicaProcess
-
-from .processes import MODEL, config, process
+from tests.kit import web
+from tests.kit.processes import PYTHON, process
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.runs import MODEL, config, trainer_process
+from tests.kit.wait import WITHIN_S
 
 SECRET = "Xq7Zw9Kj2Vb4"
 TOO_LONG = SECRET * 40
@@ -39,7 +40,7 @@ def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> 
     variables = {"PYTHONPATH": str(tmp_path)}
     with (
         ReplicaProcess(tmp_path / "replica", *rollout, *at) as replica,
-        process(["services.monitor", *at, "--port=0"], tmp_path / "monitor.log"),
+        process([*PYTHON, "services.monitor", *at, "--port=0"], tmp_path / "monitor.log"),
     ):
         for body in (
             {"prompt": SECRET, "sampling": {"max_tokens": 2}},
@@ -47,14 +48,13 @@ def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> 
             {"prompt": TOO_LONG},
             {"prompt": SECRET, "n": SECRET},
         ):
-            httpx.post(f"{replica.url}/v1/rollouts", json=body, timeout=30)
-        httpx.post(f"{replica.url}/v1/jobs", json={"prompt": TOO_LONG, "job_id": "letter"}, timeout=30)
-        with process(["trainer", *flags, f"--data.train={data}"], tmp_path / "trainer.log", **variables) as trainer:
-            assert trainer.wait(90) == 0, (tmp_path / "trainer.log").read_text()
-        with process(
-            ["trainer", *flags, f"--data.train={tmp_path / 'bad.jsonl'}"], tmp_path / "refused.log"
-        ) as refused:
-            assert refused.wait(60) == 2
+            web.post(f"{replica.url}/v1/rollouts", json=body)
+        web.post(f"{replica.url}/v1/jobs", json={"prompt": TOO_LONG, "job_id": "letter"})
+        with trainer_process([*flags, f"--data.train={data}"], tmp_path / "trainer.log", **variables) as trainer:
+            assert trainer.wait(WITHIN_S) == 0, (tmp_path / "trainer.log").read_text()
+        bad = [*flags, f"--data.train={tmp_path / 'bad.jsonl'}"]
+        with trainer_process(bad, tmp_path / "refused.log") as refused:
+            assert refused.wait(WITHIN_S) == 2
     logs = {path.name: path.read_text() for path in [*tmp_path.glob("*.log"), tmp_path / "replica" / "log"]}
     assert logs["trainer.log"].count("further ones are counted in reward/failed") == 1
     assert "never retrieved" not in logs["trainer.log"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.models import make_model
+from tests.kit.models import make_model
+from tests.kit.processes import PYTHON, process, run
+from tests.kit.runs import config, replica
+from tests.kit.runs import train as train_alone
+from tests.kit.wait import WITHIN_S
 from trainer.ledger import read_ledger
 
-from .processes import TIMEOUT_S, config, process, replica
-from .processes import train as train_alone
 from .ranked import LR, STEPS
 
 SIZES = (1, 2, 4)
@@ -29,10 +29,8 @@ pytestmark = pytest.mark.slow
 
 
 def torchrun(size: int, module: str, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += ["-m", f"tests.integration.trainer.{module}", *map(str, options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return run([*command, "-m", f"tests.integration.trainer.{module}", *map(str, options)])
 
 
 def train(out_dir: Path, model: Path, size: int, *options: str) -> Path:
@@ -143,11 +141,11 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(
 def test_two_ranks_train_on_the_queue_and_one_goes_on(tmp_path: Path, broker_url: str, run_id: str) -> None:
     """The whole way of a sample, with evaluation, checkpoints and weights that a replica loads."""
     flags = config(tmp_path, run_id, broker_url, steps="4")
-    two = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    two = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
     log = tmp_path / "ranks.log"
     with replica(tmp_path, run_id, broker_url):
         with process([*two, *flags], log) as ranks:
-            assert ranks.wait(TIMEOUT_S) == 0, log.read_text()
+            assert ranks.wait(WITHIN_S) == 0, log.read_text()
         train_alone([flag if flag != "--steps=4" else "--steps=6" for flag in flags])
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
@@ -166,9 +164,9 @@ def test_what_the_leader_alone_finds_wrong_is_said_in_a_line_each(tmp_path: Path
     flags = config(tmp_path, run_id, "redis://127.0.0.1:1/0", steps="1")
     log = tmp_path / "ranks.log"
     with process(
-        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", *flags], log
+        [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", *flags], log
     ) as ranks:
-        assert ranks.wait(TIMEOUT_S) != 0
+        assert ranks.wait(WITHIN_S) != 0
     said = log.read_text()
     assert "dvp-train: error: " in said
     assert "127.0.0.1:1" in said

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from services.transport.weight_folder import folder_name
+from tests.kit.runs import config, replica, train, trainer_process
+from tests.kit.wait import until
 from trainer.checkpoint import Checkpoints
 from trainer.ledger import read_ledger
 from trainer.reporting import read_metrics
-
-from .processes import config, process, replica, train, until
 
 DETERMINISTIC = {"deterministic": "true", "batch__max_staleness": "0"}
 
@@ -37,7 +37,6 @@ def num_steps(out: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
     tmp_path: Path, broker_url: str, run_id: str
 ) -> None:
@@ -48,7 +47,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
     flags = config(tmp_path, disturbed, broker_url, "b", **DETERMINISTIC)
     kill_at = random.SystemRandom().randint(1, 5)
     with replica(tmp_path, disturbed, broker_url, deterministic=True):
-        with process(["trainer", *flags], tmp_path / "killed.log") as trainer:
+        with trainer_process(flags, tmp_path / "killed.log") as trainer:
             until(lambda: num_steps(tmp_path / "b") >= kill_at, f"step {kill_at}")
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()

@@ -24,7 +24,8 @@ from services.engines.weight_pieces import pieces, stretches
 from services.transport.broker import Broker
 from services.transport.failpoints import IN_SENDING, VARIABLE
 from services.transport.transfers import Transfers
-from tests.models import make_model
+from tests.kit.models import make_model
+from tests.kit.wait import WITHIN_S
 from trainer.sender import address_of
 from trainer.sending import Plan
 
@@ -45,7 +46,7 @@ def request(version: str, *, device: str = "cpu") -> TransferRequest:
 def receive(offer: Offer) -> list[bytes]:
     """Every piece, as rank 1."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=WITHIN_S)
     store = TCPStore(offer.host, offer.port, offer.size, is_master=False, timeout=timeout)
     group, _ = _new_process_group_helper(
         offer.size,
@@ -70,7 +71,7 @@ def receive(offer: Offer) -> list[bytes]:
 
 async def test_every_byte_arrives_and_has_the_checksum_that_was_announced(broker: Broker, model: Path) -> None:
     async with sender(broker, "run:1:aa", model, piece_bytes=PIECES):
-        offer = await Transfers(broker).ask(request("run:1:aa", device="cuda"), 30)
+        offer = await Transfers(broker).ask(request("run:1:aa", device="cuda"), WITHIN_S)
         assert (offer.version, offer.host, offer.size, offer.backend) == ("run:1:aa", "127.0.0.1", 2, "gloo")
         found = await asyncio.to_thread(receive, offer)
         await none_sending()
@@ -85,7 +86,7 @@ async def test_every_byte_arrives_and_has_the_checksum_that_was_announced(broker
 async def test_only_what_is_announced_now_is_sent(broker: Broker, model: Path) -> None:
     async with sender(broker, "run:2:bb", model):
         with pytest.raises(WeightError, match=r"does not send run:1:aa: run:2:bb is the version announced now"):
-            await Transfers(broker).ask(request("run:1:aa"), 30)
+            await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
     assert not sending_processes()
 
 
@@ -95,12 +96,12 @@ async def test_weights_that_are_not_finite_are_not_offered(broker: Broker, model
     save_file(weights, tmp_path / "model.safetensors")
     async with sender(broker, "run:1:aa", tmp_path):
         with pytest.raises(WeightError, match=r"model\.norm\.weight holds NaN or infinity"):
-            await Transfers(broker).ask(request("run:1:aa"), 30)
+            await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
 
 
 async def test_a_replica_that_never_joins_is_given_up(broker: Broker, model: Path) -> None:
-    async with sender(broker, "run:1:aa", model, send_timeout_s=1):
-        await Transfers(broker).ask(request("run:1:aa"), 30)
+    async with sender(broker, "run:1:aa", model, send_timeout_s=5):
+        await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
         assert len(sending_processes()) == 1
         await none_sending()
 
@@ -111,12 +112,12 @@ async def test_a_sending_process_that_is_killed_costs_one_transfer(
 ) -> None:
     async with sender(broker, "run:1:aa", model, piece_bytes=PIECES):
         monkeypatch.setenv(VARIABLE, f"{point}:2=kill")
-        cut_off = await Transfers(broker).ask(request("run:1:aa"), 30)
+        cut_off = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
         with pytest.raises(RuntimeError):
             await asyncio.to_thread(receive, cut_off)
         await none_sending()
         monkeypatch.delenv(VARIABLE)
-        offer = await Transfers(broker).ask(request("run:1:aa"), 30)
+        offer = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
         found = await asyncio.to_thread(receive, offer)
         await none_sending()
     assert [hashlib.sha256(data).hexdigest() for data in found] == [piece.sha256 for piece in offer.pieces]
@@ -138,7 +139,7 @@ async def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model:
         backend="gloo",
         device="cpu",
         piece_bytes=PIECES,
-        timeout_s=60,
+        timeout_s=WITHIN_S,
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "trainer.sending"),
@@ -154,7 +155,7 @@ async def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model:
     assert {address.ip for address in listening} == {"127.0.0.1"}
     assert port in {address.port for address in listening}
     process.stdin.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         await process.communicate()
     assert process.returncode != 0
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from services import tracing
 from services.contract.errors import ConfigError
-from tests.integration.trainer.processes import MODEL, config, process, train
+from tests.kit.runs import config, replica, train
 
 WAY = ["submit", "wait in queue", "generate", "commit", "reward", "train", "publish"]
 
@@ -76,16 +76,8 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[Received]:
 
 @pytest.mark.slow
 def test_a_samples_way_is_one_trace(broker_url: str, run_id: str, tmp_path: Path) -> None:
-    with collector() as (url, received):
-        replica = [
-            "services.rollout",
-            f"--model={MODEL}",
-            "--port=0",
-            f"--redis-url={broker_url}",
-            f"--run-id={run_id}",
-        ]
-        with process([*replica, "--threads=1", f"--trace-url={url}"], tmp_path / "replica.log"):
-            train([*config(tmp_path, run_id, broker_url, steps="3"), f"--trace-url={url}"])
+    with collector() as (url, received), replica(tmp_path, run_id, broker_url, f"--trace-url={url}"):
+        train([*config(tmp_path, run_id, broker_url, steps="3"), f"--trace-url={url}"])
     traces = defaultdict(list)
     for span in sorted(received, key=lambda span: span.start):
         traces[span.trace].append(span)

@@ -13,9 +13,9 @@ import pytest
 from services.transport import failpoints
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
+from tests.kit.runs import config, replica, train, trainer_process
+from tests.kit.wait import WITHIN_S, until
 from trainer.checkpoint import Checkpoints
-
-from .processes import TIMEOUT_S, config, process, replica, train, until
 
 
 def is_stopped(child: subprocess.Popen[bytes]) -> bool:
@@ -30,7 +30,6 @@ def everything(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("point", "refusal"),
     [
@@ -48,7 +47,7 @@ async def test_a_replaced_trainer_wakes_up_to_nothing(
     log = tmp_path / "stopped.log"
     with (
         replica(tmp_path, run_id, own_broker.url),
-        process(["trainer", *flags], log, **{failpoints.VARIABLE: f"{point}=stop"}) as stopped,
+        trainer_process(flags, log, **{failpoints.VARIABLE: f"{point}=stop"}) as stopped,
     ):
         until(lambda: is_stopped(stopped), f"it stops at {point}")
         train(flags)
@@ -56,7 +55,7 @@ async def test_a_replaced_trainer_wakes_up_to_nothing(
             published = await broker.redis.xrange(broker.keys.versions)
             files = everything(tmp_path / "run")
             stopped.send_signal(signal.SIGCONT)
-            assert stopped.wait(TIMEOUT_S) == 2
+            assert stopped.wait(WITHIN_S) == 2
             assert refusal in log.read_text()
             assert await broker.redis.xrange(broker.keys.versions) == published
     assert everything(tmp_path / "run") == files

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from services.transport.weight_folder import verify_folder
+from tests.kit.processes import PYTHON, process
+from tests.kit.runs import config, replica, train
+from tests.kit.wait import until
 from trainer.reporting import read_metrics
-
-from .processes import config, process, replica, train, until
 
 STEPS = 4
 
@@ -17,10 +18,10 @@ STEPS = 4
 @pytest.mark.slow
 def test_a_replica_without_the_volume_fetches_what_is_trained(tmp_path: Path, broker_url: str, run_id: str) -> None:
     volume, cache, port_file = tmp_path / "volume", tmp_path / "cache", tmp_path / "port"
-    server = ["services.weights", f"--folder={volume}", "--port=0", f"--port-file={port_file}", "--token=secret"]
+    server = [*PYTHON, "services.weights", f"--folder={volume}", "--port=0", f"--port-file={port_file}"]
     # On one machine the volume is visible to all: the replica is told not to look.
     elsewhere = ["--no-weights.shared", f"--weights.cache={cache}", "--weights.token=secret"]
-    with process(server, tmp_path / "weights.log"):
+    with process([*server, "--token=secret"], tmp_path / "weights.log"):
         until(port_file.exists, "dvp-weights listens")
         url = f"http://127.0.0.1:{port_file.read_text().strip()}"
         overrides = {"steps": str(STEPS), "batch__max_staleness": "0", "weights__folder": str(volume)}

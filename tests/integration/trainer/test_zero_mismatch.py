@@ -18,7 +18,7 @@ from services.contract.sampling import Sampling
 from services.contract.shape import Shape
 from services.engines.tokenizer import load_tokenizer
 from services.engines.transformers import TransformersEngine
-from tests.models import FAMILIES, make_model
+from tests.kit.models import FAMILIES, make_model
 from trainer.batch import Batch, ScoredGroup
 from trainer.config import TrainSettings
 from trainer.evidence import Evidence

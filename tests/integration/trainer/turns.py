@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from services.settings import user_errors
+from tests.kit.wait import WITHIN_S
 from trainer.world import World
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--dies", type=int)
     arguments = parser.parse_args()
-    with user_errors("turns"), World.joined("cpu", 60.0) as world:
+    with user_errors("turns"), World.joined("cpu", WITHIN_S) as world:
         with world.in_turn():
             began = time.monotonic()
             if world.rank == arguments.dies:

@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from services.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
-from services.contract.job import Job, Sink, job_id
+from services.contract.job import Job, Sink
 from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
 from services.transport.jobs import JobQueue, Lease
 from services.transport.submission import Submission, Submitted
+from tests.kit.records import make_group, make_job
+from tests.kit.wait import until_async
 
 SHORT_LEASE_MS = 30
 NO_LIMIT = 10**6
 BLOCK_MS = 50
-
-T = TypeVar("T")
-
-
-def make_job(run_id: str, position: int = 0, *, sink: Sink = Sink.TRAIN, deadline: float | None = None) -> Job:
-    name = job_id(run_id, position, 0) if sink is Sink.TRAIN else f"{sink}-{position}"
-    return Job(job_id=name, run_id=run_id, prompt_ids=[1, 2, 3], n=2, sink=sink, deadline=deadline)
-
-
-def make_group(job: Job, replica_id: str = "replica-0") -> Group:
-    sample = Sample(
-        token_ids=[5, 6],
-        logprobs=[-0.5, -0.25],
-        kept_mass=[1.0, 0.9],
-        kept_count=[3, 4],
-        finish_reason=FinishReason.STOP,
-        versions=(VersionSpan(version=f"{job.run_id}:0:ab", start=0, end=2),),
-        seed=7,
-    )
-    return Group(
-        job_id=job.job_id,
-        run_id=job.run_id,
-        prompt_ids=job.prompt_ids,
-        sampling=job.sampling,
-        samples=(sample,) * job.n,
-        sink=job.sink,
-        replica_id=replica_id,
-        engine=EngineFacts(name="fake", version="1", dtype="float32"),
-    )
-
-
-async def until(look: Callable[[], Awaitable[T]], timeout_s: float = 20.0) -> T:
-    """The first true answer of `look`."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            if answer := await look():
-                return answer
-            await asyncio.sleep(0.005)
 
 
 @dataclass(frozen=True)
@@ -99,4 +59,4 @@ class Rig:
 
     async def expired(self, replica: JobQueue, count: int = 8) -> list[Lease]:
         """What `replica` takes over as soon as the leases of others have run out."""
-        return await until(lambda: replica.claim_expired(count))
+        return await until_async(lambda: replica.claim_expired(count))

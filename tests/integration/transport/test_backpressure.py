@@ -17,7 +17,8 @@ from services.transport.groups import GroupQueue
 from services.transport.jobs import Committed, JobQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.transport.rig import BLOCK_MS, Rig, make_group, make_job
+from tests.integration.transport.rig import BLOCK_MS, Rig
+from tests.kit.records import make_group, make_job
 
 MAXMEMORY = 24 * 1024 * 1024
 PAD = "x" * 12_000

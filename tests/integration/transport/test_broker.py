@@ -12,8 +12,7 @@ from services.contract.errors import ConfigError, UnavailableError
 from services.transport import broker as broker_module
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, free_port
-
-from .rig import until
+from tests.kit.wait import until_async
 
 SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")
 ADMISSION = {"submit", "submit_client", "replay"}
@@ -103,4 +102,4 @@ async def test_a_cancelled_close_leaves_no_connection(own_broker: EmbeddedBroker
             await asyncio.sleep(0)
         closing.cancel()
         await asyncio.wait([closing])
-        await until(alone)
+        await until_async(alone)

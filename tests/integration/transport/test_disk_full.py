@@ -6,6 +6,7 @@ The kernel refuses bytes beyond RLIMIT_FSIZE in any file, as it refuses them on 
 from __future__ import annotations
 
 import resource
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,9 @@ from services.transport.embedded import EmbeddedBroker, valkey_binary
 from services.transport.health import queue_health
 from services.transport.jobs import JobQueue
 from services.transport.submission import Submission
-from tests.integration.transport.rig import BLOCK_MS, make_job, until
+from tests.integration.transport.rig import BLOCK_MS
+from tests.kit.records import make_job
+from tests.kit.wait import until_async
 
 MOST_JOBS = 1000
 
@@ -30,7 +33,7 @@ MOST_JOBS = 1000
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedBroker]:
     """A write beyond the limit fails, and does not end the process by a signal that a full disk does not send."""
     binary = tmp_path / "server"
-    binary.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {valkey_binary()} \"$@\"\n")
+    binary.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {shlex.quote(str(valkey_binary()))} \"$@\"\n")
     binary.chmod(0o700)
     fsync: Literal["everysec", "always"] = request.param
     with EmbeddedBroker(tmp_path / "data", aof=True, fsync=fsync, binary=binary) as server:
@@ -64,7 +67,7 @@ async def test_a_full_disk_of_the_broker_loses_nothing(server: EmbeddedBroker, r
             async with await Broker.connect(server.url, run_id, create=False) as watching:
                 assert (await queue_health(watching)).verdict is Verdict.BROKER_DISK
             room(server, resource.RLIM_INFINITY)
-            await until(lambda: goes_on(broker))
+            await until_async(lambda: goes_on(broker))
         # With `always` it has ended by itself, rather than answer for what it cannot keep.
         server.kill()
         server.start()

@@ -15,7 +15,9 @@ from services.contract.errors import ConfigError
 from services.contract.keys import REPLICAS, TRAINER
 from services.transport import failpoints
 from tests.chaos.traps import all_points
-from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig, make_group
+from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig
+from tests.kit.records import make_group
+from tests.kit.wait import WITHIN_S
 
 VICTIM = """
 import asyncio, sys
@@ -36,7 +38,7 @@ asyncio.run(main(*sys.argv[1:]))
 def _die_at(point: str, url: str, run_id: str) -> int:
     environment = os.environ | {failpoints.VARIABLE: f"{point}=kill"}
     return subprocess.run(
-        [sys.executable, "-c", VICTIM, url, run_id], env=environment, timeout=60, check=False
+        [sys.executable, "-c", VICTIM, url, run_id], env=environment, timeout=WITHIN_S, check=False
     ).returncode
 
 

@@ -11,7 +11,9 @@ from services.contract.keys import TRAINER
 from services.transport.groups import Delivery, GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submitted
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_group, make_job, until
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
+from tests.kit.records import make_group, make_job
+from tests.kit.wait import until_async
 
 
 async def _next_trainer(rig: Rig) -> Rig:
@@ -87,7 +89,7 @@ async def test_groups_that_a_stopped_trainer_reads_late_are_not_lost(rig: Rig) -
     await after.finish(after.replica("a"), 1)
     # The old trainer was stopped between its fence check and its read.
     await rig.broker.read_group(rig.broker.keys.groups, TRAINER, f"trainer/{rig.fence}", 9, BLOCK_MS)
-    assert _ids(await until(lambda: after.groups.read(9, 1))) == [job.job_id]
+    assert _ids(await until_async(lambda: after.groups.read(9, 1))) == [job.job_id]
 
 
 async def test_a_reply_lost_on_the_network_is_read_again(rig: Rig) -> None:
@@ -97,7 +99,7 @@ async def test_a_reply_lost_on_the_network_is_read_again(rig: Rig) -> None:
     assert len(await rig.groups.read(9, BLOCK_MS)) == 1
     await rig.finish(replica, 1)
     await rig.broker.read_group(rig.broker.keys.groups, TRAINER, f"trainer/{rig.fence}", 9, BLOCK_MS)
-    assert _ids(await until(lambda: rig.groups.read(9, 1))) == [jobs[1].job_id]
+    assert _ids(await until_async(lambda: rig.groups.read(9, 1))) == [jobs[1].job_id]
     assert await rig.groups.read(9, 1) == []
 
 
@@ -134,7 +136,7 @@ async def test_an_undecodable_group_is_a_dead_letter(rig: Rig) -> None:
     (job,) = await rig.submit()
     entry = {"kind": "group", "id": job.job_id, "sink": "train", "data": b"\x00junk", "at": 1}
     await rig.broker.redis.xadd(rig.broker.keys.groups, entry)
-    (delivery,) = await until(lambda: rig.groups.read(9, 1))
+    (delivery,) = await until_async(lambda: rig.groups.read(9, 1))
     assert isinstance(delivery.item, DeadLetter)
     assert "not a group" in delivery.item.error
     assert await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT) == [Submitted.DEAD]

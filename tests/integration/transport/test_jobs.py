@@ -12,7 +12,9 @@ from services.contract.job import JobState, Sink
 from services.contract.keys import REPLICAS
 from services.transport.jobs import Committed
 from services.transport.submission import Submitted
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig, make_group, make_job, until
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig
+from tests.kit.records import make_group, make_job
+from tests.kit.wait import until_async
 
 
 async def test_a_job_becomes_a_group(rig: Rig) -> None:
@@ -100,14 +102,14 @@ async def test_only_the_owner_gives_back(rig: Rig, call: str) -> None:
 
 async def test_a_renewed_lease_does_not_run_out(rig: Rig) -> None:
     await rig.submit(2)
-    owner, other = rig.replica("owner", lease_ms=500), rig.replica("other", lease_ms=500)
+    owner, other = rig.replica("owner", lease_ms=3000), rig.replica("other", lease_ms=3000)
     kept, forgotten = await owner.claim(2, BLOCK_MS)
 
     async def other_takes() -> list[str]:
         assert await owner.renew([kept]) == []
         return [lease.entry_id for lease in await other.claim_expired(8)]
 
-    assert await until(other_takes) == [forgotten.entry_id]
+    assert await until_async(other_takes) == [forgotten.entry_id]
 
 
 async def test_own_live_leases_are_not_taken_over(rig: Rig) -> None:
@@ -188,7 +190,7 @@ async def test_a_job_that_kills_its_replicas_is_given_up(rig: Rig) -> None:
         assert await survivor.claim_expired(1) == []
         return await rig.length(rig.broker.keys.dead) == 1
 
-    await until(given_up)
+    await until_async(given_up)
     (delivery,) = await rig.groups.read(9, BLOCK_MS)
     assert isinstance(delivery.item, DeadLetter)
     assert "died or hung 2 times" in delivery.item.error
@@ -248,7 +250,7 @@ async def test_a_damaged_entry_of_a_dead_replica_is_dead_lettered(rig: Rig) -> N
         assert await replica.claim_expired(4) == []
         return await rig.length(rig.broker.keys.jobs) == 0
 
-    await until(gone)
+    await until_async(gone)
 
 
 async def test_a_second_entry_of_an_ended_job_is_dropped_and_counted(rig: Rig) -> None:

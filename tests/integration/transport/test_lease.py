@@ -11,7 +11,7 @@ import pytest
 from services.contract.errors import ConfigError, LeaseLostError
 from services.transport.broker import Broker
 from services.transport.lease import TrainerLease
-from tests.integration.transport.rig import until
+from tests.kit.wait import until_async
 
 
 async def _run_out(broker: Broker) -> None:
@@ -52,7 +52,7 @@ async def test_tokens_grow_also_over_a_wiped_broker(broker: Broker) -> None:
         if wiped:
             await broker.redis.delete(broker.keys.fence)
             # The next token comes from the broker's clock.
-            await until(lambda: _clock_passed(broker, tokens[-1]))
+            await until_async(lambda: _clock_passed(broker, tokens[-1]))
     assert tokens == sorted(set(tokens))
 
 
@@ -109,9 +109,9 @@ async def test_a_trainer_finds_its_place_again_on_a_wiped_broker(broker: Broker)
 
 
 async def test_held_renews_and_releases(broker: Broker) -> None:
-    async with TrainerLease(broker, "x", ttl_s=0.3).held() as token:
-        await broker.redis.pexpire(broker.keys.lease, 250)
-        await until(lambda: _ttl_above(broker, 250))
+    async with TrainerLease(broker, "x", ttl_s=3).held() as token:
+        await broker.redis.pexpire(broker.keys.lease, 2000)
+        await until_async(lambda: _ttl_above(broker, 2000))
         assert await broker.redis.hget(broker.keys.lease, "token") == str(token).encode()
     assert await broker.redis.exists(broker.keys.lease) == 0
 

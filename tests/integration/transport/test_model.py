@@ -18,9 +18,9 @@ from services.contract.job import Sink
 from services.transport import broker as broker_module
 from services.transport.broker import Broker
 from tests.integration.transport import world as world_module
-from tests.integration.transport.rig import make_job
 from tests.integration.transport.walk import stuck, walk
 from tests.integration.transport.world import Checkpoint, Seen, ViolationError, World, look, step
+from tests.kit.records import make_job
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ async def test_every_state_of_a_small_world(
     await _walk_all(world, at_least)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("jobs", "faults", "max_deliveries", "at_least"), [(1, 3, 1, 5000), (1, 2, 3, 1000), (2, 1, 1, 2000)]
 )
@@ -85,8 +84,7 @@ def test_a_long_story_ends_well(runner: asyncio.Runner, broker_url: str, run_id:
     runner.run(_story(broker_url, run_id, choices))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.long
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(choices=CHOICES)
 def test_many_long_stories_end_well(runner: asyncio.Runner, broker_url: str, run_id: str, choices: list[int]) -> None:

@@ -20,7 +20,9 @@ from services.transport.jobs import Committed
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission, Submitted
 from services.transport.weights import WeightRegistry
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_group, make_job, until
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
+from tests.kit.records import make_group, make_job
+from tests.kit.wait import until_async
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ async def test_a_wiped_broker_costs_only_time(own_broker: EmbeddedBroker, rig: R
     await lease.renew()
     assert await rig.submission.submit(jobs, fence=rig.fence, limit=3) == [Submitted.NEW] * 3
     await rig.finish(replica, 3)
-    seen: list[Delivery] = await until(lambda: rig.groups.read(9, BLOCK_MS))
+    seen: list[Delivery] = await until_async(lambda: rig.groups.read(9, BLOCK_MS))
     assert [delivery.job_id for delivery in seen] == [job.job_id for job in jobs]
     await rig.groups.settle(trained=[job.job_id for job in jobs])
     await rig.groups.acknowledge(seen)
@@ -136,7 +138,7 @@ async def test_weights_are_announced_again_after_a_wipe(own_broker: EmbeddedBrok
 async def test_a_blocked_claim_survives_a_wipe(own_broker: EmbeddedBroker, rig: Rig) -> None:
     replica = rig.replica("a")
     waiting = asyncio.create_task(replica.claim(1, 5_000))
-    await until(lambda: _blocked(rig.broker))
+    await until_async(lambda: _blocked(rig.broker))
     await rig.broker.redis.flushdb()  # this test's own server
     assert await waiting == []
     await rig.submission.submit([make_job(rig.run_id)], fence=rig.fence, limit=1)

@@ -13,7 +13,8 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission, Submitted
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig, make_group, make_job
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
+from tests.kit.records import make_group, make_job
 
 
 async def test_resubmitting_answers_the_state(rig: Rig) -> None:

@@ -14,7 +14,7 @@ from services.contract.errors import ConfigError
 from services.transport.broker import Broker
 from services.transport.embedded import free_port
 from services.transport.health import queue_health
-from tests.integration.transport.rig import until
+from tests.kit.wait import until_async
 
 PASSWORD = "correct-horse"
 SUBJECT = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
@@ -78,11 +78,11 @@ async def _connects(url: str, run_id: str) -> bool:
 
 
 async def test_the_authority_of_the_url_is_trusted(server: Server, run_id: str) -> None:
-    assert await until(lambda: _connects(server.url(), run_id))
+    assert await until_async(lambda: _connects(server.url(), run_id))
 
 
 async def test_another_authority_is_not(server: Server, run_id: str) -> None:
-    await until(lambda: _connects(server.url(), run_id))
+    await until_async(lambda: _connects(server.url(), run_id))
     for url in (server.url(authority=server.other), server.url().partition("?")[0], server.url(host="127.0.0.1")):
         with pytest.raises(ConfigError, match=r"certificate that cannot be trusted.*ssl_ca_certs=FILE") as refusal:
             await Broker.connect(url, run_id)
@@ -90,7 +90,7 @@ async def test_another_authority_is_not(server: Server, run_id: str) -> None:
 
 
 async def test_a_password_is_asked_for_over_tls_too(server: Server, run_id: str) -> None:
-    await until(lambda: _connects(server.url(), run_id))
+    await until_async(lambda: _connects(server.url(), run_id))
     with pytest.raises(ConfigError, match="refuses the user or password"):
         await Broker.connect(server.url(password="wrong"), run_id)
 

@@ -27,7 +27,8 @@ from services.transport.groups import Delivery, GroupQueue
 from services.transport.jobs import Committed, JobQueue, Lease
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission, Submitted
-from tests.integration.transport.rig import NO_LIMIT, make_group
+from tests.integration.transport.rig import NO_LIMIT
+from tests.kit.records import make_group
 
 NO_TIME_MS = 0
 """A lease time under which every lease has run out for whoever looks."""

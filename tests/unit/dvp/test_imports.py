@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.kit.wait import WITHIN_S
+
 PROGRAM = """
 import sys
 for absent in ("jaxtyping", "pydantic", "msgpack", "transformers", "services.contract"):
@@ -16,4 +18,4 @@ policy.constrained_logprobs(logits, draw.token_ids, log_min_p=-13.0, temperature
 
 
 def test_needs_nothing_but_torch() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=WITHIN_S)

@@ -141,7 +141,6 @@ def test_a_run_is_made_once_and_again_if_it_is_another(model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_study_in_small(tmp_path: Path) -> None:
     said = []
     study = collapse(tmp_path / "work", replace(SMALL, jobs=2), lambda done, total, what: said.append(what))

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tests.unit.trainer.groups import make_group, make_sample
+from tests.kit.records import make_sample, make_scored
 from trainer.batch import Batch
 from trainer.config import TrainSettings
 from trainer.model import load_model
@@ -44,7 +44,7 @@ def make_batch(rng: np.random.Generator) -> Batch:
         for _ in range(N):
             length = int(rng.integers(2, 7))
             samples.append(make_sample(rng.integers(5, 60, length).tolist(), -rng.uniform(3, 6, length)))
-        groups.append(make_group(prompt, samples, rng.random(N).round(2).tolist(), position=position))
+        groups.append(make_scored(prompt, samples, rng.random(N).round(2).tolist(), position=position))
     return Batch(tuple(groups))
 
 

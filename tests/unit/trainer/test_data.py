@@ -17,6 +17,7 @@ import pytest
 
 from services.contract.errors import ConfigError
 from services.contract.http import Message
+from tests.kit.wait import WITHIN_S
 from trainer.data import Columns, Order, Prompt, Row, load_prompts, permutation
 
 DAPO: dict[str, Any] = {
@@ -272,7 +273,7 @@ def test_the_hub_is_not_asked_when_offline() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=WITHIN_S,
     )
     assert "ConfigError: hub:nobody/no-such-data: `datasets` cannot load split 'train'" in ended.stderr
     assert "without network, download it first" in ended.stderr

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import make_model
+from tests.kit.models import make_model
+from tests.kit.records import make_sample
 from tests.unit.trainer.golden import make_batch
-from tests.unit.trainer.groups import make_sample
 from trainer.batch import Batch, TrainSequence
 from trainer.config import ModelSection, TrainSettings
 from trainer.layout import SHORTEST_SHARE, Tokens, packed

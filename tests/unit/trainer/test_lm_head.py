@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from services.dvp.policy import Constrained, constrained_logprobs
 from services.engines.model_folder import has_linear_head
-from tests.models import make_model
+from tests.kit.models import make_model
 from trainer.lm_head import head_logprobs
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97

@@ -18,7 +18,7 @@ from services.engines.sglang import SglangEngine
 from services.engines.sglang_server import Remote
 from services.engines.transformers import TransformersEngine
 from services.transport.weight_folder import folder_digest
-from tests.models import make_model
+from tests.kit.models import make_model
 from tests.unit.trainer.golden import make_batch
 from trainer.batch import Batch
 from trainer.config import TrainSettings

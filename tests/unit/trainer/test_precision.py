@@ -17,8 +17,8 @@ from services.contract.sampling import Sampling
 from services.contract.shape import Shape
 from services.engines.compute_dtype import compute_in, rounded
 from services.engines.transformers import TransformersEngine
-from tests.models import make_model
-from tests.unit.trainer.groups import make_group, make_sample
+from tests.kit.models import make_model
+from tests.kit.records import make_sample, make_scored
 from trainer.batch import TrainSequence
 from trainer.config import ModelSection
 from trainer.feeder import check_group
@@ -145,7 +145,7 @@ async def test_a_float32_head_helps_on_both_sides_and_harms_on_one(folder: Path)
 def test_a_group_with_the_head_of_the_other_kind_is_refused(
     folder: Path, engine: dict[str, Any], model: dict[str, Any], named: str | None
 ) -> None:
-    group = make_group(PROMPT, [make_sample([5], [-1.0])], [1.0]).group
+    group = make_scored(PROMPT, [make_sample([5], [-1.0])], [1.0]).group
     group = group.model_copy(update={"engine": EngineFacts(name="x", version="1", **engine)})
     fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "sampling", "sink")}
     job, section = Job(n=1, **fields), ModelSection(path=folder, **model)

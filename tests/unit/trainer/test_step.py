@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.contract.group import FinishReason
-from tests.models import make_model
-from tests.unit.trainer.groups import make_group, make_sample
+from tests.kit.models import make_model
+from tests.kit.records import make_sample, make_scored
 from trainer.batch import Batch, ScoredGroup
 from trainer.config import TrainSettings
 from trainer.model import load_model
@@ -92,7 +92,7 @@ def make_batch(oracle: PreTrainedModel, *, noise: float = 0.1) -> Batch:
             exact = oracle_logprobs(oracle, prompt, tokens).detach().numpy()
             infer = np.minimum(exact + noise * rng.standard_normal(len(tokens)), 0)
             samples.append(make_sample(tokens, infer))
-        groups.append(make_group(prompt, samples, [1.0, 0.0, 0.5 * g], position=g))
+        groups.append(make_scored(prompt, samples, [1.0, 0.0, 0.5 * g], position=g))
     return Batch(tuple(groups))
 
 
@@ -157,7 +157,7 @@ def test_rejected_sequences_count_in_the_denominator_all_and_not_in_kept(
     batch = make_batch(oracle, noise=0.0)
     low = batch.groups[0].group.samples[0]
     surprising = make_sample(low.token_ids.tolist(), low.logprobs - 1.0)  # w = e^T, above the cap
-    first = make_group([5, 9, 11], [surprising, *batch.groups[0].group.samples[1:]], batch.groups[0].rewards)
+    first = make_scored([5, 9, 11], [surprising, *batch.groups[0].group.samples[1:]], batch.groups[0].rewards)
     batch = Batch((first, batch.groups[1]))
     for policy, denominator in (("all", 6), ("kept", 5)):
         gradient = gradient_of(make_learner(correction={"denominator": policy}), batch)
@@ -171,7 +171,7 @@ def test_an_outside_token_takes_its_sequence_out_and_nothing_else(
     prompt = batch.groups[0].group.prompt_ids.tolist()
     logits = oracle(input_ids=torch.tensor([prompt])).logits[0, -1]
     outsider = make_sample([int(logits.argmin())], [-0.5])
-    group = make_group(prompt, [outsider, *batch.groups[0].group.samples[1:]], batch.groups[0].rewards)
+    group = make_scored(prompt, [outsider, *batch.groups[0].group.samples[1:]], batch.groups[0].rewards)
     batch = Batch((group, batch.groups[1]))
     learner = make_learner()
     assert_close(gradient_of(learner, batch), expected_gradient(oracle, batch, cap=2.0, denominator=6))
@@ -205,7 +205,7 @@ def test_a_batch_with_nothing_to_learn_from_leaves_the_weights_alone(
     before = {name: p.clone() for name, p in learner.model.named_parameters()}
     flat = tuple(ScoredGroup(scored.group, (0.0, 0.0, 0.0), 0) for scored in make_batch(oracle).groups)
     unsure = tuple(
-        make_group(
+        make_scored(
             scored.group.prompt_ids.tolist(),
             [make_sample(s.token_ids.tolist(), s.logprobs - 5.0) for s in scored.group.samples],
             scored.rewards,
@@ -235,7 +235,7 @@ def test_truncated_samples_get_no_gradient_where_overlong_says_so(
     batch = make_batch(oracle)
     first, *others = batch.groups[0].group.samples
     cut = make_sample(first.token_ids.tolist(), first.logprobs, finish=FinishReason.LENGTH)
-    batch = Batch((make_group([5, 9, 11], [cut, *others], [1.0, 0.0, 0.25]), batch.groups[1]))
+    batch = Batch((make_scored([5, 9, 11], [cut, *others], [1.0, 0.0, 0.25]), batch.groups[1]))
     learner = make_learner(reward={"name": "exact_match", "overlong": overlong})
     advantages = learner.batch_advantages(batch, None).view(2, 3)
     assert advantages[0, 0] == 0

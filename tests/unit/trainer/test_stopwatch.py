@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.trainer.groups import make_group, make_sample
+from tests.kit.records import make_sample, make_scored
 from trainer.batch import Batch, ScoredGroup
 from trainer.loop import Coverage, Stopwatch
 
@@ -21,7 +21,7 @@ def test_intervals_side_by_side_count_once() -> None:
 
 
 def scored(replica: str, position: int, *, start: float, end: float, reward_s: float) -> ScoredGroup:
-    made = make_group([5, 6], [make_sample([7], [-1.0])] * 2, [0.0, 1.0], position=position)
+    made = make_scored([5, 6], [make_sample([7], [-1.0])] * 2, [0.0, 1.0], position=position)
     group = made.group.model_copy(update={"replica_id": replica, "generate_s": end - start})
     return replace(made, group=group, arrived=end, reward_s=reward_s)
 
@@ -50,10 +50,10 @@ def test_each_side_is_idle_for_what_it_did_not_work() -> None:
 
 
 def test_swaps_are_those_between_tellings_of_replicas_that_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Stopwatch()
+    watch, start = Stopwatch(), time.monotonic()
 
     def idle_after(seconds: float, swaps_s: dict[str, float]) -> float | None:
-        later = time.monotonic() + seconds
+        later = start + seconds
         with monkeypatch.context() as patched:
             patched.setattr(time, "monotonic", lambda: later)
             watch.tell_swaps(swaps_s)

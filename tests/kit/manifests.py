@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.kit.wait import WITHIN_S
+
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "deploy" / "kubernetes"
 
@@ -32,7 +34,7 @@ class Rendered:
         command = renderer()
         copy = shutil.copytree(FOLDER, folder / "kubernetes") / "overlays" / overlay
         shutil.copy(copy / "secrets.env.example", copy / "secrets.env")
-        done = subprocess.run([*command, str(copy)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, str(copy)], capture_output=True, text=True, timeout=WITHIN_S)
         assert done.returncode == 0, done.stderr
         self.overlay = overlay
         self.manifests: list[Manifest] = list(yaml.safe_load_all(done.stdout))

@@ -1,0 +1,100 @@
+"""Real processes around a test, and real servers on a thread of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.kit.wait import WITHIN_S
+
+ROOT = Path(__file__).parents[2]
+PYTHON = (sys.executable, "-m")
+HEEDED_WITHIN_S = 60.0
+"""A child that SIGTERM has not ended by then is killed."""
+
+Serve = Callable[[asyncio.Event], Awaitable[None]]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, without settings that happen to be in it, offline, and with one thread per library."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DVP_")}
+    few = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**kept, **few, **variables}
+
+
+def run(
+    command: Sequence[str | Path], before: Callable[[], None] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """One that ends by itself; `before` runs in the new process first."""
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        preexec_fn=before,
+        check=False,
+    )
+
+
+@contextmanager
+def process(command: Sequence[str | Path], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Ends with the block."""
+    child = start(command, log, **variables)
+    try:
+        yield child
+    finally:
+        end(child)
+
+
+def start(command: Sequence[str | Path], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """Whatever it prints goes to the end of `log`."""
+    with log.open("ab") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment(**variables))
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL if that is not heeded."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(HEEDED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+class ServerThread:
+    """`serve` on an event loop of its own, in a thread of this process: it starts ten times faster than a process."""
+
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
+        self._asked_to_stop = asyncio.Event()
+        self._has_loop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread.start()
+        self._has_loop.wait(WITHIN_S)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Also of one that has ended."""
+        if self.running:
+            self._loop.call_soon_threadsafe(self._asked_to_stop.set)
+        self._thread.join(WITHIN_S)
+        assert not self.running, "the server did not stop"
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            self._has_loop.set()
+            runner.run(self._serve(self._asked_to_stop))  # type: ignore[arg-type]

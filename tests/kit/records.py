@@ -1,0 +1,69 @@
+"""Hand-made jobs, samples and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
+from services.contract.job import Job, Sink, job_id
+from services.contract.sampling import Sampling
+from trainer.batch import ScoredGroup
+
+RUN = "unit"
+
+
+def make_job(
+    run_id: str, position: int = 0, *, n: int = 2, sink: Sink = Sink.TRAIN, deadline: float | None = None
+) -> Job:
+    name = job_id(run_id, position, 0) if sink is Sink.TRAIN else f"{sink}-{position}"
+    return Job(job_id=name, run_id=run_id, prompt_ids=[1, 2, 3], n=n, sink=sink, deadline=deadline)
+
+
+def make_sample(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    finish: FinishReason = FinishReason.STOP,
+    run_id: str = RUN,
+    seq: int = 1,
+) -> Sample:
+    T = len(token_ids)
+    return Sample(
+        token_ids=np.array(token_ids),
+        logprobs=np.array(logprobs, np.float32),
+        kept_mass=np.full(T, 0.9, np.float32),
+        kept_count=np.full(T, 5),
+        finish_reason=finish,
+        versions=(VersionSpan(version=f"{run_id}:{seq}:ab", start=0, end=T),),
+        seed=1,
+    )
+
+
+def make_group(job: Job, replica_id: str = "replica-0", samples: Sequence[Sample] = ()) -> Group:
+    """What `replica_id` answers; unless there are `samples`, each has two tokens."""
+    return Group(
+        job_id=job.job_id,
+        run_id=job.run_id,
+        prompt_ids=job.prompt_ids,
+        sampling=job.sampling,
+        samples=tuple(samples) or (make_sample([5, 6], [-0.5, -0.25], run_id=job.run_id, seq=0),) * job.n,
+        sink=job.sink,
+        replica_id=replica_id,
+        engine=EngineFacts(name="fake", version="1", dtype="float32"),
+    )
+
+
+def make_scored(
+    prompt_ids: Sequence[int],
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    *,
+    position: int = 0,
+    sampling: Sampling | None = None,
+    staleness: int = 0,
+) -> ScoredGroup:
+    job = make_job(RUN, position, n=len(samples))
+    job = job.model_copy(update={"prompt_ids": np.array(prompt_ids), "sampling": sampling or Sampling()})
+    return ScoredGroup(make_group(job, samples=samples), tuple(rewards), staleness)

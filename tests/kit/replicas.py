@@ -1,0 +1,125 @@
+"""Real replicas for tests: a `dvp-rollout` process, and the same server in a thread."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import partial
+from pathlib import Path
+from signal import SIGTERM, Signals
+from typing import Self, TypedDict, Unpack
+
+import httpx
+
+from services.client import Client, Retry
+from services.logs import LogContext
+from services.rollout.server import serve
+from services.rollout.settings import RolloutSettings
+from tests.kit import processes, web
+from tests.kit.processes import PYTHON, ServerThread
+from tests.kit.wait import WITHIN_S, until
+
+COMMAND = (*PYTHON, "services.rollout")
+
+
+class Options(TypedDict, total=False):
+    """Of a replica in a test, beside its command line."""
+
+    token: str | None
+    wait_ready: bool
+
+
+class _Replica:
+    """What both have in common. `folder` takes the port file."""
+
+    def __init__(self, folder: Path, *args: str, token: str | None = None, wait_ready: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._port_file = folder / "port"
+        self._args = ["--port", "0", "--port-file", str(self._port_file), *args]
+        self._token = token
+        self._wait_path = "/readyz" if wait_ready else "/healthz"
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> Client:
+        return Client(self.url, token=self._token, timeout=WITHIN_S, retry=Retry(tries=1))
+
+    def stop(self) -> object:
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _running(self) -> bool:
+        raise NotImplementedError
+
+    def _wait(self) -> None:
+        try:
+            until(self._answers, "the replica answers")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _answers(self) -> bool:
+        assert self._running(), "the replica ended at start"
+        if not self._port_file.exists():
+            return False
+        self.port = int(self._port_file.read_text())
+        try:
+            return web.get(self.url + self._wait_path).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+class ReplicaProcess(_Replica):
+    """`with ReplicaProcess(folder, "--model", ...) as replica:` returns when it is ready; ends the process after."""
+
+    def __init__(
+        self, folder: Path, *args: str, variables: dict[str, str] | None = None, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(folder, *args, **options)
+        self._variables = variables or {}
+        self._log = folder / "log"
+        self.pid = 0
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def stop(self, how: Signals = SIGTERM) -> int:
+        """Its exit code."""
+        if self._running():
+            self._process.send_signal(how)
+        try:
+            return self._process.wait(WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+
+    def _running(self) -> bool:
+        return self._process.poll() is None
+
+    def __enter__(self) -> Self:
+        self._log.write_text("")
+        self._process = processes.start([*COMMAND, *self._args], self._log, **self._variables)
+        self.pid = self._process.pid
+        self._wait()
+        return self
+
+
+class ReplicaThread(_Replica):
+    """The same on a thread. Give it `--engine fake`."""
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def _running(self) -> bool:
+        return self._server.running
+
+    def __enter__(self) -> Self:
+        settings = RolloutSettings.load(self._args)
+        self._server = ServerThread(partial(serve, settings, LogContext()))
+        self._wait()
+        return self

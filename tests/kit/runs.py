@@ -1,0 +1,66 @@
+"""Small training runs on the demo model: the trainer's options, its process, and a replica for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from subprocess import CompletedProcess, Popen
+
+from tests.kit.processes import PYTHON, ROOT, process, run
+
+MODEL = ROOT / "deploy/demo/model"
+TRAIN = ROOT / "deploy/demo/train.jsonl"
+HELDOUT = ROOT / "deploy/demo/heldout.jsonl"
+STALL_S = 600
+"""A trainer waits longer for its first group than any process of a test needs to start."""
+
+
+def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: str) -> list[str]:
+    """Command-line options of a small run; `section__key=value` overrides."""
+    options = {
+        "run_id": run_id,
+        "out_dir": str(folder / out),
+        "steps": "6",
+        "model.path": str(MODEL),
+        "broker.url": url,
+        "broker.stall_timeout_s": str(STALL_S),
+        "data.train": str(TRAIN),
+        "reward.name": "arithmetic",
+        "sampling.n": "4",
+        "sampling.log_min_p": "-3.0",
+        "sampling.max_tokens": "6",
+        "batch.groups": "4",
+        "optimizer.lr": "1e-3",
+        "checkpoint.interval": "2",
+        "report.tensorboard": "false",
+        "threads": "1",
+    } | {name.replace("__", "."): value for name, value in overrides.items()}
+    flags = []
+    for name, value in options.items():
+        switch = {"true": [f"--{name}"], "false": [f"--no-{name}"]}.get(value)
+        flags += [part.replace("_", "-") for part in switch] if switch else [f"--{name.replace('_', '-')}={value}"]
+    return flags
+
+
+def trainer_process(flags: list[str], log: Path, **variables: str) -> AbstractContextManager[Popen[bytes]]:
+    return process([*PYTHON, "trainer", *flags], log, **variables)
+
+
+def replica(
+    folder: Path, run_id: str, url: str, *options: str, deterministic: bool = False
+) -> AbstractContextManager[Popen[bytes]]:
+    command = ["services.rollout", f"--model={MODEL}", f"--redis-url={url}", f"--run-id={run_id}", "--port=0"]
+    command += ["--threads=1", "--max-batch=64", "--lease-s=5", *options] + ["--deterministic"] * deterministic
+    return process([*PYTHON, *command], folder / f"replica-{run_id}.log")
+
+
+def run_trainer(flags: list[str], before: Callable[[], None] | None = None) -> CompletedProcess[str]:
+    return run([*PYTHON, "trainer", *flags], before)
+
+
+def train(flags: list[str]) -> str:
+    """A run that has to succeed; returns what it printed."""
+    done = run_trainer(flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
