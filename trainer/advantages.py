@@ -7,11 +7,12 @@ are all equal has advantages of exactly 0.
 from __future__ import annotations
 
 import logging
-from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+
+from .baseline import Baseline
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -20,20 +21,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STD_EPS = 1e-6
-
-
-class Baseline(StrEnum):
-    """What is subtracted from a sample's reward."""
-
-    RLOO = "rloo"
-    """Mean reward of the OTHER samples of the prompt, rejected ones included. Unbiased while nothing is rejected."""
-    RLOO_WEIGHTED = "rloo_weighted"
-    """Mean of the others that were kept, weighted by their importance weights."""
-    GRPO = "grpo"
-    """Mean of the whole group. Shrinks every advantage by (n - 1) / n against RLOO, and nothing else."""
-    GRPO_STD = "grpo_std"
-    """The same, divided by the group's standard deviation. Biased: prompts are weighted by 1 / std, so nearly solved
-    and nearly hopeless ones weigh most (arXiv 2503.20783)."""
 
 
 def advantages(

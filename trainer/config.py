@@ -12,14 +12,14 @@ from services.contract.job import MAX_GROUP_TOKENS
 from services.contract.sampling import LOG_RHO, Sampling
 from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID, WeightRoute
-from services.dvp.correction import Bounds, Level, Mode
 from services.dvp.denominators import Denominator
+from services.dvp.options import Bounds, Level, Mode
 from services.http.settings import is_loopback
 from services.logs import LogFormat, LogLevel
 from services.settings import Section, Settings
 from services.tracing import TraceUrl
 
-from .advantages import Baseline
+from .baseline import Baseline
 from .rewards import OnError, Overlong
 
 Positive = Annotated[int, Field(ge=1)]

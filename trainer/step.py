@@ -25,7 +25,8 @@ from services.dvp.objective import surrogate_loss
 from services.dvp.policy import Constrained
 from services.transport.weight_folder import folder_digest
 
-from .advantages import Baseline, advantages
+from .advantages import advantages
+from .baseline import Baseline
 from .batch import Batch, TrainSequence
 from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics

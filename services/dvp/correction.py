@@ -12,11 +12,12 @@ truncated (TIS) or rejected (MIS); a dropped or rejected token has weight 0. Sel
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .options import Bounds, Level, Mode
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -24,39 +25,6 @@ if TYPE_CHECKING:
 LOG_VETO = math.log(1e-4)
 """A token that the trainer finds 10,000 times less likely than the engine did is no rounding error."""
 MAX_LOG_WEIGHT = 20.0
-
-
-class Level(StrEnum):
-    """What one weight covers. Only `sequence` is unbiased; the others are biased even without rejection."""
-
-    SEQUENCE = "sequence"
-    """exp(sum_t l_t): the product over the sequence."""
-    TOKEN = "token"
-    """exp(l_t) for each token."""
-    GEOMETRIC = "geometric"
-    """exp(mean_t l_t)."""
-
-
-class Mode(StrEnum):
-    """What becomes of a weight w out of bounds."""
-
-    NONE = "none"
-    """w as it is: unbiased at sequence level, unbounded variance."""
-    TIS = "tis"
-    """Truncated to the bound."""
-    MIS = "mis"
-    """Masked: weight 0."""
-    UNIT = "unit"
-    """No importance weight: 1 whatever w is. The baseline that ignores the mismatch."""
-
-
-class Bounds(StrEnum):
-    """Which reading of MIS: the blog's, or verl 0.6's."""
-
-    UPPER = "upper"
-    """w <= C."""
-    TWO_SIDED = "two_sided"
-    """1 / C <= w <= C."""
 
 
 class Veto(NamedTuple):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .correction import Correction, Level, level_ratios
+from .correction import Correction, level_ratios
+from .options import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The contract is what everybody imports, so it must not drag anything heavy in."""
+"""What everybody imports, and what answers --help, must not drag anything heavy in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import pytest
 
 HEAVY = ("torch", "transformers", "redis", "fastapi", "httpx")
+PACKAGES = ("deploy.demo", "services.monitor", "services.rollout", "services.weights", "trainer", "trainer.lab")
+PROGRAMS = ("services.monitor.cli", *(f"{package}.__main__" for package in PACKAGES))
 
 
 def _imported_by(statement: str) -> set[str]:
@@ -18,6 +20,22 @@ def _imported_by(statement: str) -> set[str]:
 def test_contract_imports_without_heavy_packages() -> None:
     modules = ("arrays", "errors", "group", "http", "job", "keys", "record", "sampling", "weights")
     assert _imported_by(f"from services.contract import {', '.join(modules)}") == set()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_answer_help_without_torch(program: str) -> None:
+    assert _imported_by(f"import {program}") & {"torch", "transformers", "fastapi"} == set()
+
+
+@pytest.mark.parametrize("arguments", [["signature", "--help"], ["collapse", "--sed", "1"]])
+def test_the_commands_of_the_lab_do_so_too(arguments: list[str]) -> None:
+    program = f"""
+from contextlib import suppress
+from trainer.lab.__main__ import app
+with suppress(SystemExit):
+    app({arguments!r})
+"""
+    assert _imported_by(program) & {"torch", "transformers"} == set()
 
 
 @pytest.mark.parametrize("module", ["health", "groups", "jobs", "submission", "weights", "embedded"])

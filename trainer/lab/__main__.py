@@ -9,30 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.contract.errors import ConfigError
-from services.engines.sglang_server import CHECKOUT_PYTHON
 from services.settings import user_errors
 
-from .budget import Budget
-from .collapse import SMALL, Plan, collapse
-from .overlap import overlap
+from .engines import Engine
 from .page import write_study
-from .recorded import recorded_signature
-from .rho import rho
-from .signature import signature
-from .sources import Engine
 from .study import Study
-from .subject import Subject, file_subject, text_subject
 
+# torch and transformers load inside the commands, so that --help and a mistyped option do not wait for them.
 if TYPE_CHECKING:
     from .subject import Progress as Tell
+    from .subject import Subject
 
-CPUS = os.cpu_count() or 1
+CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 DEFAULT_OUT = Path("runs/lab")
 TEXT_MODEL = DEFAULT_OUT / "text-model"
 COLLAPSE_RUNS, RHO_RUNS = DEFAULT_OUT / "collapse", DEFAULT_OUT / "rho"
@@ -62,14 +55,16 @@ def main() -> None:
 
 
 @app.callback()
-def threads(
+def settings(
+    context: typer.Context,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of both sides.")] = 1,
 ) -> None:
-    torch.set_num_threads(threads)
+    context.obj = threads
 
 
 @app.command(name="signature")
 def signature_command(
+    context: typer.Context,
     run: Annotated[Path | None, typer.Option(help="A recorded run's out_dir, instead of engines.")] = None,
     model: Model = None,
     prompts: Prompts = None,
@@ -80,6 +75,10 @@ def signature_command(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """The mismatch of an engine: by bucket of pi_train, against the bounds on it, along a sequence."""
+    from .recorded import recorded_signature
+    from .signature import signature
+
+    _use_threads(context)
     with progress() as tell:
         if run is not None:
             study = recorded_signature(run)
@@ -91,6 +90,7 @@ def signature_command(
 
 @app.command(name="overlap")
 def overlap_command(
+    context: typer.Context,
     model: Model = None,
     prompts: Prompts = None,
     engine: Engines = None,
@@ -100,6 +100,9 @@ def overlap_command(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """What the two safe sets have in common, by rho and by entropy, and how many sequences are vetoed for the rest."""
+    from .overlap import overlap
+
+    _use_threads(context)
     with progress() as tell:
         subject = _subject(model, prompts, sequences, seed, tell)
         engines = engine or [e for e in available() if e in TYPICAL]
@@ -109,6 +112,7 @@ def overlap_command(
 
 @app.command(name="rho")
 def rho_command(
+    context: typer.Context,
     model: Model = None,
     prompts: Prompts = None,
     engine: Annotated[Engine, typer.Option(help="One that shows its logits.")] = Engine.FP8_WEIGHTS,
@@ -121,6 +125,10 @@ def rho_command(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """Which rho: what it removes of the mismatch, what it costs, what is left of a batch. Proposes one."""
+    from .budget import Budget
+    from .rho import rho
+
+    _use_threads(context)
     if engine.is_sglang:
         raise ConfigError(f"--engine {engine}: SGLang shows no logits where it prunes; choose a transformers engine")
     with progress() as tell:
@@ -131,6 +139,7 @@ def rho_command(
 
 @app.command(name="collapse")
 def collapse_command(
+    context: typer.Context,
     small: Annotated[bool, typer.Option("--small", help="A sketch of it, to see that it runs.")] = False,
     seeds: Annotated[int, typer.Option(min=1, max=5, help="Of the table; the map has one of its own.")] = 5,
     jobs: Jobs = CPUS,
@@ -138,6 +147,9 @@ def collapse_command(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """Where mismatch makes training collapse, and what holds there: a map, then all arms and seeds at one place."""
+    from .collapse import SMALL, Plan, collapse
+
+    _use_threads(context)
     plan = replace(SMALL, jobs=jobs) if small else Plan(seeds=Plan.seeds[:seeds], jobs=jobs)
     with progress() as tell:
         study = collapse(work, plan, tell)
@@ -146,10 +158,20 @@ def collapse_command(
 
 def available() -> list[Engine]:
     """All engines that can run here: SGLang only where `make sglang-cpu` has built one."""
+    from services.engines.sglang_server import CHECKOUT_PYTHON
+
     return [engine for engine in Engine if CHECKOUT_PYTHON.exists() or not engine.is_sglang]
 
 
+def _use_threads(context: typer.Context) -> None:
+    import torch
+
+    torch.set_num_threads(context.obj)
+
+
 def _subject(model: Path | None, prompts: Path | None, count: int, seed: int, tell: Tell) -> Subject:
+    from .subject import file_subject, text_subject
+
     if model is None and prompts is None:
         return text_subject(TEXT_MODEL, count, seed, tell)
     if model is None or prompts is None:

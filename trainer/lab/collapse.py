@@ -18,7 +18,6 @@ What came before the declaration is said in HISTORY, and on the page.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,7 +28,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from services.dvp.correction import Mode
+from services.dvp.options import Mode
 
 from . import chain
 from .cells import Outcome, run_cells
@@ -155,7 +154,7 @@ class Plan:
     screen_seeds: tuple[int, ...] = (27, 28, 29, 30)
     seeds: tuple[int, ...] = (31, 32, 33, 34, 35)
     teaching_steps: int = 400
-    jobs: int = os.cpu_count() or 1
+    jobs: int = 1
 
     def run(self, model: Path, cell: Cell, arm: Arm, seed: int) -> Run:
         return Run(

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from .engines import Engine
 from .mismatch import SIGMAS, Estimate
 from .rules import NOTHING_PRUNED, Rule
 from .sets import Outcome, Seen, Sets, joined, seen_of, sets_of
-from .sources import Engine, Source, Trainer, opened, traces
+from .sources import Source, Trainer, opened, traces
 from .study import Chart, Finding, Series, Study, Table
 from .subject import Progress, Subject
 

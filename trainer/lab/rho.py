@@ -10,10 +10,11 @@ import torch
 
 from . import chain
 from .budget import LENGTH, RATE, WINDOW, Budget, rewards
+from .engines import Engine
 from .mismatch import SIGMAS, Estimate
 from .rules import NOTHING_PRUNED, Rule
 from .sets import Outcome, Sets, joined, seen_of, sets_of
-from .sources import Engine, Source, Trace, Trainer, opened, traces
+from .sources import Source, Trace, Trainer, opened, traces
 from .study import Chart, Finding, Series, Study, Table
 from .subject import Progress, Subject
 

@@ -11,9 +11,10 @@ import torch
 
 from services.dvp.metrics import mis_health
 
+from .engines import Engine
 from .mismatch import EDGES, NUM_TAIL, SIGMAS, TAIL, Bucket, Estimate, Mismatch, measure, ratio
 from .rules import NOTHING_PRUNED
-from .sources import NOISE, Engine, Trainer, opened, traces
+from .sources import NOISE, Trainer, opened, traces
 from .study import Chart, Finding, Series, Study, Table
 from .subject import Progress, Subject
 

@@ -9,7 +9,6 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -28,6 +27,7 @@ from services.engines.tokenizer import load_config, load_tokenizer
 from trainer.config import ModelSection
 from trainer.model import load_model as trainer_model
 
+from .engines import Engine
 from .precision import Format, RoundedCache, round_weights, rounded
 from .rules import Rule
 
@@ -211,26 +211,6 @@ def until_end(token_ids: Int[Tensor, "N T"], eos_ids: Int[Tensor, " E"]) -> Bool
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
-
-
-class Engine(StrEnum):
-    """What can be studied."""
-
-    FP32 = "transformers-fp32"
-    BF16 = "transformers-bf16"
-    BF16_FP32_HEAD = "transformers-bf16-fp32-head"
-    """The LM head alone in float32."""
-    FP8_WEIGHTS = "transformers-fp8-weights"
-    FP8_KV = "transformers-fp8-kv"
-    GAUSSIAN = "gaussian"
-    """The control: s = NOISE on every logit."""
-    SGLANG_FP32 = "sglang-fp32"
-    SGLANG_BF16_KV = "sglang-bf16-kv"
-    SGLANG_BF16 = "sglang-bf16"
-
-    @property
-    def is_sglang(self) -> bool:
-        return self.startswith("sglang")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from services.contract.errors import ConfigError
 from services.dvp.policy import constrained_logprobs
 from tests.kit.models import EOS_ID, make_model
+from trainer.lab.engines import Engine
 from trainer.lab.mismatch import EDGES, measure
 from trainer.lab.overlap import RULES, overlap
 from trainer.lab.page import write_study
@@ -18,7 +19,7 @@ from trainer.lab.precision import Format, rounded
 from trainer.lab.rho import FIXED, MATCHED, SLOPES, rho
 from trainer.lab.rules import NOTHING_PRUNED, Rule
 from trainer.lab.signature import signature
-from trainer.lab.sources import Engine, Trainer, opened, traces, until_end
+from trainer.lab.sources import Trainer, opened, traces, until_end
 from trainer.lab.subject import Subject, file_subject
 
 EVERY = len(EDGES) - 1

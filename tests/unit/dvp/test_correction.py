@@ -11,16 +11,14 @@ from torch import Tensor
 
 from services.dvp.correction import (
     LOG_VETO,
-    Bounds,
     Correction,
-    Level,
-    Mode,
     correct,
     importance_weights,
     level_ratios,
     veto,
 )
 from services.dvp.denominators import Denominator, denominator
+from services.dvp.options import Bounds, Level, Mode
 from services.dvp.policy import constrained_logprobs
 from tests.unit.dvp import oracle
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.dvp.correction import Bounds, Level, Mode, correct
+from services.dvp.correction import correct
 from services.dvp.objective import surrogate_loss
+from services.dvp.options import Bounds, Level, Mode
 from services.dvp.policy import Constrained, constrained_logprobs, safe_set
 from tests.unit.dvp import oracle
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.advantages import STD_EPS, Baseline, _warn_single, advantages, uniform_groups
+from trainer.advantages import STD_EPS, _warn_single, advantages, uniform_groups
+from trainer.baseline import Baseline
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.25, 0.5, -1.0, 2.0]]
 
