@@ -233,8 +233,8 @@ async def test_the_broker_does_not_feel_the_viewers(
                 watched = await commands_per_look()
                 for reader in readers:
                     await asyncio.to_thread(reader.join)
-    # The beginning or the end of one look can fall out of the count.
-    assert watched <= alone * 22 / 20
+    # Twenty viewers who were felt would cost twenty times as much; a look more or less is in either count.
+    assert watched < 2 * alone
 
 
 async def _commands(broker: Broker) -> int:

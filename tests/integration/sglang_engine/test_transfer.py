@@ -110,7 +110,7 @@ async def a_plugin_that_checks_nothing(
     engine: SglangEngine, broker: Broker, odd: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an older one would: it does not know the format that asks for a checksum."""
-    async with sender(broker, "run:5:odd", odd, piece_bytes=PIECES):
+    async with sender(broker, "run:5:odd", odd, piece_bytes=PIECES, send_timeout_s=LIMIT_S / 2):
         with monkeypatch.context() as patch:
             patch.setattr(sglang_client, "EMPTY_PIECE", EMPTY_PIECE | {"load_format": None})
             with pytest.raises(WeightError, match="its dvp-sglang checks no weights"):

@@ -15,14 +15,14 @@ from services.contract.weights import Announcement, WeightRoute
 from services.engines.weight_pieces import PIECE_BYTES
 from services.transport.broker import Broker
 from services.transport.transfers import Transfers
-from tests.kit.wait import WITHIN_S, until_async
+from tests.kit.wait import until_async
 from trainer.config import WeightsSection
 from trainer.sender import SERVING, Sender
 
 
 @asynccontextmanager
 async def sender(
-    broker: Broker, version: str, folder: Path, *, piece_bytes: int = PIECE_BYTES, send_timeout_s: float = WITHIN_S
+    broker: Broker, version: str, folder: Path, *, piece_bytes: int = PIECE_BYTES, send_timeout_s: float = 60
 ) -> AsyncIterator[None]:
     announced = Announcement(
         version=version, step=1, folder=str(folder), announced_at=time.time(), route=WeightRoute.DISTRIBUTED
