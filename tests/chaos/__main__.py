@@ -33,6 +33,8 @@ from .traps import Role, Traps
 from .zygote import Zygote
 
 LAST_STEPS = 3
+STALL_S = 300.0
+"""Five traps that are given up at the latest."""
 REDIS = Path("/usr/bin/redis-server")
 
 
@@ -81,13 +83,18 @@ async def run_chaos(layout: Layout, broker: EmbeddedBroker, zygote: Zygote, plan
 
 
 async def tell(system: System) -> None:
-    """How far it is, on standard error."""
+    """How far it is, on standard error. Raises TimeoutError after STALL_S without a hit."""
+    left, since = system.traps.left, time.monotonic()
     while True:
         await asyncio.sleep(10)
         missing = ", ".join(point for point, n in system.traps.missing.items() if n) if system.traps.left < 10 else ""
         events = sum(n for name, n in system.counts.items() if name.startswith("event"))
         step = system.layout.newest_step()
         sys.stderr.write(f"step {step}, {events} events, {system.traps.left} fail points to hit {missing}\n")
+        if system.traps.left != left:
+            left, since = system.traps.left, time.monotonic()
+        elif left and time.monotonic() - since > STALL_S:
+            raise TimeoutError(f"no fail point was hit for {STALL_S:g} s; to hit: {+system.traps.missing}")
 
 
 async def harm(system: System, traffic: Traffic, plan: Plan, group: asyncio.TaskGroup) -> None:

@@ -27,8 +27,9 @@ from .zygote import Zygote
 POLL_S = 0.03
 LEASE_S = 1.5
 ENDLESS = 10**6
-TIRED_S = 6.0
-"""A process that has not met its trap by then is killed to make room for another, which gets half as long again."""
+TIRED_S, MOST_TIRED_S = 6.0, 60.0
+"""A process that has not met its trap by then is killed to make room for another. The next one with this trap gets half
+as long again, up to the most: a slow machine takes its time, and what cannot happen now holds nobody up for long."""
 LAST_LINES = 12
 
 
@@ -131,7 +132,8 @@ class System:
     steps: int = ENDLESS
     children: list[Child] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    patience_s: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, TIRED_S))
+    tired: Counter[str | None] = field(default_factory=Counter)
+    """Processes that did not meet their trap in time, by trap."""
     faults: list[str] = field(default_factory=list)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     """The trainer has done its steps."""
@@ -221,8 +223,8 @@ class System:
             if is_at_stop(child.trap) and not child.asked and age > self.rng.uniform(1.5, 4):
                 child.asked = True
                 self.signal(child, signal.SIGTERM)
-            elif age > self.patience_s[child.role]:
-                self.patience_s[child.role] *= 1.5
+            elif age > min(MOST_TIRED_S, TIRED_S * 1.5 ** self.tired[child.trap]):
+                self.tired[child.trap] += child.trap is not None
                 self.counts[f"tired {child.role}"] += 1
                 self.kill(child)
 
