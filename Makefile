@@ -14,6 +14,7 @@ TRL_STAMP := .trl/.installed
 install: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("%s is Python %d.%d: make PYTHON=... names a 3.11 or newer" % (sys.executable, *v[:2]))'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements.lock
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e .

@@ -106,6 +106,13 @@ class Settings(BaseSettings):
         return _to_toml(_masked(self.model_dump(mode="json", exclude={"config", "dry_run"})))
 
 
+def forget_variables() -> None:
+    """For commands that bring their own settings: what a shell exports for a service (DVP_...) reaches neither them nor
+    the processes they start."""
+    for name in [name for name in os.environ if name.upper().startswith("DVP_")]:
+        del os.environ[name]
+
+
 @contextmanager
 def user_errors(program: str) -> Iterator[None]:
     """Turns this project's errors into one message on stderr and exit code 2; Ctrl-C into exit code 130."""

@@ -59,8 +59,9 @@ class Checkpoints:
     def __init__(self, root: Path, keep: int) -> None:
         self.root, self.keep = root, keep
         self._work = root / ".work"
-        root.mkdir(parents=True, exist_ok=True)
-        root.chmod(0o700)
+        with writing(f"out_dir: {root}", root):
+            root.mkdir(parents=True, exist_ok=True)
+            root.chmod(0o700)
 
     def newest_token(self) -> int:
         """The highest fencing token that ever claimed them; 0 if none did."""

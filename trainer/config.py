@@ -14,8 +14,8 @@ from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID, WeightRoute
 from services.dvp.denominators import Denominator
 from services.dvp.options import Bounds, Level, Mode
-from services.http.settings import is_loopback
 from services.logs import LogFormat, LogLevel
+from services.loopback import is_loopback
 from services.settings import Section, Settings
 from services.tracing import TraceUrl
 
@@ -223,7 +223,7 @@ class TrainSettings(Settings):
     deterministic: bool = False
     """Bitwise reproducible with max_staleness 0 and one replica in deterministic mode."""
     threads: NonNegative = 0
-    """CPU threads of the trainer; 0 leaves it to torch."""
+    """CPU threads of the trainer; 0 is as many as it may use."""
     resume: bool = True
     """Go on from the newest checkpoint in out_dir if there is one."""
 

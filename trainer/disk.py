@@ -5,6 +5,7 @@ What cannot be written ends the run with a message: a resumed one goes on from t
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,9 +14,16 @@ from pathlib import Path
 
 from services.contract.errors import ConfigError
 
+NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
+"""Room would not help."""
+
 
 def unwritable(what: str, folder: Path, error: Exception) -> str:
     """What is the matter, where, and what to do. `what` begins with the setting that names the folder."""
+    if isinstance(error, OSError) and error.errno in NOT_ALLOWED:
+        return (
+            f"{what} could not be written by user {os.geteuid()} ({error}). Name another folder, or give them the right"
+        )
     free_mib = shutil.disk_usage(folder).free / 2**20
     return (
         f"{what} could not be written ({error}); {free_mib:.0f} MiB free in {folder}. Make room, then start the same "
@@ -37,7 +45,9 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
 
     @property
     def length(self) -> int:

@@ -21,7 +21,6 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = AppendedFile(path)
 
     @property

@@ -17,7 +17,7 @@ from services.transport.weight_folder import folder_name, newest_seq, publish_fo
 from services.transport.weights import WeightRegistry
 
 from .config import TrainSettings
-from .disk import unwritable
+from .disk import unwritable, writing
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class Publisher:
         self._write_weights, self._registry, self._replicas, self._fence = write_weights, registry, replicas, fence
         self._run_id, self._model_folder = settings.run_id, settings.model.path
         self._root = settings.weights_folder.resolve() / settings.run_id
-        self._root.mkdir(parents=True, exist_ok=True)
+        with writing(f"weights.folder: {self._root}", self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
         self._url = settings.weights.url
         self._keep_last, self._max_staleness = settings.weights.keep_last, settings.batch.max_staleness
         self._route = settings.weights.route

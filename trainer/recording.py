@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from services.contract.errors import ConfigError
 
 from .evidence import Evidence
+from .weights import save_tensors
 
 FOLDER = "tokens"
 
@@ -20,7 +21,7 @@ def write_tokens(evidence: Evidence, out_dir: Path, step: int) -> None:
     folder = out_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in vars(evidence).items()}
-    save_file(tensors, folder / f"step-{step:08d}.safetensors")
+    save_tensors(tensors, folder / f"step-{step:08d}.safetensors")
 
 
 def read_tokens(out_dir: Path) -> Iterator[Evidence]:

@@ -91,7 +91,6 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """`resumed_step`: keep the lines up to this step and go on after them. None starts a new file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
         self._file = AppendedFile(path)
         self._file.replace("".join(json.dumps(record) + "\n" for record in kept).encode())

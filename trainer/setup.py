@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from services.contract.errors import ConfigError, UnavailableError
 from services.contract.weights import WeightRoute
+from services.cpus import usable_cpus
 from services.engines.tokenizer import Tokenizer, load_tokenizer
 from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
@@ -174,13 +176,13 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
 
 
 def set_up_torch(settings: TrainSettings) -> None:
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    alone = settings.deterministic or settings.model.fixed_shape is not None
+    torch.set_num_threads(settings.threads or (1 if alone else min(torch.get_num_threads(), usable_cpus())))
     torch.manual_seed(settings.seed)
     if settings.deterministic:
+        # CUDA's matrix products are deterministic only so; cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if settings.deterministic or settings.model.fixed_shape is not None:
-        torch.set_num_threads(settings.threads or 1)
 
 
 def restore(

@@ -35,7 +35,7 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, worl
         if owner == world.rank:
             mine[name] = whole.to("cpu", dtype if whole.is_floating_point() else None).contiguous()
     file = folder / file_name(world.rank, world.size)
-    _together(lambda: save_file(mine, file, metadata={"format": "pt"}), world)
+    _together(lambda: save_tensors(mine, file, format="pt"), world)
     if world.leads and world.size > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
 
@@ -51,9 +51,18 @@ def write_adapter(model: PreTrainedModel, folder: Path, base_digest: str, world:
         if world.leads:
             model.peft_config[ADAPTER].save_pretrained(folder)
             (folder / adapter.BASE).write_text(json.dumps({"digest": base_digest}))
-            save_file(tensors, folder / adapter.WEIGHTS, metadata={"format": "pt"})
+            save_tensors(tensors, folder / adapter.WEIGHTS, format="pt")
 
     _together(write, world)
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, **metadata: str) -> None:
+    """A safetensors file with the permissions of any other new file. `save_file` keeps it from everybody but its owner,
+    and a replica may be another user."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata=metadata)
+    file.chmod(mode)
 
 
 def _together(write: Callable[[], None], world: World) -> None:

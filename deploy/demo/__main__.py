@@ -21,7 +21,7 @@ from rich.console import Console
 from services.client import Client, Retry
 from services.contract.errors import DvpError, UnavailableError
 from services.rollout.settings import EngineName
-from services.settings import user_errors
+from services.settings import forget_variables, user_errors
 from services.transport.embedded import EmbeddedBroker
 from trainer.config import TrainSettings
 from trainer.report import write_report
@@ -79,6 +79,7 @@ def main(
 ) -> None:
     """Trains a small language model on sums, with two rollout replicas, a broker and a trainer on this machine."""
     with user_errors("demo"), interruptible():
+        forget_variables()
         options = ZERO_MISMATCH if zero_mismatch else {}
         settings = load_settings(seed, steps, out, options=options)
         demo = Demo(settings, engine, replicas, timeout_s, Console(), options=options)

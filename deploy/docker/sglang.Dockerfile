@@ -45,5 +45,5 @@ ENV DVP_ROLLOUT__ENGINE=sglang DVP_ROLLOUT__SGLANG__PYTHON=/usr/local/bin/sglang
   DVP_ROLLOUT__DTYPE=bfloat16 DVP_ROLLOUT__HOST=0.0.0.0
 EXPOSE 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
-  CMD ["/opt/dvp/bin/python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+  CMD ["/opt/dvp/bin/python", "-S", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8000/readyz', timeout=4)"]
 ENTRYPOINT ["/opt/dvp/bin/python", "-m", "services.rollout"]

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from services.cancellation import finished, shielded
 from services.contract.errors import UnavailableError
 from services.contract.http import Health, JobStatus, QueueHealth, RolloutResponse, WeightStatus
+from services.loopback import is_loopback
 
 from . import calls
 from .calls import Call, JobFields, RolloutFields
@@ -30,7 +31,8 @@ class _Base:
 
     `timeout` bounds each short call, `long_timeout` a rollout or a weight reload. Every method raises the errors of
     services.contract.errors: RequestError (also before anything is sent), NotFoundError, OverloadedError and
-    UnavailableError after the last retry, EngineError, WeightError, ConfigError for a wrong token.
+    UnavailableError after the last retry, EngineError, WeightError, ConfigError for a wrong token. A proxy that the
+    environment names (HTTP_PROXY, ALL_PROXY, NO_PROXY) is used, but never for a loopback address.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class _Base:
         retry: Retry | None,
     ) -> None:
         self._base_url = base_url
+        self._is_here = is_loopback(httpx.URL(base_url).host)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout = timeout
         self._long_timeout = long_timeout
@@ -75,6 +78,8 @@ class Client(_Base):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(base_url, token, timeout, long_timeout, retry)
+        if transport is None and self._is_here:
+            transport = httpx.HTTPTransport()
         self._http = httpx.Client(base_url=base_url, headers=self._headers, transport=transport)
 
     def rollout(self, **fields: Unpack[RolloutFields]) -> RolloutResponse:
@@ -146,6 +151,8 @@ class AsyncClient(_Base):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(base_url, token, timeout, long_timeout, retry)
+        if transport is None and self._is_here:
+            transport = httpx.AsyncHTTPTransport()
         self._http = httpx.AsyncClient(base_url=base_url, headers=self._headers, transport=transport)
 
     async def rollout(self, **fields: Unpack[RolloutFields]) -> RolloutResponse:

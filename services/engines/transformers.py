@@ -22,6 +22,7 @@ from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
 from services.contract.shape import Shape
 from services.contract.weights import WeightVersion
+from services.cpus import usable_cpus
 
 from .adapter import check_base, holds_adapter
 from .commands import Cancel, Reply, Stop, Submission, Swap
@@ -64,7 +65,7 @@ class TransformersEngine:
         if max_batch < 1:
             raise ConfigError(f"max_batch {max_batch}: must be at least 1")
         if threads is not None and threads < 1:
-            raise ConfigError(f"threads {threads}: must be at least 1, or unset for PyTorch's choice")
+            raise ConfigError(f"threads {threads}: must be at least 1, or unset for as many as there are")
         config = load_config(model)
         self.facts = EngineFacts(
             name="transformers", version=transformers.__version__, dtype=dtype, fp32_head=fp32_head
@@ -79,7 +80,8 @@ class TransformersEngine:
         self._device = _device(device)
         self._deterministic = deterministic
         self._fixed_shape = fixed_shape
-        self._threads = threads or (1 if deterministic or fixed_shape else None)
+        alone = 1 if deterministic or fixed_shape else min(torch.get_num_threads(), usable_cpus())
+        self._threads = threads or alone
         self._initial_version = version
         self._model: Any = None
         self._worker: Worker | None = None
@@ -111,9 +113,8 @@ class TransformersEngine:
         self._thread.start()
 
     def _load(self) -> tuple[Tokenizer, Any, Decoder]:
-        if self._threads is not None:
-            # PyTorch keeps one count per calling thread. This thread reads later weights, too; the worker sets its own.
-            torch.set_num_threads(self._threads)
+        # PyTorch keeps one count per calling thread. This thread reads later weights, too; the worker sets its own.
+        torch.set_num_threads(self._threads)
         tokenizer = load_tokenizer(self._folder)
         model = load_model(self._folder, dtype=DTYPES[self.facts.dtype], device=self._device)
         if self.facts.fp32_head and model.dtype != torch.float32:

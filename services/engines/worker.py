@@ -51,7 +51,7 @@ class Worker:
         max_batch: int,
         context_length: int,
         deterministic: bool,
-        threads: int | None,
+        threads: int,
     ) -> None:
         self.version = version
         self._model = model
@@ -81,8 +81,7 @@ class Worker:
         return len(self._batch)
 
     def run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._threads)
         while not self._stopping:
             try:
                 with torch.inference_mode():

@@ -13,9 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.contract.errors import OverloadedError
 from services.contract.http import MAX_BODY_BYTES
+from services.loopback import is_loopback
 
 from .problems import respond
-from .settings import MAX_REQUESTS, is_loopback
+from .settings import MAX_REQUESTS
 
 BUSY_S = 1.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -11,6 +10,7 @@ from pydantic_settings import NoDecode
 
 from services.contract.errors import ConfigError
 from services.logs import LogFormat, LogLevel
+from services.loopback import is_loopback
 from services.settings import Settings
 
 MAX_REQUESTS = 512
@@ -24,15 +24,6 @@ def _check_scheme(url: str) -> str:
 
 
 RedisUrl = Annotated[str, AfterValidator(_check_scheme)]
-
-
-def is_loopback(host: str) -> bool:
-    """True for localhost and loopback addresses; a name that only resolves to one does not count."""
-    host = host.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class ListenSettings(Settings):

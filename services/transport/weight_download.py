@@ -105,7 +105,9 @@ class WeightCache:
         start = time.monotonic()
         partial = final.with_name(f".{final.name}.partial")
         partial.mkdir(exist_ok=True)
-        async with httpx.AsyncClient(headers=self._headers, timeout=self._waits) as client:
+        # With a transport of its own: machines of one installation do not talk through the environment's proxy.
+        direct = httpx.AsyncHTTPTransport()
+        async with httpx.AsyncClient(headers=self._headers, timeout=self._waits, transport=direct) as client:
             data = await _read(client, f"{announcement.url}/{MANIFEST_NAME}")
             manifest = parse_manifest(data, f"{announcement.url}/{MANIFEST_NAME}")
             if str(manifest.version) != announcement.version:

@@ -20,6 +20,13 @@ from tests.kit.wait import WITHIN_S, until
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
+EXPORTED = {
+    "DVP_ROLLOUT__TOKEN": "secret",
+    "DVP_TRAIN__OPTIMIZER__LR": "7",
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "ALL_PROXY": "socks5://127.0.0.1:9",
+}
+"""What a user's shell may hold, and what is nothing to the demo."""
 
 
 class Launcher:
@@ -31,6 +38,7 @@ class Launcher:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "deploy.demo", f"--out={out}", *options],
                 cwd=REPOSITORY,
+                env=os.environ | EXPORTED,
                 stdout=log,
                 stderr=log,
                 process_group=0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.contract.errors import ConfigError
-from services.settings import user_errors
+from services.cpus import usable_cpus
+from services.settings import forget_variables, user_errors
 
 from .engines import Engine
 from .page import write_study
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .subject import Progress as Tell
     from .subject import Subject
 
-CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CPUS = usable_cpus()
 DEFAULT_OUT = Path("runs/lab")
 TEXT_MODEL = DEFAULT_OUT / "text-model"
 COLLAPSE_RUNS, RHO_RUNS = DEFAULT_OUT / "collapse", DEFAULT_OUT / "rho"
@@ -59,6 +59,7 @@ def settings(
     context: typer.Context,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of both sides.")] = 1,
 ) -> None:
+    forget_variables()
     context.obj = threads
 
 

@@ -109,6 +109,27 @@ def test_a_wrong_token(server: ReplicaThread) -> None:
         client.weights()
 
 
+@pytest.mark.parametrize(("variable", "proxy"), [("HTTP_PROXY", "http"), ("ALL_PROXY", "socks5")])
+async def test_no_proxy_stands_between_us_and_this_machine(
+    server: ReplicaThread, monkeypatch: pytest.MonkeyPatch, variable: str, proxy: str
+) -> None:
+    monkeypatch.setenv(variable, f"{proxy}://127.0.0.1:9")
+    with Client(server.url, token=TOKEN, retry=QUICK) as client:
+        assert client.ready().status == "ok"
+    async with AsyncClient(server.url, token=TOKEN, retry=QUICK) as connected:
+        assert (await connected.ready()).status == "ok"
+
+
+async def test_a_proxy_that_the_environment_names_is_used_for_other_machines(
+    server: ReplicaThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    with Client("http://replica.invalid", token=TOKEN, retry=QUICK) as client:
+        assert client.ready().status == "ok"
+    async with AsyncClient("http://replica.invalid", token=TOKEN, retry=QUICK) as connected:
+        assert (await connected.ready()).status == "ok"
+
+
 def test_nobody_there() -> None:
     port = free_port()
     with (

@@ -12,7 +12,7 @@ import pytest
 
 from services.contract.errors import ConfigError
 from services.http.server import bound, port_file
-from services.http.settings import is_loopback
+from services.loopback import is_loopback
 from services.rollout.__main__ import main
 from services.rollout.settings import RolloutSettings
 from tests.kit.processes import run

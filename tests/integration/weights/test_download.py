@@ -42,6 +42,14 @@ async def test_a_whole_folder_arrives(publish: Publish, port: int, cache: Path) 
     assert names(cache) == [".lock", folder_name(1)]
 
 
+async def test_a_proxy_of_the_environment_is_not_asked(
+    publish: Publish, port: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    announced = publish(1, direct(port))
+    assert str(verify_folder(await WeightCache(cache).fetch(announced, in_use())).version) == announced.version
+
+
 async def test_a_cut_download_goes_on_where_it_stopped(publish: Publish, port: int, cache: Path) -> None:
     faults = [Fault(Kind.CUT, 1_000_000), Fault(Kind.CUT, 300_000), Fault(Kind.CUT, 700_000)]
     async with Proxy(port, faults).running() as proxy:

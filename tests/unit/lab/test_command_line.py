@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from services.contract.errors import ConfigError
 from trainer.lab.__main__ import app
+from trainer.lab.training import Run
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,16 @@ def test_a_mistake_is_said(argv: list[str], said: str, tmp_path: Path) -> None:
     assert isinstance(result.exception, ConfigError)
     assert said in str(result.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_shell_exports_for_the_trainer_does_not_reach_an_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVP_TRAIN__OPTIMIZER__LR", "7")
+    CliRunner().invoke(app, ["signature", "--run", str(tmp_path)])
+    settings = Run(tmp_path, seed=0, steps=1, length=2, lr=1e-3).settings()
+    assert settings.optimizer.lr == 1e-3
+    assert "DVP_TRAIN__OPTIMIZER__LR" not in os.environ
 
 
 def test_an_engine_that_is_none_is_refused() -> None:

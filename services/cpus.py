@@ -1,0 +1,29 @@
+"""How many CPUs there are for this process."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+CONTROL_GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cpus() -> int:
+    """Those that it may run on, and no more than its container's CPU limit, rounded up. PyTorch counts the machine's,
+    and a limit then stops all of its threads for most of the time."""
+    runs_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([runs_on, *map(math.ceil, quotas())]))
+
+
+def quotas() -> Iterator[float]:
+    """CPU limits of the process's control group and of those around it (version 2); none where there are none."""
+    with suppress(OSError):
+        lines = OWN_GROUP.read_text().splitlines()
+        own = CONTROL_GROUPS / next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):
+                quota, period = map(int, (group / "cpu.max").read_text().split())
+                yield quota / period

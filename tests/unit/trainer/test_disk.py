@@ -1,0 +1,54 @@
+"""Folders that the trainer cannot write in, and files that others shall read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.contract.errors import ConfigError
+from trainer.checkpoint import Checkpoints
+from trainer.ledger import Ledger
+from trainer.weights import save_tensors
+
+NOBODY = 65534
+MAKERS = [lambda folder: Checkpoints(folder, keep=1), lambda folder: Ledger(folder / "consumed.jsonl")]
+
+
+@pytest.fixture
+def not_ours(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which this process may not write, even if it is root's."""
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o555)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    yield folder
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("below", [".", "run"])
+def test_a_folder_that_is_not_ours_is_named(not_ours: Path, make: Callable[[Path], object], below: str) -> None:
+    with pytest.raises(ConfigError, match=r"^out_dir: .*theirs.* by user \d+ .*Permission denied"):
+        make(not_ours / below)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match=r"^out_dir: .*run.* Name another folder"):
+        make(tmp_path / "run")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_tensors_are_for_those_that_the_umask_says(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        save_tensors({"x": torch.zeros(1)}, tmp_path / "x.safetensors", format="pt")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
