@@ -8,12 +8,31 @@ rest open and in nobody's hands until garbage is collected.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import anyio
 
 T = TypeVar("T")
+
+CANCEL_AGAIN_S = 0.25
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels and waits until they are gone, whoever is cancelled meanwhile; what they raise was logged where it
+    happened. A task left to itself may outlive its event loop, whose end strikes at every await in it."""
+    pending, cancelled = set(tasks), False
+    while pending:
+        for task in pending:
+            task.cancel()
+        try:
+            # Again after a while: an awaited reply that arrives at the same moment can swallow a cancellation.
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError:
+            cancelled = True
+            pending = {task for task in pending if not task.done()}
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 async def finished(work: Coroutine[Any, Any, T], hasten: Callable[[], object] = lambda: None) -> T:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from services.cancellation import cancel
 from services.contract.errors import ConfigError, DvpError, EngineError, UnavailableError, WeightError
 from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
@@ -180,8 +181,7 @@ class SglangEngine:
             try:
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in ends:
-                    task.cancel()
+                await cancel(ends)
             self._outage = done.pop().result()
             self._up.clear()
             log.error("%s\nit is started again with %s", self._outage, self._last_folder.version)
@@ -214,8 +214,7 @@ class SglangEngine:
         supervisor, self._supervisor = self._supervisor, None
         self._outage = "closed"
         if supervisor is not None:
-            supervisor.cancel()
-            await asyncio.gather(supervisor, return_exceptions=True)
+            await cancel([supervisor])
         await self._server.stop()
         for asking, flight in self._flights.items():
             asking.cancel()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from services.cancellation import cancel
 from services.contract.errors import DvpError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -16,7 +17,6 @@ T = TypeVar("T")
 
 MIN_DELAY_S = 0.1
 MAX_DELAY_S = 2.0
-CANCEL_AGAIN_S = 0.25
 
 
 def pauses() -> Iterator[float]:
@@ -58,16 +58,6 @@ async def outlast(what: str, call: Callable[[], Awaitable[T]], patience_s: float
             logger.warning("%s: %s; trying again", what, error)
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")
-
-
-async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels and waits until they are gone; what they raise was logged where it happened."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        # Again after a while: an awaited reply that arrives at the same moment can swallow a cancellation.
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> T | None:

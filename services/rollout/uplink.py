@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from services.cancellation import cancel
 from services.contract.errors import DvpError, UnavailableError, WeightError
 from services.contract.http import ReplicaState, WeightStatus
 from services.transport.broker import Broker
@@ -13,7 +14,7 @@ from services.transport.jobs import JobQueue
 from services.transport.replicas import BEAT_S, ReplicaBeat, ReplicaRegistry
 from services.transport.weights import WeightRegistry
 
-from .loops import cancel, keep_doing, pauses
+from .loops import keep_doing, pauses
 from .replica import Replica
 from .settings import RolloutSettings
 from .weights import WeightSwap

@@ -9,12 +9,13 @@ import time
 from contextlib import suppress
 
 from services import tracing
+from services.cancellation import cancel
 from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError, WeightError
 from services.contract.group import Group
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
 
-from .loops import MAX_DELAY_S, cancel, keep_doing, outlast
+from .loops import MAX_DELAY_S, keep_doing, outlast
 from .replica import Replica
 from .weights import WeightSwap
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from services.rollout.loops import cancel
+from services.cancellation import cancel
 from services.transport.embedded import EmbeddedBroker
 from services.transport.failpoints import VARIABLE as FAILPOINTS
 from trainer.checkpoint import Checkpoints

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from services.cancellation import finished
+from services.cancellation import cancel, finished
 from services.client import AsyncClient
+from services.engines.sglang import SglangEngine
 from services.engines.sglang_client import IDLE_S, SglangClient
+from services.engines.sglang_server import Remote
+from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S
 
 NUM_IDLE, TURNS = 8, 24
@@ -66,6 +70,10 @@ async def server() -> AsyncIterator[Server]:
         yield listening
 
 
+def running() -> set[str]:
+    return {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+
+
 async def cancel_after(turns: int, work: Coroutine[Any, Any, object]) -> None:
     task = asyncio.create_task(work)
     for _ in range(turns):
@@ -101,6 +109,44 @@ async def test_a_cancelled_close_leaves_no_connection(server: Server, turns: int
     await asyncio.gather(*(client.generate({}) for _ in range(NUM_IDLE)))
     await cancel_after(turns, client.close())
     await server.left()
+
+
+async def test_a_closed_engine_leaves_neither_a_health_check_nor_its_connections(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.engines.sglang.HEALTH_EVERY_S", 0)
+    model = make_model(tmp_path / "model")
+    engines = [SglangEngine(model, Remote(server.url)) for _ in range(TURNS)]
+    for engine in engines:
+        await asyncio.gather(*(engine._client.generate({}) for _ in range(NUM_IDLE)))
+    await asyncio.sleep(IDLE_S)
+    for turns, engine in enumerate(engines):
+        engine._supervisor = asyncio.create_task(engine._supervise())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engine.close()
+        assert {"SglangEngine._unresponsive", "SglangEngine._supervise"} & running() == set()
+    await server.left()
+
+
+@pytest.mark.parametrize("times", [0, 1, 5])
+async def test_cancel_waits_for_the_end_of_a_task_that_takes_its_time(times: int) -> None:
+    async def stubborn() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    cancelling = asyncio.create_task(cancel([task]))
+    for _ in range(times):
+        await asyncio.sleep(0)
+        cancelling.cancel()
+    await asyncio.wait([cancelling])
+    assert task.done()
+    assert cancelling.cancelled() is (times > 0)
 
 
 async def test_work_ends_before_its_cancellation_is_raised() -> None:

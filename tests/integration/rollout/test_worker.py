@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from services.cancellation import cancel
 from services.contract.errors import WeightError
 from services.contract.group import Group
 from services.contract.http import WeightStatus
@@ -28,7 +29,6 @@ from services.engines.transformers import TransformersEngine
 from services.http.server import bound, http_server
 from services.logs import LogContext
 from services.rollout.admission import Slots
-from services.rollout.loops import cancel
 from services.rollout.metrics import Metrics
 from services.rollout.prompts import Prompts
 from services.rollout.replica import Replica

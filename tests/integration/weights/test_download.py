@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from services.cancellation import cancel
 from services.contract.errors import UnavailableError, WeightError
 from services.contract.weights import Manifest, WeightFile
-from services.rollout.loops import cancel
 from services.transport.embedded import free_port
 from services.transport.weight_download import WeightCache
 from services.transport.weight_folder import MANIFEST_NAME, folder_name, verify_folder
