@@ -34,7 +34,7 @@ from .zygote import Zygote
 
 LAST_STEPS = 3
 STALL_S = 300.0
-"""Five traps that are given up at the latest."""
+"""Ten processes that ran out of patience, one after the other."""
 REDIS = Path("/usr/bin/redis-server")
 
 

@@ -27,9 +27,9 @@ from .zygote import Zygote
 POLL_S = 0.03
 LEASE_S = 1.5
 ENDLESS = 10**6
-TIRED_S, MOST_TIRED_S = 6.0, 60.0
-"""A process that has not met its trap by then is killed to make room for another. The next one with this trap gets half
-as long again, up to the most: a slow machine takes its time, and what cannot happen now holds nobody up for long."""
+TIRED_S, MOST_TIRED_S = 6.0, 30.0
+"""A process that has not met its trap by then is killed to make room for another. The next one with the same trap gets
+half as long again, because the machine may be slow, up to the most, because the trap may be out of reach for now."""
 LAST_LINES = 12
 
 
@@ -132,7 +132,7 @@ class System:
     steps: int = ENDLESS
     children: list[Child] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    tired: Counter[str | None] = field(default_factory=Counter)
+    tired: Counter[str] = field(default_factory=Counter)
     """Processes that did not meet their trap in time, by trap."""
     faults: list[str] = field(default_factory=list)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -223,10 +223,14 @@ class System:
             if is_at_stop(child.trap) and not child.asked and age > self.rng.uniform(1.5, 4):
                 child.asked = True
                 self.signal(child, signal.SIGTERM)
-            elif age > min(MOST_TIRED_S, TIRED_S * 1.5 ** self.tired[child.trap]):
-                self.tired[child.trap] += child.trap is not None
+            elif age > self.patience_s(child.trap):
                 self.counts[f"tired {child.role}"] += 1
+                if child.trap is not None:
+                    self.tired[child.trap] += 1
                 self.kill(child)
+
+    def patience_s(self, trap: str | None) -> float:
+        return TIRED_S if trap is None else min(MOST_TIRED_S, TIRED_S * 1.5 ** self.tired[trap])
 
     # --- harm -----------------------------------------------------------------------------------------------------
 
