@@ -15,18 +15,18 @@ from pathlib import Path
 from services.contract.errors import ConfigError
 
 NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
-"""Room would not help."""
+"""What more room would not cure."""
 
 
 def unwritable(what: str, folder: Path, error: Exception) -> str:
     """What is the matter, where, and what to do. `what` begins with the setting that names the folder."""
     if isinstance(error, OSError) and error.errno in NOT_ALLOWED:
-        return (
-            f"{what} could not be written by user {os.geteuid()} ({error}). Name another folder, or give them the right"
-        )
-    free_mib = shutil.disk_usage(folder).free / 2**20
+        return f"{what} could not be written by user {os.geteuid()} ({error}). Name a folder that it may write in"
+    # The folder itself may be what could not be made.
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free_mib = shutil.disk_usage(there).free / 2**20
     return (
-        f"{what} could not be written ({error}); {free_mib:.0f} MiB free in {folder}. Make room, then start the same "
+        f"{what} could not be written ({error}); {free_mib:.0f} MiB free in {there}. Make room, then start the same "
         "command again to resume from the newest checkpoint"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from services.contract.errors import ConfigError
 from trainer.checkpoint import Checkpoints
+from trainer.disk import writing
 from trainer.ledger import Ledger
 from trainer.weights import save_tensors
 
@@ -40,8 +42,17 @@ def test_a_folder_that_is_not_ours_is_named(not_ours: Path, make: Callable[[Path
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path, make: Callable[[Path], object]) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(ConfigError, match=r"^out_dir: .*run.* Name another folder"):
+    with pytest.raises(ConfigError, match=r"^out_dir: .*run.* Name a folder"):
         make(tmp_path / "run")
+
+
+def test_a_folder_that_there_is_no_room_to_make(tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "checkpoints"
+    with (
+        pytest.raises(ConfigError, match=rf"^out_dir could not be written .*No space left.* free in {tmp_path}\. Make"),
+        writing("out_dir", folder),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
