@@ -12,8 +12,8 @@ CONTROL_GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
-    """Those that it may run on, and no more than its container's CPU limit, rounded up. PyTorch counts the machine's,
-    and a limit then stops all of its threads for most of the time."""
+    """Those that it may run on, and no more than its container's CPU limit, rounded up. More threads than that share
+    the limit: the kernel stops all of them when it is used up."""
     runs_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([runs_on, *map(math.ceil, quotas())]))
 

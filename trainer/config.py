@@ -223,7 +223,7 @@ class TrainSettings(Settings):
     deterministic: bool = False
     """Bitwise reproducible with max_staleness 0 and one replica in deterministic mode."""
     threads: NonNegative = 0
-    """CPU threads of the trainer; 0 is as many as it may use."""
+    """CPU threads of the trainer; 0: one per CPU that it may use."""
     resume: bool = True
     """Go on from the newest checkpoint in out_dir if there is one."""
 

@@ -14,7 +14,7 @@ import torch
 
 from services.contract.errors import ConfigError, UnavailableError
 from services.contract.weights import WeightRoute
-from services.cpus import usable_cpus
+from services.engines.threads import num_threads
 from services.engines.tokenizer import Tokenizer, load_tokenizer
 from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
@@ -176,8 +176,8 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
 
 
 def set_up_torch(settings: TrainSettings) -> None:
-    alone = settings.deterministic or settings.model.fixed_shape is not None
-    torch.set_num_threads(settings.threads or (1 if alone else min(torch.get_num_threads(), usable_cpus())))
+    reproducible = settings.deterministic or settings.model.fixed_shape is not None
+    torch.set_num_threads(num_threads(settings.threads, reproducible=reproducible))
     torch.manual_seed(settings.seed)
     if settings.deterministic:
         # CUDA's matrix products are deterministic only so; cuBLAS reads it when it is first used.

@@ -22,7 +22,6 @@ from services.contract.group import EngineFacts, Sample
 from services.contract.job import Job
 from services.contract.shape import Shape
 from services.contract.weights import WeightVersion
-from services.cpus import usable_cpus
 
 from .adapter import check_base, holds_adapter
 from .commands import Cancel, Reply, Stop, Submission, Swap
@@ -31,6 +30,7 @@ from .decoder import CachedDecoder, Decoder
 from .fixed_shape import FixedDecoder
 from .limits import check_fits
 from .model_folder import DTYPES, check_full_attention, load_model, read_weights
+from .threads import num_threads
 from .tokenizer import Tokenizer, load_config, load_tokenizer
 from .worker import Worker
 
@@ -65,7 +65,7 @@ class TransformersEngine:
         if max_batch < 1:
             raise ConfigError(f"max_batch {max_batch}: must be at least 1")
         if threads is not None and threads < 1:
-            raise ConfigError(f"threads {threads}: must be at least 1, or unset for as many as there are")
+            raise ConfigError(f"threads {threads}: must be at least 1, or unset for one per CPU")
         config = load_config(model)
         self.facts = EngineFacts(
             name="transformers", version=transformers.__version__, dtype=dtype, fp32_head=fp32_head
@@ -80,8 +80,7 @@ class TransformersEngine:
         self._device = _device(device)
         self._deterministic = deterministic
         self._fixed_shape = fixed_shape
-        alone = 1 if deterministic or fixed_shape else min(torch.get_num_threads(), usable_cpus())
-        self._threads = threads or alone
+        self._threads = num_threads(threads, reproducible=deterministic or fixed_shape is not None)
         self._initial_version = version
         self._model: Any = None
         self._worker: Worker | None = None

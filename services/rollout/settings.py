@@ -118,7 +118,7 @@ class RolloutSettings(ListenSettings):
     max_context: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and continuation together. Default: what the model allows."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the engine. Default: as many as it may use; of SGLang, its own choice."""
+    """CPU threads of the engine. Default: one per CPU that it may use; SGLang chooses by itself."""
     deterministic: bool = False
     """One job is one batch, so that a seed gives the same bits every time."""
     fixed_shape: ShapeText | None = None

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from services import cpus
+from services.engines import threads
 
 
 @pytest.mark.parametrize(
@@ -38,11 +40,24 @@ def test_limits_of_all_groups_around_us(
 def test_a_limit_counts_where_it_is_less_than_the_cpus(
     monkeypatch: pytest.MonkeyPatch, limit: float, expected: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr(cpus, "quotas", lambda: iter([limit]))
     assert cpus.usable_cpus() == expected
 
 
 def test_without_control_groups_all_it_may_run_on_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "OWN_GROUP", tmp_path / "absent")
-    assert cpus.usable_cpus() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert cpus.usable_cpus() == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "reproducible", "usable", "expected"),
+    [(3, True, 1, 3), (3, False, 1, 3), (None, True, 4, 1), (0, True, 4, 1), (None, False, 1, 1), (0, False, 4, 4)],
+)
+def test_threads_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, reproducible: bool, usable: int, expected: int
+) -> None:
+    monkeypatch.setattr(threads, "usable_cpus", lambda: usable)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert threads.num_threads(asked, reproducible=reproducible) == expected
