@@ -19,8 +19,9 @@ CANCEL_AGAIN_S = 0.25
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels and waits until they are gone, whoever is cancelled meanwhile; what they raise was logged where it
-    happened. A task left to itself may outlive its event loop, whose end strikes at every await in it."""
+    """Cancels and waits until they are gone, also if the caller is cancelled meanwhile. What they raise was logged
+    where it happened. A task that nobody waits for may still be cleaning up when its event loop ends, and is then cut
+    short."""
     pending, cancelled = set(tasks), False
     while pending:
         for task in pending:

@@ -32,7 +32,7 @@ class _Base:
     `timeout` bounds each short call, `long_timeout` a rollout or a weight reload. Every method raises the errors of
     services.contract.errors: RequestError (also before anything is sent), NotFoundError, OverloadedError and
     UnavailableError after the last retry, EngineError, WeightError, ConfigError for a wrong token. A proxy that the
-    environment names (HTTP_PROXY, ALL_PROXY, NO_PROXY) is used, but never for a loopback address.
+    environment names (HTTP_PROXY, ALL_PROXY, NO_PROXY) is used, except for a loopback address.
     """
 
     def __init__(

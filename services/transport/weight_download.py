@@ -105,7 +105,7 @@ class WeightCache:
         start = time.monotonic()
         partial = final.with_name(f".{final.name}.partial")
         partial.mkdir(exist_ok=True)
-        # With a transport of its own: machines of one installation do not talk through the environment's proxy.
+        # A client with a transport asks no proxy of the environment: replicas and trainer are of one installation.
         direct = httpx.AsyncHTTPTransport()
         async with httpx.AsyncClient(headers=self._headers, timeout=self._waits, transport=direct) as client:
             data = await _read(client, f"{announcement.url}/{MANIFEST_NAME}")
