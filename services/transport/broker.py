@@ -10,8 +10,10 @@ import builtins
 import logging
 import re
 import ssl
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
@@ -113,15 +115,13 @@ class Broker:
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
         """Around one use of `redis`: bounds it, retries included, and turns what redis-py raises into this project's
-        errors. A cancellation that comes while redis-py writes is not lost, as it can be in Python 3.11 (its
-        asyncio.wait_for returns the result instead)."""
-        task = asyncio.current_task()
-        cancelling = task.cancelling() if task else 0
+        errors. No cancellation is lost (_heed_cancellation)."""
+        before = _cancelled_before.get()
+        _cancelled_before.set(_num_cancelled())
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 yield
-            if task and task.cancelling() > cancelling:
-                raise asyncio.CancelledError
+            _heed_cancellation()
         except _RefusedError as error:
             raise ConfigError(f"Redis at {self._where} {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
@@ -137,6 +137,8 @@ class Broker:
             raise UnavailableError(f"Redis at {self._where} refuses: {error}") from None
         except RedisError as error:
             raise UnavailableError(f"Redis at {self._where}: {error}") from None
+        finally:
+            _cancelled_before.set(before)
 
     async def ping(self) -> None:
         """Raises UnavailableError, or ConfigError for a wrong password."""
@@ -175,6 +177,22 @@ class Broker:
         await self.close()
 
 
+_cancelled_before = ContextVar("cancelled before", default=sys.maxsize)
+"""How often the task had been cancelled when its `Broker.call` began; more than ever outside of one."""
+
+
+def _num_cancelled() -> int:
+    task = asyncio.current_task()
+    return task.cancelling() if task else 0
+
+
+def _heed_cancellation() -> None:
+    """Raises a cancellation, or the end of a time-out, that came while redis-py wrote: asyncio.wait_for of Python 3.11
+    returns the result instead if there is one."""
+    if _num_cancelled() > _cancelled_before.get():
+        raise asyncio.CancelledError
+
+
 class _RefusedError(RedisError):
     """The user, the password or the server's certificate is wrong."""
 
@@ -184,6 +202,7 @@ class _Retry(Retry):
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:
+            _heed_cancellation()
             try:
                 return await do()
             except (AuthenticationError, AuthorizationError) as error:

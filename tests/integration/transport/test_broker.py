@@ -72,19 +72,32 @@ def test_every_script_that_drains_runs_with_the_memory_full(path: Path) -> None:
         assert shebang == ("#!lua" if path.stem in ADMISSION else "#!lua flags=allow-oom")
 
 
-async def test_cancellation_in_the_middle_of_a_call_is_not_lost(broker: Broker) -> None:
+async def write_twice(broker: Broker, written: asyncio.Future[None]) -> None:
+    async with broker.call():
+        await asyncio.wait_for(written, 30)  # what redis-py does around every write
+        await broker.redis.set(f"{broker.keys.jobs}:second", 1)
+
+
+async def test_a_cancellation_is_heeded_in_the_middle_of_a_call(broker: Broker) -> None:
     written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def use() -> None:
-        async with broker.call():
-            await asyncio.wait_for(written, 30)  # what redis-py does around every write
-
-    task = asyncio.create_task(use())
+    task = asyncio.create_task(write_twice(broker, written))
     await asyncio.sleep(0)
     written.set_result(None)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert not await broker.redis.exists(f"{broker.keys.jobs}:second")
+
+
+async def test_the_end_of_its_time_is_heeded_in_the_middle_of_a_call(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "CALL_TIMEOUT_S", 0)
+    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    written.set_result(None)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await write_twice(broker, written)
+    assert not await broker.redis.exists(f"{broker.keys.jobs}:second")
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
