@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from services.cancellation import cancel
 from services.contract.weights import Announcement, WeightRoute
 from services.engines.weight_pieces import PIECE_BYTES
 from services.transport.broker import Broker
@@ -33,8 +34,7 @@ async def sender(
     try:
         yield
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel([running])
 
 
 def sending_processes() -> list[psutil.Process]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.cancellation import cancel
 from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
 from services.contract.job import job_position
@@ -255,7 +256,7 @@ async def test_nothing_but_dead_letters_stops_the_run_until_they_are_replayed(
         playing = asyncio.create_task(player.play(10**6))
         assert ids_of(await both(run)) == [(0, 0), (1, 0)]
         assert run.feeder.metrics()["groups/dead"] == 0
-        playing.cancel()
+        await cancel([playing])
 
 
 async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url: str, opened: Open) -> None:
@@ -414,7 +415,7 @@ async def test_an_evaluation_is_repeated_under_the_same_weights(broker_url: str,
         playing = always_seven(player)
         for _ in range(2):
             assert (await asyncio.wait_for(run.evaluate(), 30))["heldout/score"] == 0
-        playing.cancel()
+        await cancel([playing])
 
 
 async def test_an_evaluation_outlives_a_wiped_broker(
@@ -430,7 +431,7 @@ async def test_an_evaluation_outlives_a_wiped_broker(
         await asyncio.to_thread(forgetful.start)
         playing = always_seven(player)
         assert (await asyncio.wait_for(evaluating, 30))["heldout/score"] == 0
-        playing.cancel()
+        await cancel([playing])
         assert run.publisher.announced.seq > before
 
 
@@ -472,7 +473,7 @@ async def test_the_log_names_the_replica_that_hangs(
             os.kill(replica.pid, signal.SIGSTOP)
             await until_async(named)
             replica.stop(signal.SIGKILL)
-        waiting.cancel()
+        await cancel([waiting])
 
 
 async def test_a_broker_full_of_trained_groups_gets_a_checkpoint_and_goes_on(

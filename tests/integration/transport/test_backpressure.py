@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import numpy as np
 
+from services.cancellation import cancel
 from services.contract.errors import OverloadedError
 from services.contract.group import Group
 from services.contract.job import Job, JobState, Sink
@@ -93,9 +93,7 @@ async def test_memory_stays_bounded_and_what_was_admitted_ends(own_broker: Embed
                 for producer in range(PRODUCERS):
                     producers.create_task(flood.produce(producer))
             settled.set()
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        await cancel([watching])
 
         assert flood.reasons == {(f"the broker's memory is {MEMORY_SHARE:.0%} full", RETRY_AFTER_MEMORY_S)}
         assert MEMORY_SHARE * MAXMEMORY < flood.peak < MAXMEMORY
