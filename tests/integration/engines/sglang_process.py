@@ -44,7 +44,7 @@ class SharedServer:
         architecture = f"{config['architectures']} {config['tie_word_embeddings']}"
         if architecture != self._architecture:
             self.stop()
-            self._server = LocalServer(Launch(python=sglang_python(), threads=1), CONTEXT)
+            self._server = LocalServer(Launch(python=sglang_python(), threads=1, max_batch=16), CONTEXT)
             self._run(self._server.start(folder, "unknown"))
             self._architecture = architecture
         assert self._server is not None

@@ -334,7 +334,14 @@ async def test_nan_logits_fail_only_their_job(
     assert sum(not isinstance(o, BaseException) for o in outcomes) >= 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("engine_kind", "family"),
+    [
+        *(("transformers", family) for family in FAMILIES),
+        pytest.param("sglang", "qwen3", marks=pytest.mark.slow),
+        *(pytest.param("sglang", family, marks=pytest.mark.long) for family in ("llama", "qwen2")),
+    ],
+)
 async def test_tied_weights_swap(family: str, tmp_path: Path, make_engine: MakeEngine) -> None:
     old = make_model(tmp_path / "old", family, tied=True, seed=1)
     new = make_model(tmp_path / "new", family, tied=True, seed=2)

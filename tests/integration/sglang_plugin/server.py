@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -73,6 +74,14 @@ class Server:
         assert response.status_code == 200, response.text
         found: Answer | list[Answer] = response.json()
         return found
+
+    def stream(self, body: dict[str, Any]) -> Iterator[Answer]:
+        """Each chunk as it comes: the answer to one prompt, so far."""
+        with self.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to what is left of the group that this process leads."""

@@ -6,7 +6,6 @@ import json
 import math
 import string
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,7 @@ def test_several_samples_of_one_prompt(server: Server, oracle: Oracle) -> None:
 def test_streaming(server: Server, oracle: Oracle) -> None:
     """Every chunk so far is complete: as many kept masses as log-probs."""
     body = {"input_ids": PROMPT, "sampling_params": RHO | {"max_new_tokens": 40, "ignore_eos": True}}
-    with server.http.stream("POST", "/generate", json=body | {"return_logprob": True, "stream": True}) as response:
-        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    chunks = [*server.stream(body | {"return_logprob": True})]
     assert len(chunks) > 3
     for chunk in chunks:
         reading = read(chunk)
@@ -95,18 +92,17 @@ def test_grammar_masks_come_first(server: Server, oracle: Oracle) -> None:
 
 def test_retracted_requests_keep_one_number_per_token(server: Server, oracle: Oracle) -> None:
     """As a weight swap does it: pause, go on; what was generated before is prefilled again."""
-    answers: list[Answer] = []
-    settings = [RHO | {"max_new_tokens": 400}] * 8
-    running = threading.Thread(target=lambda: answers.extend(server.generate([PROMPT] * 8, settings)))
-    running.start()
-    while running.is_alive() and not any(answer["meta_info"]["num_retractions"] for answer in answers):
-        server.post("/pause_generation", {"mode": "retract"})
-        server.post("/continue_generation", {})
-        running.join(0.3)
-    running.join()
-    assert max(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    for answer in answers:
-        assert len(answer["meta_info"]["kept_mass"]) == len(answer["output_ids"]) == 400
+    settings = RHO | {"max_new_tokens": 200, "ignore_eos": True}
+    body = {"input_ids": [PROMPT] * 8, "sampling_params": [settings] * 8, "return_logprob": True}
+    answers: dict[int, Answer] = {}
+    for chunk in server.stream(body):
+        answers[chunk["index"]] = chunk
+        if len(answers) == 8 and not any(answer["meta_info"]["num_retractions"] for answer in answers.values()):
+            server.post("/pause_generation", {"mode": "retract"})
+            server.post("/continue_generation", {})
+    assert max(answer["meta_info"]["num_retractions"] for answer in answers.values()) > 0
+    for answer in answers.values():
+        assert len(answer["meta_info"]["kept_mass"]) == len(answer["output_ids"]) == 200
         check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 1.0, at_least=0.8)
 
 
