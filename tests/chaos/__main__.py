@@ -24,13 +24,13 @@ from deploy.demo.fleet import interruptible
 from services.contract.errors import ConfigError
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
+from tests.kit.forked import none_left
 from tests.kit.models import make_model
 
 from .audit import Audit, audit, final_parameters
 from .system import LEASE_S, POLL_S, Layout, System, together
 from .traffic import Traffic
 from .traps import Role, Traps
-from .zygote import Zygote
 
 LAST_STEPS = 3
 STALL_S = 300.0
@@ -67,9 +67,9 @@ class Outcome(NamedTuple):
     faults: list[str]
 
 
-async def run_chaos(layout: Layout, broker: EmbeddedBroker, zygote: Zygote, plan: Plan) -> tuple[System, Traffic]:
+async def run_chaos(layout: Layout, broker: EmbeddedBroker, plan: Plan) -> tuple[System, Traffic]:
     rng = random.Random(layout.seed)
-    system = System(layout, broker, zygote, Traps(plan.hits, rng), rng)
+    system = System(layout, broker, Traps(plan.hits, rng), rng)
     traffic = Traffic(system)
     async with together(system.keep(), traffic.run(), tell(system)):
         async with asyncio.TaskGroup() as group:
@@ -148,14 +148,14 @@ def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, determinis
     layout = make_layout(folder, seed, deterministic)
     with (
         EmbeddedBroker(folder / "broker", aof=True, fsync=fsync, binary=binary) as broker,  # type: ignore[arg-type]
-        Zygote(folder / "zygote.log") as zygote,
+        none_left(),
     ):
         (folder / "broker.url").write_text(broker.url)
-        system, traffic = asyncio.run(run_chaos(layout, broker, zygote, plan))
+        system, traffic = asyncio.run(run_chaos(layout, broker, plan))
         faults = [*system.faults, *asyncio.run(leftovers(layout, broker))]
         result = audit(layout)
         faults += result.faults
-        same = compare(layout, broker, zygote) if deterministic else None
+        same = compare(layout, broker) if deterministic else None
         if same is False:
             faults.append("the final parameters differ from an undisturbed run's")
     accounting = account(system, traffic, result) | {
@@ -176,14 +176,14 @@ def make_layout(folder: Path, seed: int, deterministic: bool) -> Layout:
     return layout
 
 
-def compare(layout: Layout, broker: EmbeddedBroker, zygote: Zygote) -> bool:
+def compare(layout: Layout, broker: EmbeddedBroker) -> bool:
     """An undisturbed run of as many steps, and whether it ends with the same parameters, bit for bit."""
     quiet = layout._replace(folder=layout.folder / "undisturbed", run_id=f"{layout.run_id}-undisturbed")
     quiet.logs.mkdir(parents=True)
 
     async def run() -> None:
         rng = random.Random(0)
-        system = System(quiet, broker, zygote, Traps(0, rng), rng, num_replicas=1, steps=layout.newest_step())
+        system = System(quiet, broker, Traps(0, rng), rng, num_replicas=1, steps=layout.newest_step())
         async with together(system.keep()), asyncio.timeout(600):
             await system.finished.wait()
         await system.close()

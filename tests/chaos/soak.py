@@ -26,13 +26,13 @@ from deploy.demo.fleet import interruptible
 from services.contract.errors import DvpError
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
+from tests.kit.forked import none_left
 
 from .__main__ import calm, make_layout
 from .audit import audit
 from .system import Layout, System, together
 from .traffic import Traffic
 from .traps import Role, Traps
-from .zygote import Zygote
 
 SAMPLE_S = 2.0
 GROWN_UP_S = 15.0
@@ -89,7 +89,7 @@ async def watch(system: System, meters: Meters, started: float) -> None:
         await asyncio.sleep(SAMPLE_S)
         at = time.monotonic() - started
         grown_up = [c for c in system.children if time.monotonic() - c.started > GROWN_UP_S and not c.killed]
-        pids = {child.slot: child.pid for child in grown_up} | {"broker": system.broker.pid}
+        pids = {child.slot: child.process.pid for child in grown_up} | {"broker": system.broker.pid}
         for slot, pid in pids.items():
             try:
                 process = psutil.Process(pid)
@@ -141,9 +141,9 @@ async def kills(system: System, traffic: Traffic, minutes: float) -> None:
             await traffic.command("discard", None)
 
 
-async def run(layout: Layout, broker: EmbeddedBroker, zygote: Zygote, minutes: float) -> tuple[System, Traffic, Meters]:
+async def run(layout: Layout, broker: EmbeddedBroker, minutes: float) -> tuple[System, Traffic, Meters]:
     rng = random.Random(layout.seed)
-    system, meters = System(layout, broker, zygote, Traps(0, rng), rng), Meters()
+    system, meters = System(layout, broker, Traps(0, rng), rng), Meters()
     traffic = Traffic(system)
     async with together(system.keep(), traffic.run(), watch(system, meters, time.monotonic())):
         await kills(system, traffic, minutes)
@@ -162,9 +162,9 @@ def main(
         layout = make_layout(folder, seed, deterministic=False)
         with (
             EmbeddedBroker(folder / "broker", aof=True, fsync="always", binary=binary) as broker,
-            Zygote(folder / "zygote.log") as zygote,
+            none_left(),
         ):
-            system, traffic, meters = asyncio.run(run(layout, broker, zygote, minutes))
+            system, traffic, meters = asyncio.run(run(layout, broker, minutes))
         result = audit(layout, every=AUDIT_EVERY)
     sys.stdout.write(f"{minutes:g} minutes, medians of the first and the last third\n")
     for meter in sorted(meters.values(), key=lambda meter: meter.name):

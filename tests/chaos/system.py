@@ -8,8 +8,8 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,11 +18,11 @@ from typing import NamedTuple
 from services.cancellation import cancel
 from services.transport.embedded import EmbeddedBroker
 from services.transport.failpoints import VARIABLE as FAILPOINTS
+from tests.kit.forked import ROLLOUT, Service
 from trainer.checkpoint import Checkpoints
 
 from . import recorder
 from .traps import Role, Traps, is_at_stop
-from .zygote import Zygote
 
 POLL_S = 0.03
 LEASE_S = 1.5
@@ -109,7 +109,7 @@ class Layout(NamedTuple):
 class Child:
     role: Role
     slot: str
-    pid: int
+    process: Service
     log: Path
     trap: str | None
     started: float
@@ -125,7 +125,6 @@ class Child:
 class System:
     layout: Layout
     broker: EmbeddedBroker
-    zygote: Zygote
     traps: Traps
     rng: Random
     num_replicas: int = 2
@@ -159,7 +158,7 @@ class System:
         log = self.layout.logs / f"{slot}-{self.counts[f'starts {role}']:04d}.log"
         url, folder = self.broker.url, self.layout.folder
         nth = 1 if role is Role.OPERATOR else self.rng.choice((1, 1, 2, 4))
-        environment: Mapping[str, str] = {
+        variables = {
             "DVP_ROLLOUT__REDIS_URL": url,
             "DVP_TRAIN__BROKER__URL": url,
             "DVP_QUEUE__REDIS_URL": url,
@@ -169,19 +168,21 @@ class System:
         match role:
             case Role.REPLICA:
                 (folder / f"{slot}.port").unlink(missing_ok=True)
-                main, argv = "services.rollout.__main__:main", self.layout.replica_argv(slot)
+                module, argv = ROLLOUT, self.layout.replica_argv(slot)
             case Role.TRAINER:
-                main, argv = "tests.chaos.recorder:main", self.layout.trainer_argv(self.steps)
+                module, argv = "tests.chaos.recorder", self.layout.trainer_argv(self.steps)
             case Role.OPERATOR:
-                main = "services.monitor.cli:main"
-        pid = self.zygote.fork(main, argv or [], environment, log)
-        child = Child(role, slot, pid, log, trap, time.monotonic())
+                module = "services.monitor.cli"
+        process = Service(module, argv or [], log, **variables)
+        child = Child(role, slot, process, log, trap, time.monotonic())
         self.children.append(child)
         return child
 
     def bury(self) -> None:
-        for pid, code in self.zygote.reap().items():
-            (child,) = (child for child in self.children if child.pid == pid)
+        for child in [*self.children]:
+            code = child.process.poll()
+            if code is None:
+                continue
             self.children.remove(child)
             hit = code == -signal.SIGKILL and not child.killed
             self.traps.give_back(child.trap, hit=hit and child.trap is not None)
@@ -222,7 +223,7 @@ class System:
                 continue
             if is_at_stop(child.trap) and not child.asked and age > self.rng.uniform(1.5, 4):
                 child.asked = True
-                self.signal(child, signal.SIGTERM)
+                child.process.send_signal(signal.SIGTERM)
             elif age > self.patience_s(child.trap):
                 self.counts[f"tired {child.role}"] += 1
                 if child.trap is not None:
@@ -247,22 +248,18 @@ class System:
             await asyncio.sleep(POLL_S)
         return self.rng.choice(victims)
 
-    def signal(self, child: Child, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-
     def kill(self, child: Child) -> None:
         child.killed = True
-        self.signal(child, signal.SIGKILL)
+        child.process.send_signal(signal.SIGKILL)
 
     async def stop(self, child: Child, seconds: float, *, replace: bool) -> None:
         """A hung process that wakes up. `replace`: another one takes its place meanwhile."""
         child.stopped = True
-        self.signal(child, signal.SIGSTOP)
+        child.process.send_signal(signal.SIGSTOP)
         child.replaced = replace
         await asyncio.sleep(seconds)
         child.stopped = False
-        self.signal(child, signal.SIGCONT)
+        child.process.send_signal(signal.SIGCONT)
 
     async def stop_broker(self, seconds: float) -> None:
         assert self.broker.pid is not None
@@ -283,7 +280,7 @@ class System:
         """SIGTERM to all; every one has to heed it."""
         for child in self.children:
             child.asked = True
-            self.signal(child, signal.SIGTERM)
+            child.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(120):
             while self.children:
                 self.bury()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from tests.kit.wait import WITHIN_S
 
@@ -18,14 +19,24 @@ PYTHON = (sys.executable, "-m")
 HEEDED_WITHIN_S = 60.0
 """A child that SIGTERM has not ended by then is killed."""
 
+FEW_THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
 Serve = Callable[[asyncio.Event], Awaitable[None]]
+
+
+class Child(Protocol):
+    """A process of a test's own."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's, without settings that happen to be in it, offline, and with one thread per library."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DVP_")}
-    few = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return {**kept, **few, **variables}
+    return {**kept, **FEW_THREADS, **variables}
 
 
 def run(
@@ -60,7 +71,7 @@ def start(command: Sequence[str | Path], log: Path, **variables: str) -> subproc
         return subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment(**variables))
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def end(child: Child) -> None:
     """SIGTERM, and SIGKILL if that is not heeded."""
     if child.poll() is None:
         child.terminate()
@@ -68,7 +79,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
             child.wait(HEEDED_WITHIN_S)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
+            child.wait(HEEDED_WITHIN_S)
 
 
 class ServerThread:

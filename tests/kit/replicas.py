@@ -14,7 +14,8 @@ from services.client import Client, Retry
 from services.logs import LogContext
 from services.rollout.server import serve
 from services.rollout.settings import RolloutSettings
-from tests.kit import processes, web
+from tests.kit import web
+from tests.kit.forked import ROLLOUT, Service
 from tests.kit.processes import PYTHON, ServerThread
 from tests.kit.wait import WITHIN_S, until
 
@@ -103,8 +104,8 @@ class ReplicaProcess(_Replica):
 
     def __enter__(self) -> Self:
         self._log.write_text("")
-        self._process = processes.start([*COMMAND, *self._args], self._log, **self._variables)
-        self.pid = self._process.pid
+        self._process = Service(ROLLOUT, self._args, self._log, **self._variables)
+        self.pid = self._process.pid or 0
         self._wait()
         return self
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from subprocess import CompletedProcess, Popen
+from subprocess import CompletedProcess
 
-from tests.kit.processes import PYTHON, ROOT, process, run
+from tests.kit import forked
+from tests.kit.forked import ROLLOUT, TRAINER, Service, service
+from tests.kit.processes import PYTHON, ROOT, run
 
 MODEL = ROOT / "deploy/demo/model"
 TRAIN = ROOT / "deploy/demo/train.jsonl"
@@ -43,20 +45,21 @@ def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: s
     return flags
 
 
-def trainer_process(flags: list[str], log: Path, **variables: str) -> AbstractContextManager[Popen[bytes]]:
-    return process([*PYTHON, "trainer", *flags], log, **variables)
+def trainer_process(flags: list[str], log: Path, **variables: str) -> AbstractContextManager[Service]:
+    return service(TRAINER, flags, log, **variables)
 
 
 def replica(
     folder: Path, run_id: str, url: str, *options: str, deterministic: bool = False
-) -> AbstractContextManager[Popen[bytes]]:
-    command = ["services.rollout", f"--model={MODEL}", f"--redis-url={url}", f"--run-id={run_id}", "--port=0"]
-    command += ["--threads=1", "--max-batch=64", "--lease-s=5", *options] + ["--deterministic"] * deterministic
-    return process([*PYTHON, *command], folder / f"replica-{run_id}.log")
+) -> AbstractContextManager[Service]:
+    flags = [f"--model={MODEL}", f"--redis-url={url}", f"--run-id={run_id}", "--port=0", "--threads=1"]
+    flags += ["--max-batch=64", "--lease-s=5", *options] + ["--deterministic"] * deterministic
+    return service(ROLLOUT, flags, folder / f"replica-{run_id}.log")
 
 
 def run_trainer(flags: list[str], before: Callable[[], None] | None = None) -> CompletedProcess[str]:
-    return run([*PYTHON, "trainer", *flags], before)
+    """`before` runs in the new process first."""
+    return run([*PYTHON, "trainer", *flags], before) if before else forked.run(TRAINER, *flags)
 
 
 def train(flags: list[str]) -> str:

@@ -22,8 +22,8 @@ from services.contract.http import Verdict
 from services.contract.keys import Keys
 from services.transport.embedded import EmbeddedBroker, free_port
 from tests.integration.monitor import browser, prometheus
-from tests.kit.processes import PYTHON, process
-from tests.kit.runs import MODEL, config
+from tests.kit.forked import MONITOR, ROLLOUT, Service, service
+from tests.kit.runs import MODEL, config, trainer_process
 from tests.kit.wait import WITHIN_S, until
 
 pytestmark = [
@@ -50,7 +50,7 @@ class System:
     monitor: int
     """Its port, and the trainer's."""
     trainer: int
-    replicas: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    replicas: dict[int, Service] = field(default_factory=dict)
     """By port."""
 
     def get(self, port: int, path: str) -> httpx.Response:
@@ -107,12 +107,12 @@ def running_system(folder: Path, broker: EmbeddedBroker) -> Iterator[System]:
         system = System(broker, http, monitor=free_port(), trainer=free_port())
         for number in (1, 2):
             port = free_port()
-            command = [*PYTHON, "services.rollout", f"--model={MODEL}", "--engine=fake", f"--port={port}", *common]
-            command += ["--fake.service-time-s=0.1", "--fake.num-tokens=6", "--lease-s=5", f"--replica-id=r{number}"]
-            system.replicas[port] = stack.enter_context(process(command, folder / f"r{number}.log"))
+            flags = [f"--model={MODEL}", "--engine=fake", f"--port={port}", *common]
+            flags += ["--fake.service-time-s=0.1", "--fake.num-tokens=6", "--lease-s=5", f"--replica-id=r{number}"]
+            system.replicas[port] = stack.enter_context(service(ROLLOUT, flags, folder / f"r{number}.log"))
         metrics_file = folder / "run" / "metrics.jsonl"
         watch = [f"--port={system.monitor}", f"--metrics-file={metrics_file}", "--interval-s=0.5"]
-        stack.enter_context(process([*PYTHON, "services.monitor", *watch, *common], folder / "monitor.log"))
+        stack.enter_context(service(MONITOR, [*watch, *common], folder / "monitor.log"))
         until(lambda: all(map(system.is_ready, [*system.replicas, system.monitor])), "replicas and monitor are ready")
         yield system
 
@@ -120,9 +120,9 @@ def running_system(folder: Path, broker: EmbeddedBroker) -> Iterator[System]:
 def test_every_failure_looks_the_same_to_everybody(own_broker: EmbeddedBroker, tmp_path: Path) -> None:
     with ExitStack() as stack:
         system = stack.enter_context(running_system(tmp_path, own_broker))
-        train = [*PYTHON, "trainer", *config(tmp_path, RUN_ID, own_broker.url, steps="1000000", sampling__n="2")]
+        train = config(tmp_path, RUN_ID, own_broker.url, steps="1000000", sampling__n="2")
         train += [f"--metrics.port={system.trainer}", f"--metrics.token={TOKEN}"]
-        trainer = stack.enter_context(process(train, tmp_path / "trainer.log"))
+        trainer = stack.enter_context(trainer_process(train, tmp_path / "trainer.log"))
         ports = {"monitor": [system.monitor], "rollout": list(system.replicas), "trainer": [system.trainer]}
         watching = stack.enter_context(prometheus.running(tmp_path, TOKEN, ports))
         page = stack.enter_context(browser.running(tmp_path))

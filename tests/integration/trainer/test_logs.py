@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import web
-from tests.kit.processes import PYTHON, process
+from tests.kit.forked import MONITOR, service
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.runs import MODEL, config, trainer_process
 from tests.kit.wait import WITHIN_S
@@ -40,7 +40,7 @@ def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> 
     variables = {"PYTHONPATH": str(tmp_path)}
     with (
         ReplicaProcess(tmp_path / "replica", *rollout, *at) as replica,
-        process([*PYTHON, "services.monitor", *at, "--port=0"], tmp_path / "monitor.log"),
+        service(MONITOR, [*at, "--port=0"], tmp_path / "monitor.log"),
     ):
         for body in (
             {"prompt": SECRET, "sampling": {"max_tokens": 2}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import signal
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -13,12 +12,13 @@ import pytest
 from services.transport import failpoints
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
+from tests.kit.forked import Service
 from tests.kit.runs import config, replica, train, trainer_process
 from tests.kit.wait import WITHIN_S, until
 from trainer.checkpoint import Checkpoints
 
 
-def is_stopped(child: subprocess.Popen[bytes]) -> bool:
+def is_stopped(child: Service) -> bool:
     assert child.poll() is None, "ended instead of stopping at its fail point"
     return psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
 

@@ -1,0 +1,137 @@
+"""Our commands as real processes, started in a tenth of the time: an interpreter that has imported everything forks.
+
+A fresh interpreter needs five seconds of CPU to import torch and transformers, which hundreds of starts cannot afford.
+What is forked is a process like any other: its own session, environment, files, and `main` of its own. tests/e2e starts
+commands as users do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.kit.processes import FEW_THREADS, ROOT, end, environment
+from tests.kit.wait import WITHIN_S
+
+POLL_S = 0.01
+TRAINER = "trainer.__main__"
+ROLLOUT = "services.rollout.__main__"
+MONITOR = "services.monitor.__main__"
+
+_lock = threading.Lock()
+"""Held while processes are started and ends are read: of two threads that read an end, one would get another code."""
+
+
+class Service(ForkServerProcess):
+    """`Service(TRAINER, ["config.toml"], log)` runs `main` of that module. With the methods of subprocess.Popen."""
+
+    def __init__(
+        self, module: str, argv: Sequence[str], log: Path, *, errors: Path | None = None, **variables: str
+    ) -> None:
+        """What it prints goes to the end of `log`, and what it prints on standard error to `errors`, if given."""
+        arguments = (module, tuple(argv), environment(**variables), log, errors or log)
+        super().__init__(target=_become, args=arguments, daemon=True)
+        with _lock:
+            _import_everything()
+            self.start()
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        with _lock:
+            return self.exitcode
+
+    def wait(self, timeout: float = WITHIN_S) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        last = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > last:
+                raise subprocess.TimeoutExpired(self.name, timeout)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, number)
+
+
+@contextmanager
+def service(module: str, argv: Sequence[str], log: Path, **variables: str) -> Iterator[Service]:
+    """Ends with the block."""
+    started = Service(module, argv, log, **variables)
+    try:
+        yield started
+    finally:
+        end(started)
+
+
+def run(module: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """One that ends by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        service = Service(module, argv, out, errors=errors, **variables)
+        try:
+            code = service.wait()
+        finally:
+            service.kill()
+        return subprocess.CompletedProcess((module, *argv), code, out.read_text(), errors.read_text())
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """After the block."""
+    try:
+        yield
+    finally:
+        end_all()
+
+
+def end_all() -> None:
+    """Kills those of this process that still run, and what they started."""
+    with _lock:
+        services = [process for process in multiprocessing.active_children() if isinstance(process, Service)]
+    for service in services:
+        assert service.pid, "started"
+        with suppress(ProcessLookupError):  # it leads no group before its first line
+            os.killpg(service.pid, signal.SIGKILL)
+        service.kill()
+
+
+# multiprocessing has registered its own, which runs after this one and would wait for a stopped process for ever.
+multiprocessing.util.Finalize(None, end_all, exitpriority=100)
+
+
+@cache
+def _import_everything() -> None:
+    """Starts the interpreter that forks."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.kit.preloaded"])
+    with patch.dict(os.environ, FEW_THREADS, PYTHONPATH=str(ROOT)):
+        forkserver.ensure_running()
+
+
+def _become(module: str, argv: Sequence[str], variables: Mapping[str, str], out: Path, errors: Path) -> None:
+    os.setsid()
+    os.chdir(ROOT)
+    for descriptor, path in ((1, out), (2, errors)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = [module, *argv]
+    importlib.import_module(module).main()

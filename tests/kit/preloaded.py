@@ -1,0 +1,14 @@
+"""What the interpreter that forks our services (forked.py) has imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+for name in (
+    *("torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "tests.kit.forked"),
+    *("services.rollout.server", "services.engines.transformers", "services.monitor.cli", "services.monitor.server"),
+    *("trainer.loop", "trainer.setup"),
+):
+    importlib.import_module(name)
+assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
