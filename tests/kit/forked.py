@@ -15,11 +15,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest.mock import patch
@@ -27,7 +26,6 @@ from unittest.mock import patch
 from tests.kit.processes import FEW_THREADS, ROOT, end, environment
 from tests.kit.wait import WITHIN_S
 
-POLL_S = 0.01
 TRAINER = "trainer.__main__"
 ROLLOUT = "services.rollout.__main__"
 MONITOR = "services.monitor.__main__"
@@ -55,12 +53,11 @@ class Service(ForkServerProcess):
             return self.exitcode
 
     def wait(self, timeout: float = WITHIN_S) -> int:
-        """Raises subprocess.TimeoutExpired."""
-        last = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > last:
-                raise subprocess.TimeoutExpired(self.name, timeout)
-            time.sleep(POLL_S)
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        connection.wait([self.sentinel], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.name, timeout)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -94,7 +91,7 @@ def run(module: str, *argv: str, **variables: str) -> subprocess.CompletedProces
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """After the block."""
+    """Ends with the block what `end_all` kills."""
     try:
         yield
     finally:

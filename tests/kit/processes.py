@@ -20,6 +20,7 @@ HEEDED_WITHIN_S = 60.0
 """A child that SIGTERM has not ended by then is killed."""
 
 FEW_THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+"""Variables of every process of a test: several run at once."""
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 

@@ -105,7 +105,8 @@ class ReplicaProcess(_Replica):
     def __enter__(self) -> Self:
         self._log.write_text("")
         self._process = Service(ROLLOUT, self._args, self._log, **self._variables)
-        self.pid = self._process.pid or 0
+        assert self._process.pid, "started"
+        self.pid = self._process.pid
         self._wait()
         return self
 
