@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from services.transport.embedded import free_port
+from tests.kit import processes
 from tests.kit.wait import WITHIN_S, until
 
 PYTHON = Path(__file__).parents[3] / ".sglang" / "bin" / "python"
@@ -41,7 +42,7 @@ class Server:
                 stdout=output,
                 stderr=output,
                 cwd=log.parent,
-                env=os.environ | environment,
+                env=processes.environment(**environment),
                 start_new_session=True,
             )
         self.http = httpx.Client(base_url=self.url, timeout=WITHIN_S, trust_env=False)
