@@ -178,7 +178,7 @@ class Broker:
 
 
 _cancelled_before = ContextVar("cancelled before", default=sys.maxsize)
-"""How often the task had been cancelled when its `Broker.call` began; more than ever outside of one."""
+"""How often the task had been cancelled when its `Broker.call` began. Outside of a call, no number is above it."""
 
 
 def _num_cancelled() -> int:
@@ -187,8 +187,8 @@ def _num_cancelled() -> int:
 
 
 def _heed_cancellation() -> None:
-    """Raises a cancellation, or the end of a time-out, that came while redis-py wrote: asyncio.wait_for of Python 3.11
-    returns the result instead if there is one."""
+    """Raises a cancellation or time-out that was lost. redis-py writes inside of asyncio.wait_for, and that of Python
+    3.11 drops a cancellation that comes just as the write ends."""
     if _num_cancelled() > _cancelled_before.get():
         raise asyncio.CancelledError
 
