@@ -80,13 +80,18 @@ class TrainerLease:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
         """Acquires, renews in the background every ttl / 3 and releases. When the lease is lost the body is cancelled
-        and LeaseLostError leaves the block."""
+        and LeaseLostError leaves the block, also if the body met another error first: a trainer that was replaced
+        finds its folders gone, and making room for them would be no remedy."""
         token = await self.acquire()
         body = asyncio.current_task()
         assert body is not None, "needs a running task"
         keeper = asyncio.create_task(self._keep(body))
         try:
             yield token
+        except Exception:
+            with contextlib.suppress(UnavailableError):
+                await self.renew()
+            raise
         finally:
             self._leaving = True  # a renewal that is refused from here on cancels nobody
             if self._lost is not None:

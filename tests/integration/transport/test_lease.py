@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from services.contract.errors import ConfigError, LeaseLostError
+from services.contract.errors import ConfigError, LeaseLostError, WeightError
 from services.transport.broker import Broker
 from services.transport.lease import TrainerLease
 from tests.kit.wait import until_async
@@ -151,6 +151,34 @@ async def test_held_names_the_lost_lease_whatever_the_body_ends_with(broker: Bro
     with pytest.raises(LeaseLostError):
         await train()
     await asyncio.wait_for(asyncio.sleep(0), 5)
+
+
+async def test_held_names_the_lost_lease_to_a_body_that_failed_before_the_next_renewal(broker: Broker) -> None:
+    async def train() -> None:
+        async with TrainerLease(broker, "x").held():
+            await broker.redis.incr(broker.keys.fence)
+            raise WeightError("the new trainer has swept what this one was writing")
+
+    with pytest.raises(LeaseLostError):
+        await train()
+
+
+@pytest.mark.parametrize("wiped", [False, True])
+async def test_held_lets_an_error_through_while_nobody_took_over(broker: Broker, wiped: bool) -> None:
+    async def train() -> None:
+        async with TrainerLease(broker, "x").held():
+            if wiped:
+                await broker.redis.delete(broker.keys.lease, broker.keys.fence)
+            raise WeightError("no room")
+
+    with pytest.raises(WeightError):
+        await train()
+    assert await broker.redis.exists(broker.keys.lease) == 0
+
+
+async def test_held_ends_well_when_another_trainer_came_at_the_end(broker: Broker) -> None:
+    async with TrainerLease(broker, "x").held():
+        await broker.redis.incr(broker.keys.fence)
 
 
 async def test_held_lets_a_real_cancellation_through(broker: Broker) -> None:
