@@ -47,9 +47,9 @@ lab: install sglang-cpu
 	$(BIN)/dvp-lab rho --out trainer/lab/results
 	$(BIN)/dvp-lab collapse --out trainer/lab/results
 
-# Two at once, because most of them wait for processes; ARGS=-n0 for one, with a debugger.
+# Three at once, also on two cores: they wait for processes and clocks half of the time. ARGS=-n0 for one, with a debugger.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
+from services.transport import broker as broker_module
+from services.transport import weight_download
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 
@@ -114,6 +116,13 @@ def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedB
     """A broker of the test's own, with AOF: to be killed, restarted or wiped."""
     with EmbeddedBroker(tmp_path / "broker", aof=True, binary=broker_binary) as embedded:
         yield embedded
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, a broker or a server of weights that is away is asked twice."""
+    monkeypatch.setattr(broker_module, "NUM_RETRIES", 1)
+    monkeypatch.setattr(weight_download, "TRIES", 2)
 
 
 @pytest.fixture

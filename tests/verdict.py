@@ -25,12 +25,12 @@ MAX_FLAKY = 3
 MAX_RETRIED = 10
 """More failures in one group are not chance."""
 NUM_SLOWEST = 10
-TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
-"""A test that kills its process fails alone: xdist starts another for the rest."""
-SLOW = (*TWO_AT_A_TIME, "-m", "slow and not long")
+BY_FILE = ("--dist", "loadfile")
+"""In several processes. A test that kills its own fails alone: xdist starts another for the rest."""
+SLOW = ("-n", "2", *BY_FILE, "-m", "slow and not long")
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
 GROUPS = {
-    "fast": TWO_AT_A_TIME,
+    "fast": ("-n", "3", *BY_FILE),
     "slow": (*SLOW, "--ignore=tests/e2e", *(f"--ignore={folder}" for folder in SGLANG)),
     "sglang": (*SLOW, *SGLANG),
     "e2e": (*SLOW, "tests/e2e"),

@@ -45,7 +45,7 @@ def test_arrays_are_read_only(group: Group) -> None:
             array[0] = 0
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.one_of(JOBS, GROUPS), damages())
 def test_damaged_bytes_are_refused_or_still_a_record(record: Record, damage: Damage) -> None:
     with contextlib.suppress(RequestError):

@@ -183,9 +183,10 @@ def test_block(reader: Reader, block: Block) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", SLOW, ids=lambda block: block.name)
-def test_slow_block(block: Block) -> None:
-    assert block.language == "bash"
-    assert block.text.startswith("make ")
+def test_slow_block(reader: Reader, block: Block) -> None:
+    if not block.text.startswith("make "):
+        reader.run(block)
+        return
     # What this run was told by `make test-slow ARGS=...` is not for that one.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")

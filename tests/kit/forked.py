@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import connection, forkserver
@@ -38,10 +38,18 @@ class Service(ForkServerProcess):
     """`Service(TRAINER, ["config.toml"], log)` runs `main` of that module. With the methods of subprocess.Popen."""
 
     def __init__(
-        self, module: str, argv: Sequence[str], log: Path, *, errors: Path | None = None, **variables: str
+        self,
+        module: str,
+        argv: Sequence[str],
+        log: Path,
+        *,
+        errors: Path | None = None,
+        before: Callable[[], object] | None = None,
+        **variables: str,
     ) -> None:
-        """What it prints goes to the end of `log`, and what it prints on standard error to `errors`, if given."""
-        arguments = (module, tuple(argv), environment(**variables), log, errors or log)
+        """What it prints goes to the end of `log`, and what it prints on standard error to `errors`, if given.
+        `before`, which can be pickled, is called in the new process first."""
+        arguments = (module, tuple(argv), environment(**variables), log, errors or log, before)
         super().__init__(target=_become, args=arguments, daemon=True)
         with _lock:
             _import_everything()
@@ -77,11 +85,13 @@ def service(module: str, argv: Sequence[str], log: Path, **variables: str) -> It
         end(started)
 
 
-def run(module: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    module: str, *argv: str, before: Callable[[], object] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """One that ends by itself."""
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        service = Service(module, argv, out, errors=errors, **variables)
+        service = Service(module, argv, out, errors=errors, before=before, **variables)
         try:
             code = service.wait()
         finally:
@@ -121,7 +131,14 @@ def _import_everything() -> None:
         forkserver.ensure_running()
 
 
-def _become(module: str, argv: Sequence[str], variables: Mapping[str, str], out: Path, errors: Path) -> None:
+def _become(
+    module: str,
+    argv: Sequence[str],
+    variables: Mapping[str, str],
+    out: Path,
+    errors: Path,
+    before: Callable[[], object] | None,
+) -> None:
     os.setsid()
     os.chdir(ROOT)
     for descriptor, path in ((1, out), (2, errors)):
@@ -131,4 +148,6 @@ def _become(module: str, argv: Sequence[str], variables: Mapping[str, str], out:
     os.environ.update(variables)
     sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [module, *argv]
+    if before is not None:
+        before()
     importlib.import_module(module).main()

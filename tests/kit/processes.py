@@ -40,10 +40,8 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, **FEW_THREADS, **variables}
 
 
-def run(
-    command: Sequence[str | Path], before: Callable[[], None] | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """One that ends by itself; `before` runs in the new process first."""
+def run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
+    """One that ends by itself."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -51,7 +49,6 @@ def run(
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
-        preexec_fn=before,
         check=False,
     )
 

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 from tests.kit import forked
 from tests.kit.forked import ROLLOUT, TRAINER, Service, service
-from tests.kit.processes import PYTHON, ROOT, run
+from tests.kit.processes import ROOT
 
 MODEL = ROOT / "deploy/demo/model"
 TRAIN = ROOT / "deploy/demo/train.jsonl"
@@ -57,9 +57,9 @@ def replica(
     return service(ROLLOUT, flags, folder / f"replica-{run_id}.log")
 
 
-def run_trainer(flags: list[str], before: Callable[[], None] | None = None) -> CompletedProcess[str]:
-    """`before` runs in the new process first."""
-    return run([*PYTHON, "trainer", *flags], before) if before else forked.run(TRAINER, *flags)
+def run_trainer(flags: list[str], before: Callable[[], object] | None = None) -> CompletedProcess[str]:
+    """`before`, which can be pickled, is called in the new process first."""
+    return forked.run(TRAINER, *flags, before=before)
 
 
 def train(flags: list[str]) -> str:

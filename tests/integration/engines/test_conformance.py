@@ -185,7 +185,7 @@ async def test_swap_in_mid_generation(
     """Each span equals a full forward under its own weights: the cache was recomputed."""
     engine = await make_engine(folders["even"], max_batch=8, version="run:0:even")
     more = engine.capacity + 2
-    jobs = [make_job(f"long{i}", list(range(5, 6 + i % 5)), n=2, max_tokens=900 + i % 5) for i in range(more // 2)]
+    jobs = [make_job(f"long{i}", list(range(5, 6 + i % 5)), n=2, max_tokens=600 + i % 5) for i in range(more // 2)]
     running = [asyncio.create_task(engine.generate(job)) for job in jobs]
     await drawing(engine)
     for seq in range(1, num_swaps + 1):

@@ -97,6 +97,7 @@ def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path)
             client.rollout(prompt="1")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_http_goes_on_while_the_broker_is_away(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broker = EmbeddedBroker(tmp_path / "broker", port=free_port(), aof=True)
     args = ["--model", str(model), "--engine", "fake", "--redis-url", broker.url, "--run-id", "outage"]

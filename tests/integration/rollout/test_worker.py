@@ -208,7 +208,7 @@ async def finished(broker: Broker, name: str) -> bool:
 
 async def test_leases_are_renewed_for_as_long_as_it_takes(broker: Broker, fence: int, model: Path) -> None:
     rival = JobQueue(broker, "rival", lease_ms=1500)
-    async with working(broker, fake(broker, service_time_s=4.0), model, lease_s=1.5) as running:
+    async with working(broker, fake(broker, service_time_s=3.0), model, lease_s=1.5) as running:
         await submit(broker, fence, job(broker.run_id, "long"))
         await until_async(lambda: running.slots.in_use == 1)
         stolen = []
@@ -340,6 +340,7 @@ async def test_a_folder_that_was_repaired_is_loaded_without_another_announcement
         assert running.swap.status.version == announcement.version
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_weights_are_fetched_where_the_volume_is_not_seen(
     broker: Broker, fence: int, model: Path, tmp_path: Path
 ) -> None:

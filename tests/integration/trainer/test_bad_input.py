@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from trainer.config import TrainSettings
 from trainer.setup import open_run
 
 
-def cli_refusal(flags: list[str], before: Callable[[], None] | None = None) -> str:
+def cli_refusal(flags: list[str], before: Callable[[], object] | None = None) -> str:
     """What the command says when it refuses to run."""
     done = run_trainer(flags, before)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -77,6 +78,7 @@ async def test_files_that_are_missing_or_unusable(tmp_path: Path, run_id: str) -
     assert "row 0 has no answer" in await with_data(json.dumps({"prompt": "1+1="}) + "\n")
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_broker_that_does_not_answer(tmp_path: Path, run_id: str) -> None:
     message = await refusal(config(tmp_path, run_id, "redis://:secret@127.0.0.1:1/0"))
     assert "127.0.0.1:1" in message
@@ -90,10 +92,8 @@ async def test_a_reward_that_cannot_be_found(tmp_path: Path, broker_url: str, ru
 
 
 def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    def small_files_only() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-
-    message = cli_refusal(config(tmp_path, run_id, broker_url), before=small_files_only)
+    small_files_only = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (400_000, 400_000))
+    message = cli_refusal(config(tmp_path, run_id, broker_url), small_files_only)
     assert "weights.folder" in message
     assert "could not be written" in message
     assert "resume" in message
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, r
 
 
 def test_a_second_trainer_is_refused_and_names_the_first(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    flags = config(tmp_path, run_id, broker_url)
+    flags = config(tmp_path, run_id, broker_url, broker__lease_s="6")
     with trainer_process(flags, tmp_path / "first.log"):
         until(lambda: (tmp_path / "run" / "weights").exists(), "the first trainer's weights")
         message = cli_refusal(config(tmp_path, run_id, broker_url, "second"))

@@ -19,6 +19,7 @@ ADMISSION = {"submit", "submit_client", "replay"}
 READING = {"health", "letters", "pending"}
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_nobody_listens() -> None:
     port = free_port()
     with pytest.raises(ConfigError) as refusal:
@@ -48,6 +49,7 @@ async def test_a_bad_run_id(broker_url: str, run_id: str) -> None:
         await Broker.connect(broker_url, run_id)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_broker_that_dies_is_named(own_broker: EmbeddedBroker, run_id: str) -> None:
     async with await Broker.connect(own_broker.url, run_id) as broker:
         own_broker.kill()

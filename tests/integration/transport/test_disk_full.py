@@ -56,6 +56,7 @@ async def submit_until_refused(submission: Submission, run_id: str) -> tuple[lis
     raise AssertionError("nothing was refused")
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_full_disk_of_the_broker_loses_nothing(server: EmbeddedBroker, run_id: str) -> None:
     async with await Broker.connect(server.url, run_id) as broker:
         submission = Submission(broker)

@@ -102,6 +102,7 @@ async def test_a_download_that_takes_too_long_is_given_up(publish: Publish, port
             await WeightCache(cache, timeout_s=0.5).fetch(publish(1, proxy.url), in_use())
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_server_that_is_gone_is_named(publish: Publish, cache: Path) -> None:
     with pytest.raises(WeightError, match=r"127\.0\.0\.1.*All connection attempts failed"):
         await WeightCache(cache).fetch(publish(1, direct(free_port())), in_use())
