@@ -47,7 +47,7 @@ lab: install sglang-cpu
 	$(BIN)/dvp-lab rho --out trainer/lab/results
 	$(BIN)/dvp-lab collapse --out trainer/lab/results
 
-# Three at once, also on two cores: they wait for processes and clocks half of the time. ARGS=-n0 for one, with a debugger.
+# Three at once, also on two cores: most of them wait for processes and clocks. ARGS=-n0 for one, with a debugger.
 test: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 

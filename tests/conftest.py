@@ -113,8 +113,9 @@ def broker_url(tmp_path_factory: pytest.TempPathFactory, broker_binary: Path | N
 
 @pytest.fixture
 def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedBroker]:
-    """A broker of the test's own, with AOF: to be killed, restarted or wiped."""
-    with EmbeddedBroker(tmp_path / "broker", aof=True, binary=broker_binary) as embedded:
+    """A broker of the test's own: to be killed, restarted or wiped. A kill loses nothing that it answered; with
+    everysec it loses what was answered while an fsync was under way."""
+    with EmbeddedBroker(tmp_path / "broker", aof=True, fsync="always", binary=broker_binary) as embedded:
         yield embedded
 
 

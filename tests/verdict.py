@@ -26,7 +26,7 @@ MAX_RETRIED = 10
 """More failures in one group are not chance."""
 NUM_SLOWEST = 10
 BY_FILE = ("--dist", "loadfile")
-"""In several processes. A test that kills its own fails alone: xdist starts another for the rest."""
+"""In several processes. A test that kills its own process fails alone: xdist starts another for the rest."""
 SLOW = ("-n", "2", *BY_FILE, "-m", "slow and not long")
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
 GROUPS = {

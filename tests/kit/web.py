@@ -1,6 +1,6 @@
 """httpx with the bound of every wait, and past any proxy: what a test asks is on loopback.
 
-Certificates are read once: httpx would read them for every call, in 20 times the time of the call.
+Certificates are read once: httpx reads them for every call.
 """
 
 from __future__ import annotations

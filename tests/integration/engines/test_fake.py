@@ -45,7 +45,7 @@ async def test_capacity_and_cancellation() -> None:
 
 
 async def test_a_swap_splits_the_samples_in_flight(weights: Path) -> None:
-    engine = FakeEngine(service_time_s=3, num_tokens=1000, load_time_s=0.1, version="run:0:a")
+    engine = FakeEngine(service_time_s=10, num_tokens=1000, load_time_s=0.1, version="run:0:a")
     await engine.start()
     running = asyncio.create_task(engine.generate(make_job(n=2, max_tokens=1000)))
     await until_async(lambda: engine.num_running == 2)

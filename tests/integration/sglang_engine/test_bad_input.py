@@ -31,8 +31,8 @@ def program(folder: Path, script: str) -> Path:
 async def test_a_server_that_never_gets_ready(models: dict[str, Path], tmp_path: Path) -> None:
     """The wait is bounded, the end of its log is shown, and nothing of it is left."""
     python = program(tmp_path, f"echo loading since yesterday; echo $$ > '{tmp_path}/pid'; sleep 300 & wait")
-    engine = SglangEngine(models["even"], Launch(python=python, ready_timeout_s=5))
-    with pytest.raises(ConfigError, match=r"(?s)ready_timeout_s = 5 s.*\n  loading since yesterday"):
+    engine = SglangEngine(models["even"], Launch(python=python, ready_timeout_s=10))
+    with pytest.raises(ConfigError, match=r"(?s)ready_timeout_s = 10 s.*\n  loading since yesterday"):
         await engine.start()
     pid = int((tmp_path / "pid").read_text())
     assert not [p for p in psutil.process_iter(["status"]) if p.info["status"] != "zombie" and _group(p) == pid]

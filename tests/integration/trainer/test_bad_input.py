@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, r
 
 
 def test_a_second_trainer_is_refused_and_names_the_first(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    flags = config(tmp_path, run_id, broker_url, broker__lease_s="6")
+    flags = config(tmp_path, run_id, broker_url)
     with trainer_process(flags, tmp_path / "first.log"):
         until(lambda: (tmp_path / "run" / "weights").exists(), "the first trainer's weights")
         message = cli_refusal(config(tmp_path, run_id, broker_url, "second"))

@@ -100,7 +100,7 @@ async def test_weights_that_are_not_finite_are_not_offered(broker: Broker, model
 
 
 async def test_a_replica_that_never_joins_is_given_up(broker: Broker, model: Path) -> None:
-    async with sender(broker, "run:1:aa", model, send_timeout_s=3):
+    async with sender(broker, "run:1:aa", model, send_timeout_s=5):
         await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
         assert len(sending_processes()) == 1
         await none_sending()

@@ -52,7 +52,6 @@ async def test_a_killed_broker_with_aof_forgets_nothing(own_broker: EmbeddedBrok
     await replica.commit(leases[0], make_group(leases[0].job))
     (delivery,) = await rig.groups.read(9, BLOCK_MS)
     await rig.groups.settle(trained=[delivery.job_id])
-    # appendfsync everysec: what the kernel already has survives the death of the process.
     own_broker.kill()
     own_broker.start()
     assert await replica.renew(leases[1:]) == []
