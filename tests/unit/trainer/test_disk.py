@@ -17,7 +17,14 @@ from trainer.ledger import Ledger
 from trainer.weights import save_tensors
 
 NOBODY = 65534
-MAKERS = [lambda folder: Checkpoints(folder, keep=1), lambda folder: Ledger(folder / "consumed.jsonl")]
+
+
+def checkpoints(folder: Path) -> Checkpoints:
+    return Checkpoints(folder, keep=1)
+
+
+def ledger(folder: Path) -> Ledger:
+    return Ledger(folder / "consumed.jsonl")
 
 
 @pytest.fixture
@@ -32,14 +39,24 @@ def not_ours(tmp_path: Path) -> Iterator[Path]:
     os.seteuid(user)
 
 
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("below", [".", "run"])
+@pytest.mark.parametrize(("make", "below"), [(checkpoints, "run"), (ledger, "."), (ledger, "run")])
 def test_a_folder_that_is_not_ours_is_named(not_ours: Path, make: Callable[[Path], object], below: str) -> None:
     with pytest.raises(ConfigError, match=r"^out_dir: .*theirs.* by user \d+ .*Permission denied"):
         make(not_ours / below)
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: only root can give a folder to somebody else")
+def test_a_folder_of_checkpoints_that_belongs_to_somebody_else_is_named(not_ours: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^out_dir: .*theirs.* by user \d+ .*(not permitted|Permission denied)"):
+        checkpoints(not_ours)
+
+
+def test_a_folder_of_checkpoints_that_was_closed_is_opened(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    checkpoints(tmp_path).claim(1)
+
+
+@pytest.mark.parametrize("make", [checkpoints, ledger])
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path, make: Callable[[Path], object]) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match=r"^out_dir: .*run.* Name a folder"):
