@@ -87,9 +87,10 @@ def math(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str
 
 
 def stated_result(completion: str) -> str | None:
-    r"""What the last `\boxed{...}` (braces balanced) or `Answer: ...` line states, without surrounding `$`."""
+    r"""What the last `\boxed{...}` (braces balanced) or `Answer: ...` states, without surrounding `$`. What `Answer:`
+    states may stand on a line of its own, and Markdown may emphasise either."""
     starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", completion)]
-    lines = list(re.finditer(r"answer\s*:[ \t]*([^\n]+)", completion, re.IGNORECASE))
+    lines = list(re.finditer(r"answer[\s*_]*:[\s*_]*([^\s*_][^\n]*)", completion, re.IGNORECASE))
     boxed = _balanced(completion, starts[-1]) if starts else None
     if boxed is not None and (not lines or starts[-1] > lines[-1].start()):
         return boxed.strip()
@@ -109,7 +110,8 @@ def _balanced(text: str, start: int) -> str | None:
 def _same_mathematics(gold: str, result: str) -> bool:
     # The pool's time limit holds; math-verify's own would replace the handler of the same signal.
     verifier = _math_verify()
-    parsed = [verifier.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, result)]
+    plain = [THOUSANDS.sub("", text) for text in (gold, result)]
+    parsed = [verifier.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in plain]
     return bool(verifier.verify(*parsed, timeout_seconds=None))
 
 
@@ -128,6 +130,8 @@ def _given(answer: str | None) -> str:
     return answer
 
 
+THOUSANDS = re.compile(r"(?<=\d)(?:\\[,:; ]|[~\s])(?=\d{3}(?!\d))")
+"""Spaces in a number, as LaTeX sets them: math-verify would see a product."""
 NAMED: dict[str, Reward] = {"math": math, "exact_match": exact_match, "arithmetic": arithmetic}
 
 
