@@ -163,7 +163,7 @@ class Learner:
         accumulated over micro-batches and ranks, divided by D at the end, when the number of kept sequences is known.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        seen, num_kept, loss_sum = [], 0.0, 0.0
+        seen, num_kept, num_corrected, loss_sum = [], 0.0, 0.0, 0.0
         for micro in self._micro_batches(sequences):
             own = self.train_logprobs(micro)
             evidence = Evidence.of(micro, own)
@@ -172,12 +172,14 @@ class Learner:
             loss.backward()  # type: ignore[no-untyped-call]
             seen.append(evidence)
             num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
+            num_corrected += float(micro.mask.any(1).sum())
             loss_sum += float(loss.detach())
         whole = Evidence.gather(seen, self.world)
-        num_kept, loss_sum = self.world.sum(num_kept, loss_sum)
+        num_kept, num_corrected, loss_sum = self.world.sum(num_kept, num_corrected, loss_sum)
         if num_kept == 0:
             return Update(whole, 0.0, None)
-        D = denominator(self.settings.correction.denominator, total=total, kept=int(num_kept))
+        policy = self.settings.correction.denominator
+        D = denominator(policy, total=total, corrected=int(num_corrected), kept=int(num_kept))
         return Update(whole, loss_sum / D, self._apply(D))
 
     def train_logprobs(self, micro: MicroBatch) -> TrainLogprobs:
@@ -211,7 +213,9 @@ class Learner:
         complete = batch.complete()
         weights = torch.ones(batch.num_sequences, dtype=torch.float64)
         if self.settings.correction.baseline is Baseline.RLOO_WEIGHTED and before is not None:
-            weights[before.rows.cpu()] = self.correct(before).weights[:, 0].double().cpu()
+            # One per sequence: of weights per token their mean, in which a rejected token is 0.
+            per_token = self.correct(before).weights.double().sum(1) / before.mask.sum(1).clamp(min=1)
+            weights[before.rows.cpu()] = per_token.cpu()
         A = advantages(
             batch.rewards,
             self.settings.correction.baseline,
@@ -259,7 +263,7 @@ class Learner:
         for _ in range(idle):
             yield batches(sequences[:1])[0].idle()
 
-    def _apply(self, D: int) -> float | None:
+    def _apply(self, D: float) -> float | None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
             assert parameter.grad is not None

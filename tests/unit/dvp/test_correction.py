@@ -202,6 +202,10 @@ def test_weights_are_always_finite_and_in_bounds(row: list[float], level: Level,
 
 
 def test_denominators() -> None:
-    assert denominator(Denominator.ALL, total=8, kept=5) == 8
-    assert denominator(Denominator.KEPT, total=8, kept=5) == 5
-    assert denominator(Denominator.KEPT, total=8, kept=0) == 0
+    assert denominator(Denominator.ALL, total=8, corrected=8, kept=5) == 8
+    assert denominator(Denominator.KEPT, total=8, corrected=8, kept=5) == 5
+    assert denominator(Denominator.KEPT, total=8, corrected=8, kept=0) == 0
+    # Sequences without signal are neither kept nor rejected.
+    assert denominator(Denominator.KEPT, total=64, corrected=8, kept=8) == 64
+    assert denominator(Denominator.KEPT, total=64, corrected=8, kept=4) == 32
+    assert denominator(Denominator.KEPT, total=64, corrected=0, kept=0) == 0

@@ -178,12 +178,13 @@ def test_an_outside_token_takes_its_sequence_out_and_nothing_else(
     assert make_learner().step(batch)["veto/outside"] == pytest.approx(1 / 6)
 
 
+@pytest.mark.parametrize("denominator", ["all", "kept"])
 def test_groups_without_signal_do_no_forward_and_are_counted(
-    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel, denominator: str
 ) -> None:
     signal, flat = make_batch(oracle).groups
     flat = ScoredGroup(flat.group, (1.0, 1.0, 1.0), 0)
-    learner = make_learner()
+    learner = make_learner(correction={"denominator": denominator})
     seen = list[int]()
     learner.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.extend(kwargs["input_ids"].flatten().tolist()), with_kwargs=True
@@ -226,6 +227,29 @@ def test_two_updates_per_batch_log_drift_apart_from_mismatch(
     assert abs(metrics["mismatch/kl"]) < 1e-5
     assert abs(metrics["drift/kl"]) > 1e-4
     assert "drift/kl" not in make_learner().step(batch)
+
+
+def test_a_weighted_baseline_takes_the_mean_of_the_weights_of_all_tokens(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel
+) -> None:
+    """Also of weights per token, where the first one alone says nothing of its sequence."""
+    batch = make_batch(oracle)
+    learner = make_learner(correction={"level": "token", "baseline": "rloo_weighted"})
+    before = learner.look(batch.sequences_with_signal())
+    means = []
+    for scored in batch.groups:
+        for sample in scored.group.samples:
+            exact = oracle_logprobs(oracle, scored.group.prompt_ids.tolist(), sample.token_ids.tolist()).detach()
+            w = (exact - torch.from_numpy(sample.logprobs.astype(np.float64))).exp()
+            means.append(float(w.where(w <= 2, 0).mean()))
+    assert len({round(mean, 3) for mean in means}) == len(means)
+    got = learner.batch_advantages(batch, before).view(2, 3)
+    for g, scored in enumerate(batch.groups):
+        for i in range(3):
+            others = [j for j in range(3) if j != i]
+            weight = sum(means[3 * g + j] for j in others)
+            baseline = sum(means[3 * g + j] * scored.rewards[j] for j in others) / weight
+            assert float(got[g, i]) == pytest.approx(scored.rewards[i] - baseline, abs=1e-4)
 
 
 @pytest.mark.parametrize("overlong", ["mask", "drop"])
