@@ -25,6 +25,7 @@ from .rewards import OnError, Overlong
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
 
 
 class ModelSection(Section):
@@ -99,7 +100,7 @@ class SamplingSection(Section):
     """The policy that is sampled and trained."""
 
     n: Annotated[int, Field(ge=1, le=1024)] = 8
-    log_min_p: Annotated[float, Field(ge=-1e4, le=0)] = LOG_RHO
+    log_min_p: LogMinP = LOG_RHO
     """log(rho); -13 by default. A small vocabulary needs a larger rho for pruning to bind at all."""
     temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     max_tokens: Positive = 1024
@@ -174,8 +175,18 @@ class EvaluateSection(Section):
     n: Positive = 1
     """Samples per held-out prompt; avg@n and pass@k for k = 1, 2, 4, .. n."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    log_min_p: LogMinP | None = None
+    """None: that of the policy in training, likewise below. -1e4 prunes nothing."""
+    max_tokens: Positive | None = None
+    correct_from: float = 1.0
+    """Reward from which on pass@k counts a sample as correct. Any but 1 is part of the metric's name."""
     limit: Positive | None = None
     timeout_s: Seconds = 3600.0
+
+    def to_sampling(self, trained: SamplingSection, seed: int) -> Sampling:
+        own = {"temperature": self.temperature, "log_min_p": self.log_min_p, "max_tokens": self.max_tokens}
+        changes = {name: value for name, value in own.items() if value is not None}
+        return trained.to_sampling(seed).model_copy(update=changes)
 
 
 class ReportSection(Section):
@@ -250,11 +261,15 @@ class TrainSettings(Settings):
     def _consistent(self) -> TrainSettings:
         if self.evaluate.interval and self.data.heldout is None:
             raise ValueError(f"evaluate.interval is {self.evaluate.interval} but data.heldout names no data set")
-        num_tokens = self.sampling.n * self.sampling.max_tokens
-        if num_tokens > MAX_GROUP_TOKENS:
-            raise ValueError(
-                f"sampling.n x sampling.max_tokens is {num_tokens}, at most {MAX_GROUP_TOKENS} allowed in one group"
-            )
+        lengths = {
+            "sampling": self.sampling.max_tokens,
+            "evaluate": self.evaluate.max_tokens or self.sampling.max_tokens,
+        }
+        for section, n in (("sampling", self.sampling.n), ("evaluate", self.evaluate.n)):
+            if (num_tokens := n * lengths[section]) > MAX_GROUP_TOKENS:
+                raise ValueError(
+                    f"{section}.n x {section}.max_tokens is {num_tokens}, at most {MAX_GROUP_TOKENS} allowed in a group"
+                )
         if self.lora.publish == "adapter" and not (self.lora.rank and self.weights.route is WeightRoute.FOLDER):
             raise ValueError(
                 f"lora.publish = 'adapter' needs lora.rank above 0, got {self.lora.rank}, and weights.route = "

@@ -74,7 +74,7 @@ class Evaluator:
             rewards += await asyncio.gather(*(self._rewards(delivery, row) for delivery, row in expected))
             truncated += [flag for delivery, _ in expected for flag in _truncated(delivery)]
             await self._groups.acknowledge(deliveries)
-        return score_held_out(rewards, truncated)
+        return score_held_out(rewards, truncated, correct_from=self.settings.evaluate.correct_from)
 
     async def _submit(self, rows: Mapping[str, Row]) -> None:
         await self._submission.submit([self._job(id, row) for id, row in rows.items()], fence=self._fence, limit=0)
@@ -94,14 +94,13 @@ class Evaluator:
 
     def _job(self, id: str, row: Row) -> Job:
         settings = self.settings
-        sampling = settings.sampling.to_sampling().model_copy(update={"temperature": settings.evaluate.temperature})
         return Job(
             job_id=id,
             run_id=settings.run_id,
             prompt_ids=encode_prompt(self.scorer.tokenizer, row.prompt),
             n=settings.evaluate.n,
             # The same seed at every evaluation: what changes the score is then the weights.
-            sampling=sampling.model_copy(update={"seed": row.index}),
+            sampling=settings.evaluate.to_sampling(settings.sampling, seed=row.index),
             sink=Sink.EVAL,
             min_seq=self._publisher.announced.seq,
             submitted_at=time.time(),

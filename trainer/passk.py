@@ -23,9 +23,12 @@ class HeldOutScore:
     """k -> chance that at least one of k samples is correct, averaged over prompts."""
     truncated_share: float
     """Samples that max_tokens cut off."""
+    correct_from: float = 1.0
+    """Reward of a correct sample, or more."""
 
     def metrics(self) -> dict[str, float]:
-        passes = {f"heldout/pass_at_{k}": value for k, value in self.pass_at.items()}
+        threshold = "" if self.correct_from == 1 else f"_from_{self.correct_from:g}"
+        passes = {f"heldout/pass_at_{k}{threshold}": value for k, value in self.pass_at.items()}
         return {f"heldout/avg_at_{self.n}": self.avg, **passes, "heldout/truncated_share": self.truncated_share}
 
 
@@ -56,4 +59,5 @@ def score_held_out(
     correct = (table >= correct_from).sum(1)
     passes = {k: float(np.mean([pass_at_k(n, int(c), k) for c in correct])) for k in ks or default_ks(n)}
     flags = list(truncated)
-    return HeldOutScore(num_prompts, n, float(table.mean()), passes, float(np.mean(flags)) if flags else 0.0)
+    cut = float(np.mean(flags)) if flags else 0.0
+    return HeldOutScore(num_prompts, n, float(table.mean()), passes, cut, correct_from)

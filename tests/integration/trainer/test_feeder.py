@@ -18,7 +18,7 @@ import pytest
 from services.cancellation import cancel
 from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
-from services.contract.job import job_position
+from services.contract.job import Job, Sink, job_position
 from services.contract.sampling import Sampling
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters
@@ -416,6 +416,27 @@ async def test_an_evaluation_is_repeated_under_the_same_weights(broker_url: str,
         for _ in range(2):
             assert (await asyncio.wait_for(run.evaluate(), 30))["heldout/score"] == 0
         await cancel([playing])
+
+
+async def test_an_evaluation_has_a_policy_of_its_own(broker_url: str, opened: Open) -> None:
+    own = {"evaluate__log_min_p": "-1e4", "evaluate__max_tokens": "9", "evaluate__temperature": "0.5"}
+    own |= {"evaluate__correct_from": "-1", "evaluate__n": str(N), "sampling__stop": '["."]'}
+    asked: list[Job] = []
+
+    def note(lease: Lease) -> dict[str, Any]:
+        asked.append(lease.job)
+        return {"right": 0}
+
+    async with opened(broker_url, data__heldout=str(HELDOUT), evaluate__limit="2", **own) as (run, player):
+        playing = asyncio.create_task(player.play(10**6, note))
+        score = await asyncio.wait_for(run.evaluate(), 30)
+        await cancel([playing])
+        sampling = {job.sink: job.sampling for job in asked}
+    held_out, trained = sampling[Sink.EVAL], sampling[Sink.TRAIN]
+    assert (held_out.log_min_p, held_out.max_tokens, held_out.temperature, held_out.stop) == (-1e4, 9, 0.5, (".",))
+    assert (trained.log_min_p, trained.max_tokens, trained.temperature, trained.stop) == (-3.0, 6, 1.0, (".",))
+    assert score["heldout/avg_at_4"] == 0
+    assert score["heldout/pass_at_4_from_-1"] == 1
 
 
 async def test_an_evaluation_outlives_a_wiped_broker(

@@ -43,7 +43,10 @@ def test_scores_of_a_held_out_set() -> None:
 
 
 def test_partial_credit_counts_as_correct_from_the_given_reward_on() -> None:
-    assert score_held_out([[0.5, 0.4]], ks=[1], correct_from=0.5).pass_at == {1: 0.5}
+    score = score_held_out([[0.5, 0.4]], ks=[1], correct_from=0.5)
+    assert score.pass_at == {1: 0.5}
+    assert score.metrics()["heldout/pass_at_1_from_0.5"] == 0.5
+    assert "heldout/pass_at_1" not in score.metrics()
 
 
 def test_nothing_to_score_is_refused() -> None:
