@@ -1,8 +1,9 @@
-"""Scored groups, and the sequences of one optimizer step. G groups of n samples are N = G * n sequences."""
+"""Scored groups, and the sequences they are trained as. G groups of n samples are N = G * n sequences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -24,7 +25,7 @@ class ScoredGroup:
     rewards: tuple[float, ...]
     """[n] as the advantages see them: after overlong shaping."""
     staleness: int
-    """Optimizer steps between the oldest span of its samples and now."""
+    """Batches that changed the weights since the oldest span of its samples."""
     num_failed: int = 0
     """Samples whose reward function failed."""
     reward_s: float = 0.0
@@ -52,7 +53,7 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step is made of."""
+    """What is trained at once, in one optimizer step or more."""
 
     groups: tuple[ScoredGroup, ...]
     offset: int = 0
@@ -99,11 +100,11 @@ class Batch:
         return found
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` mini-batches of whole groups, as equal as can be; row indices stay those of the whole batch."""
-        size = -(-len(self.groups) // parts)
+        """So many mini-batches of whole groups, as equal as can be; row indices stay those of the whole batch. There
+        must be as many groups."""
         n = len(self.groups[0].rewards)
-        starts = range(0, len(self.groups), size)
-        return [Batch(self.groups[start : start + size], self.offset + start * n) for start in starts]
+        bounds = [len(self.groups) * part // parts for part in range(parts + 1)]
+        return [Batch(self.groups[start:end], self.offset + start * n) for start, end in pairwise(bounds)]
 
     def complete(self) -> Bool[Tensor, "G n"]:
         """Samples that ended by themselves, not by max_tokens."""

@@ -114,13 +114,14 @@ class BatchSection(Section):
     groups: Positive = 32
     """Prompts of one batch."""
     updates: Positive = 1
-    """Optimizer steps per batch. More than one recomputes the train log-probs before each."""
+    """Optimizer steps per batch, each on a part of its groups. More than one recomputes the train log-probs before."""
     refill: bool = False
     """DAPO's dynamic sampling: groups without signal are replaced by further prompts."""
     refill_limit: Positive = 4
     """At most this many batches' worth of prompts for one batch; then groups without signal fill it."""
     max_staleness: NonNegative = 1
-    """Optimizer steps a sample may be old when it is trained. 0 is synchronous and on-policy."""
+    """Batches that may have changed the weights since a sample was drawn, however many optimizer steps each made. 0 is
+    synchronous, and on-policy with one update per batch."""
     on_stale: Literal["drop", "train"] = "drop"
     """drop: the prompt comes back as its next attempt."""
     max_attempts: Positive = 8
@@ -270,6 +271,11 @@ class TrainSettings(Settings):
                 raise ValueError(
                     f"{section}.n x {section}.max_tokens is {num_tokens}, at most {MAX_GROUP_TOKENS} allowed in a group"
                 )
+        if self.batch.updates > self.batch.groups:
+            raise ValueError(
+                f"batch.updates is {self.batch.updates}, and each needs a group of its own: at most batch.groups = "
+                f"{self.batch.groups}"
+            )
         if self.lora.publish == "adapter" and not (self.lora.rank and self.weights.route is WeightRoute.FOLDER):
             raise ValueError(
                 f"lora.publish = 'adapter' needs lora.rank above 0, got {self.lora.rank}, and weights.route = "

@@ -74,7 +74,7 @@ class PrometheusSink:
         self._groups = Counter("dvp_trainer_unused_groups", "Not trained, and why", ["outcome"], registry=registry)
         self._staleness = Histogram(
             "dvp_trainer_staleness_steps",
-            "Optimizer steps between a trained group's oldest weights and its training",
+            "Batches that changed the weights between the drawing of a trained group and its training",
             buckets=range(STALENESS_BINS),
             registry=registry,
         )

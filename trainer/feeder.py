@@ -251,8 +251,8 @@ class Feeder:
         batch = self.settings.batch
         if batch.on_stale == "train":
             return self.publisher.announced.min_seq
-        updates_before = len(self.outstanding) // batch.groups * batch.updates
-        return self.publisher.oldest_within(max(0, batch.max_staleness - updates_before))
+        batches_before = len(self.outstanding) // batch.groups
+        return self.publisher.oldest_within(max(0, batch.max_staleness - batches_before))
 
     # --- in -------------------------------------------------------------------------------------------------------
 

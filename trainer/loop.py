@@ -154,7 +154,7 @@ class Run:
     step: int = 0
     """Batches trained."""
     updates: int = 0
-    """Optimizer steps taken; staleness is counted in these."""
+    """Batches that changed the weights; staleness is counted in these."""
     samples: int = 0
     best: tuple[int, float] | None = None
     """(step, held-out score)."""
@@ -164,7 +164,7 @@ class Run:
 
     def count(self, batch: Batch, metrics: dict[str, float]) -> None:
         self.step += 1
-        self.updates += int(metrics["optimizer/updates"])
+        self.updates += metrics["optimizer/updates"] > 0
         self.samples += batch.num_sequences
 
     def is_due(self, interval: int) -> bool:

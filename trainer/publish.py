@@ -47,11 +47,11 @@ class Publisher:
         self._url = settings.weights.url
         self._keep_last, self._max_staleness = settings.weights.keep_last, settings.batch.max_staleness
         self._route = settings.weights.route
-        self._updates_of: dict[int, int] = {INITIAL_SEQ: 0}
+        self._step_of: dict[int, int] = {INITIAL_SEQ: 0}
         self._own: list[Announcement] = []
 
-    async def publish(self, updates: int, *, after: int = 0) -> None:
-        """The model's weights, with `updates` optimizer steps behind them, are what to serve from now on.
+    async def publish(self, step: int, *, after: int = 0) -> None:
+        """The model's weights, which `step` batches have changed, are what to serve from now on.
 
         `after`: the seq that a checkpoint knew of, in case the broker has forgotten.
         Raises WeightError naming the folder (disk full, not writable): nothing was announced, the old weights serve on.
@@ -59,16 +59,16 @@ class Publisher:
         """
         if not self._own:
             # Earlier incarnations' versions: their samples may still arrive.
-            self._updates_of |= {seq: old.step for seq, old in (await self._registry.history()).items()}
+            self._step_of |= {seq: old.step for seq, old in (await self._registry.history()).items()}
         # A broker that was wiped has forgotten versions that lie here, and that replicas may still serve.
-        used = max(after, newest_seq(self._root), *self._updates_of)
+        used = max(after, newest_seq(self._root), *self._step_of)
         seq = await self._registry.next_seq(fence=self._fence, at_least=used)
         folder = self._root / folder_name(seq)
-        manifest = await asyncio.to_thread(self._write, folder, seq, updates)
-        fresh = [old.seq for old in self._own if old.step >= updates - self._max_staleness]
+        manifest = await asyncio.to_thread(self._write, folder, seq, step)
+        fresh = [old.seq for old in self._own if old.step >= step - self._max_staleness]
         self.announced = Announcement(
             version=str(manifest.version),
-            step=updates,
+            step=step,
             folder=str(folder),
             url=self._url and f"{self._url}/v1/weights/{self._run_id}/{folder.name}",
             min_seq=min(fresh, default=seq),
@@ -77,13 +77,13 @@ class Publisher:
         )
         await self._registry.announce(self.announced, fence=self._fence)
         self._own = [old for old in self._own if old.seq in fresh] + [self.announced]
-        self._updates_of[seq] = updates
-        for forgotten in sorted(self._updates_of)[:-KNOWN_VERSIONS]:
-            del self._updates_of[forgotten]
+        self._step_of[seq] = step
+        for forgotten in sorted(self._step_of)[:-KNOWN_VERSIONS]:
+            del self._step_of[forgotten]
         await self._sweep()
 
     def oldest_within(self, staleness: int) -> int:
-        """Seq of the oldest version that this trainer announced and that is at most so many optimizer steps old."""
+        """Seq of the oldest version that this trainer announced and that at most so many batches have changed since."""
         return min(old.seq for old in self._own if old.step >= self.announced.step - staleness)
 
     async def announce_again(self) -> bool:
@@ -99,19 +99,19 @@ class Publisher:
         await self._registry.pin(seqs, fence=self._fence)
 
     def staleness(self, group: Group) -> int:
-        """Optimizer steps between the group's oldest span and the weights announced last.
+        """Batches that changed the weights between the group's oldest span and those announced last.
 
         Versions of a timeline that a crash cut off may lie ahead of a resumed trainer: what counts is the distance.
         """
         versions = {span.version for sample in group.samples for span in sample.versions}
         seqs = {WeightVersion.parse(version).seq for version in versions}
-        unknown = seqs - self._updates_of.keys()
+        unknown = seqs - self._step_of.keys()
         if unknown:
             logger.warning("group %s was drawn from unknown weight versions %s", group.job_id, sorted(unknown))
             return self.announced.step + 1
-        return max(abs(self.announced.step - self._updates_of[seq]) for seq in seqs)
+        return max(abs(self.announced.step - self._step_of[seq]) for seq in seqs)
 
-    def _write(self, final: Path, seq: int, updates: int) -> Manifest:
+    def _write(self, final: Path, seq: int, step: int) -> Manifest:
         partial = final.with_name(f".{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -120,7 +120,7 @@ class Publisher:
                 if source.is_file() and not source.name.startswith(".") and not source.name.endswith(WEIGHT_SUFFIXES):
                     shutil.copyfile(source, partial / source.name)
             self._write_weights(partial)
-            manifest = write_manifest(partial, self._run_id, seq, updates)
+            manifest = write_manifest(partial, self._run_id, seq, step)
             publish_folder(partial, final)
         except (OSError, WeightError) as error:
             raise WeightError(unwritable(f"weights.folder: version {seq}", self._root, error)) from error

@@ -119,7 +119,7 @@ PANELS = (
     ),
     Panel(
         "Staleness",
-        "Optimizer steps between the weights that drew a sample's oldest token and the step that trains it.",
+        "Batches that changed the weights between the drawing of a sample's oldest token and its training.",
         (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", dashed=True)),
     ),
     Panel(

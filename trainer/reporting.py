@@ -13,7 +13,7 @@ Of the update, from services/dvp/metrics.py, over the batch before rejection:
 Of the trainer:
     reward/mean, reward/std, reward/failed         after overlong shaping; samples whose reward function failed
     heldout/score                                  avg@n of the held-out set, on the steps that evaluate
-    heldout/avg_at_*, heldout/pass_at_*, heldout/truncated_share
+    heldout/avg_at_*, heldout/pass_at_*[_from_*], heldout/truncated_share
     groups/*                                       no_signal: groups with zero advantage; the rest: how jobs ended
     length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
     pruned/share, pruned/mass                      positions that lost >= 1e-3 of their probability; mean loss
@@ -21,8 +21,8 @@ Of the trainer:
     mismatch/kl_unmasked                           the same tokens under both full softmaxes
     drift/kl                                       what the further updates of a batch add
     grad/norm, loss/surrogate, optimizer/lr, optimizer/updates
-    staleness/mean, staleness/max                  optimizer steps
-    staleness/groups_0 .. groups_8                 groups that were so many steps old, the last with all that were older
+    staleness/mean, staleness/max                  batches that changed the weights since
+    staleness/groups_0 .. groups_8                 groups that were so many old, the last with all that were older
     time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s
     time/generate_s, time/reward_s                 elsewhere: a replica per group; all reward workers per batch
     idle/generate, idle/reward, idle/train, idle/publish, idle/swap    share of the step in which the side stood

@@ -76,13 +76,13 @@ class Announcement(Record):
 
     version: str
     step: Annotated[int, Field(ge=0)]
-    """Optimizer steps behind these weights; staleness is a difference of such steps."""
+    """Batches that changed the weights so far; staleness is a difference of these."""
     folder: str
     """Absolute path of the HF folder on the shared volume."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Where dvp-weights serves that folder, for replicas that do not see it: GET <url>/<file>."""
     min_seq: Annotated[int, Field(ge=0)] = 0
-    """Oldest seq that may still take jobs (max_staleness optimizer steps back)."""
+    """Oldest seq that may still take jobs: max_staleness such batches back."""
     announced_at: float
     route: WeightRoute = WeightRoute.FOLDER
 

@@ -37,10 +37,10 @@ PANELS = (
         "probability that pruning leaves, mean over positions",
         {"kept/mass_mean_train": "trainer", "kept/mass_mean_infer": "replicas"},
     ),
-    Drawn("Staleness", "optimizer steps behind", {"staleness/mean": "mean", "staleness/max": "max"}),
+    Drawn("Staleness", "batches behind", {"staleness/mean": "mean", "staleness/max": "max"}),
 )
 STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))
-"""Groups that were so many optimizer steps behind, in the last bin all that were older."""
+"""Groups that were so many batches behind, in the last bin all that were older."""
 RECENT_STEPS = 100
 """What the histogram covers."""
 WANTED = frozenset(name for panel in PANELS for name in panel.lines).union(STALENESS_BINS)
@@ -118,7 +118,7 @@ class MetricsFile:
             labels[-1] += "+"
         return Histogram(
             title="Staleness of trained groups",
-            caption=f"share by optimizer steps behind, last {RECENT_STEPS} steps",
+            caption=f"share by batches behind, last {RECENT_STEPS} steps",
             bars=tuple((label, count / sum(counts)) for label, count in zip(labels, counts, strict=False)),
         )
 

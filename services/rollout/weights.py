@@ -136,7 +136,7 @@ class WeightSwap:
                 await self._receive_or_read(announcement, registry)
         failpoint("swap.after")
         self._metrics.swaps.labels("loaded").inc()
-        logger.info("serving %s of optimizer step %d", announcement.version, announcement.step)
+        logger.info("serving %s, changed by %d batches", announcement.version, announcement.step)
 
     async def _receive_or_read(self, announcement: Announcement, registry: WeightRegistry) -> None:
         try:

@@ -44,6 +44,7 @@ async def refusal(flags: list[str], toml_file: Path | None = None) -> str:
         ("correction__mode", "most", "correction.mode: Input should be 'none', 'tis', 'mis' or 'unit', got 'most'"),
         ("evaluate__interval", "5", "evaluate.interval is 5 but data.heldout names no data set"),
         ("deterministic", "true", "deterministic needs batch.max_staleness = 0, got 1"),
+        ("batch__updates", "5", "batch.updates is 5, and each needs a group of its own: at most batch.groups = 4"),
         ("evaluate__max_tokens", "5000000", "evaluate.n x evaluate.max_tokens is 5000000, at most 4194304 allowed"),
     ],
 )

@@ -29,14 +29,15 @@ from services.transport.pending import Stream, pending
 from services.transport.weights import WeightRegistry
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.runs import HELDOUT, MODEL, config
-from tests.kit.wait import until_async
+from tests.kit.wait import WITHIN_S, until_async
 from trainer import evaluate as evaluate_module
 from trainer import feeder as feeder_module
 from trainer.batch import Batch
 from trainer.checkpoint import Checkpoints
 from trainer.config import TrainSettings
 from trainer.ledger import read_ledger
-from trainer.loop import Run
+from trainer.loop import Run, train
+from trainer.reporting import read_metrics
 from trainer.setup import open_run
 
 GROUPS, N = 2, 4
@@ -210,6 +211,26 @@ async def test_jobs_ask_for_weights_that_their_batch_may_still_train(broker_url:
         # Those of the batch that is next were asked for before; those after it will be one step old by their turn.
         await player.play(2 * GROUPS, note)
         assert wanted == [first] * 2 * GROUPS + [run.publisher.announced.seq] * GROUPS
+
+
+async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, opened: Open) -> None:
+    """A version is one batch older than the one before, however many optimizer steps lie between."""
+    steps, updates = 4, 2 * GROUPS
+    many = {"batch__groups": str(updates), "batch__updates": str(updates), "batch__max_staleness": "1"}
+    async with opened(broker_url, steps=str(steps), **many) as (run, player):
+
+        def drawn_now(lease: Lease) -> dict[str, Any]:
+            return {"version": run.publisher.announced.version}
+
+        await player.play(2 * updates, drawn_now)
+        playing = asyncio.create_task(player.play(10**6, drawn_now))
+        await asyncio.wait_for(train(run), WITHIN_S)
+        await cancel([playing])
+        assert run.learner.updates == steps * updates
+        assert run.updates == steps
+        assert [outcome for _, outcome in outcomes(run)] == ["trained"] * steps * updates
+    trained = [record for record in read_metrics(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]
+    assert [record["staleness/max"] for record in trained][:2] == [0, 1]
 
 
 async def test_stale_groups_are_trained_where_the_policy_says_so(broker_url: str, opened: Open) -> None:
