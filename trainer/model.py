@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
@@ -34,12 +36,17 @@ logger = logging.getLogger(__name__)
 
 PACKING_TOLERANCE = 1e-2
 """Standard deviations of the hidden states: far above rounding, far below another attention."""
+NOISE_TOLERANCE = 1e-3
+"""Standard deviations of the logits: above what atomic additions on a GPU move, far below dropout and noise."""
 
 
 def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedModel:
-    """fp32 master weights from a local folder. Raises ConfigError if it holds no causal LM in safetensors.
+    """fp32 master weights from a local folder, in evaluation mode, in which it is trained, too: dropout and router noise
+    would give the sampler and the trainer different policies.
 
     One that is to be sharded stays in the host's memory: it moves to its device layer by layer, as each is cut.
+
+    Raises ConfigError if the folder holds no causal LM in safetensors, or one that is random nonetheless.
     """
     folder = section.path
     if not (folder / "config.json").is_file():
@@ -52,14 +59,40 @@ def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedMod
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path = {str(folder)!r}: not a causal LM for transformers: {error}") from error
     if section.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    # Dropout would give the sampler and the trainer different policies.
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+        recompute_layers(model)
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
-    return model if sharded else model.to(section.device)
+    model = model if sharded else model.to(section.device)
+    check_repeatable(model)
+    return model
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Layers keep nothing of a forward but their inputs: the backward computes the rest again. Transformers would do so
+    in training mode only. Raises ConfigError if the model does not say what its layers are."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"model.gradient_checkpointing: not for model type {model.config.model_type}, whose layers are not known; "
+            "set it to false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def check_repeatable(model: PreTrainedModel) -> None:
+    """Raises ConfigError unless a few tokens have the same logits in each of two forwards as they are trained, and in
+    one without gradients."""
+    ids = torch.arange(2, 10, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    first, second = (model(input_ids=ids, use_cache=False).logits.detach() for _ in range(2))
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+    gap = max((other - first).abs().max() for other in (second, plain))
+    if not gap <= NOISE_TOLERANCE * first.std():
+        raise ConfigError(
+            f"model type {model.config.model_type}: the same tokens have other logits in the next forward, by up to "
+            f"{gap:.3g}: it draws random numbers, which no inference engine does; turn its dropout or noise off in "
+            "config.json, or train another model"
+        )
 
 
 class Policy(torch.nn.Module):
@@ -76,7 +109,7 @@ class Policy(torch.nn.Module):
         fp32_head: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model = model.eval()
         self._has_linear_head = has_linear_head(model)
         self.shape = shape
         """Of every forward, if it is fixed."""

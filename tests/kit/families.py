@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": HEAD_DIM,
     "granite": {"attention_dropout": 0.1},
     "gpt2": GPT2,
+    "openai-gpt": GPT2 | {"summary_type": "cls_index"},
     # Dropout by default.
     "seed_oss": HEAD_DIM,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
