@@ -6,7 +6,8 @@ module's `base_layer`, and the adapter has the name `default`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,27 +30,38 @@ def add_lora(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise ConfigError(f"lora.rank is {section.rank}: needs {error.name}: pip install 'dvp-rl[lora]'") from None
-    named = f"lora.targets {list(section.targets)}"
-    ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
-    names = [f".{name}" for name, module in model.named_modules() if id(module) in ends]
-    if any(name.endswith(f".{target}") for name in names for target in section.targets):
-        raise ConfigError(
-            f"{named}: the LM head and the embedding cannot have an adapter; name linear layers in between, as q_proj "
-            "or down_proj, or none for all of them"
-        )
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
-        target_modules=list(section.targets) or "all-linear",
+        target_modules=linear_layers(model, section.targets),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"{named}: {error}") from None
+    # Of a model that it knows PEFT would adapt experts in place of the linear layers of those names.
+    unknown = torch.nn.ModuleDict({"model": model})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, unknown, adapter_name=ADAPTER)
+    model.peft_config = unknown.peft_config
+
+
+def linear_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
+    """Names of those that end with one of `targets`, of all if there are none. Raises ConfigError."""
+    named = f"lora.targets {list(targets)}"
+    ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+    found = []
+    for name, module in model.named_modules():
+        if not targets or any(f".{name}".endswith(f".{target}") for target in targets):
+            if id(module) in ends and targets:
+                raise ConfigError(
+                    f"{named}: the LM head and the embedding cannot have an adapter; name linear layers in between, as "
+                    "q_proj or down_proj, or none for all of them"
+                )
+            if type(module) is torch.nn.Linear and id(module) not in ends:  # a router may be a kind of one
+                found.append(name)
+    if not found:
+        raise ConfigError(f"{named}: model type {model.config.model_type} has no such linear layers; name others")
+    return found
 
 
 def lora_scaling(model: PreTrainedModel) -> float | None:
@@ -58,19 +70,24 @@ def lora_scaling(model: PreTrainedModel) -> float | None:
     return next(factors, None)
 
 
-@torch.no_grad()
-def merged(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Of the model's named tensors those that it would have without adapters, whole: every rank has to ask."""
+def merged(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The named tensors that the model would have without adapters, and what makes each of them whole: every rank has
+    to call it."""
     for name, tensor in tensors:
-        layer, _, rest = name.partition(BASE)
-        if ".lora_" in name:
-            continue
-        whole = full(tensor.detach())
-        if rest == "weight":
-            module = model.get_submodule(layer)
-            A, B = (full(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
-            whole = whole + module.scaling[ADAPTER] * (B @ A)
-        yield name.replace(BASE, "."), whole
+        if ".lora_" not in name:
+            yield name.replace(BASE, "."), partial(_merge, model, name, tensor)
+
+
+@torch.no_grad()
+def _merge(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor:
+    layer, _, rest = name.partition(BASE)
+    whole = full(tensor.detach())
+    if rest != "weight":
+        return whole
+    module = model.get_submodule(layer)
+    A, B = (full(part[ADAPTER].weight.detach()) for part in (module.lora_A, module.lora_B))
+    merged: Tensor = whole + module.scaling[ADAPTER] * (B @ A)
+    return merged
 
 
 def adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 from services.contract.errors import ConfigError
 from services.contract.shape import Shape
@@ -23,7 +22,7 @@ from services.dvp.policy import Constrained, constrained_logprobs, split_rows
 from services.engines.compute_dtype import compute_in, rounded
 from services.engines.fixed_shape import check_fixed_shape, whole_blocks
 from services.engines.kv_cache import ATTENTION
-from services.engines.model_folder import has_linear_head, narrow_layers
+from services.engines.model_folder import complete_model, has_linear_head, narrow_layers
 
 from .attention import PACKED
 from .config import ModelSection
@@ -41,23 +40,18 @@ NOISE_TOLERANCE = 1e-3
 
 
 def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedModel:
-    """fp32 master weights from a local folder, in evaluation mode, in which it is trained, too: dropout and router noise
-    would give the sampler and the trainer different policies.
+    """fp32 master weights from a local folder, in evaluation mode. It is trained in this mode, too: dropout and router
+    noise would give the sampler and the trainer different policies.
 
     One that is to be sharded stays in the host's memory: it moves to its device layer by layer, as each is cut.
 
-    Raises ConfigError if the folder holds no causal LM in safetensors, or one that is random nonetheless.
+    Raises ConfigError if the folder holds no causal LM in safetensors, one that lacks weights, or one that is random
+    nonetheless.
     """
     folder = section.path
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face folder")
-    transformers_logging.disable_progress_bar()
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model.path = {str(folder)!r}: not a causal LM for transformers: {error}") from error
+    model: PreTrainedModel = complete_model(f"model.path = {str(folder)!r}", folder, dtype=torch.float32)
     if section.gradient_checkpointing:
         recompute_layers(model)
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)

@@ -1,9 +1,14 @@
-"""The model's weights as a Hugging Face folder holds them."""
+"""The model's weights as a Hugging Face folder holds them, which is what engines read.
+
+Transformers holds some in other pieces and under other names: all experts of a layer in one tensor, for example. What
+loading a folder did to them is undone, as `save_pretrained` does it, but for one tensor after the other.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -11,6 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from services.engines import adapter
 
@@ -29,11 +41,11 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, worl
     """
     mine: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
-    for position, (name, whole) in enumerate(merged(model, unique_tensors(model))):
+    for position, (name, whole) in enumerate(stored_tensors(model)):
         owner = position % world.size
         weight_map[name] = file_name(owner, world.size)
         if owner == world.rank:
-            mine[name] = whole.to("cpu", dtype if whole.is_floating_point() else None).contiguous()
+            mine[name] = _alone(whole.to("cpu", dtype if whole.is_floating_point() else None).contiguous())
     file = folder / file_name(world.rank, world.size)
     _together(lambda: save_tensors(mine, file, format="pt"), world)
     if world.leads and world.size > 1:
@@ -77,13 +89,35 @@ def _together(write: Callable[[], None], world: World) -> None:
         raise OSError(f"{failed} of {world.size} ranks could not write: {problem or 'see their logs'}")
 
 
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as `save_pretrained` would write them, adapters merged. Parameters become whole one after the
+    other, or those together that make one stored tensor: every rank has to take all."""
+    undone = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
+    converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in undone if isinstance(transform, WeightRenaming)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    transforms: dict[str, WeightTransform] = {}
+    # In the order of revert_weight_conversion: some renamings depend on what came before.
+    for name, whole in sorted(merged(model, unique_tensors(model)), key=lambda item: dot_natural_key(item[0])):
+        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        fresh = WeightRenaming(name, target) if pattern is None else deepcopy(of_pattern[pattern])
+        transforms.setdefault(target, fresh).add_tensor(target, name, pattern or name, whole)
+    for target, transform in transforms.items():
+        for name, made in transform.convert(target, model=model, config=model.config).items():
+            yield name, made[0] if isinstance(made, list) else made
+
+
 def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The state dict with tied tensors once."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+    """The state dict with tied tensors once, under the name that the others are tied to."""
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if state.get(model.all_tied_weights_keys.get(name)) is not tensor:
             yield name, tensor
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """One that keeps nothing else in memory, as a part of a larger one would."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def file_name(rank: int, size: int) -> str:

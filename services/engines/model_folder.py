@@ -22,6 +22,7 @@ from .tokenizer import check_model_folder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEP_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 """Standard deviations of the logits: far above rounding, far below another attention."""
+OTHER_MODEL = "config.json and *.safetensors must be of one model"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,26 +47,54 @@ def check_full_attention(config: Any, context_length: int) -> None:
         )
 
 
+def complete_model(where: str, folder: Path, **options: Any) -> Any:
+    """The causal LM in evaluation mode, none of it random and nothing left over; `options` as in `from_pretrained`.
+    Raises ConfigError, which begins with `where`."""
+    disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        raise ConfigError(f"{where}: cannot be loaded as a causal LM: {error}") from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, needed = mismatched[0]
+        raise ConfigError(
+            f"{where}: {name} has shape {list(stored)}, config.json asks for {list(needed)} ({len(mismatched)} such "
+            f"tensors): {OTHER_MODEL}"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"{where}: {missing[0]} is missing ({len(missing)} in all), it would be random: get every *.safetensors "
+            "file of the model"
+        )
+    if unexpected := sorted(name for name in report["unexpected_keys"] if not predicts_further(name, model.config)):
+        raise ConfigError(
+            f"{where}: {unexpected[0]} is in no {type(model).__name__} of this config.json ({len(unexpected)} such "
+            f"tensors), it would be left out: {OTHER_MODEL}"
+        )
+    return model
+
+
+def predicts_further(name: str, config: Any) -> bool:
+    """The tensor is of the layers behind the last one, which predict more than the next token (multi-token prediction).
+    Transformers leaves them out."""
+    depth, extra = (getattr(config, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    return any(name.startswith(f"model.layers.{layer}.") for layer in range(depth, depth + extra))
+
+
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
     """The causal LM in evaluation mode. Raises ConfigError naming folder and reason."""
     check_model_folder(folder)
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"model folder {folder}: no *.safetensors file in it (pickled weights are never read)")
-    disable_progress_bar()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # noqa: BLE001 - Hugging Face and safetensors raise many types for a bad folder
-        raise ConfigError(f"model folder {folder}: cannot be loaded as a causal LM: {error}") from None
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"model folder {folder}: weights are missing, first {missing[0]} ({len(missing)} in all)")
+    model = complete_model(f"model folder {folder}", folder, dtype=dtype, attn_implementation=ATTENTION)
     if getattr(model, "_is_stateful", False):
         raise ConfigError(f"model type {model.config.model_type} keeps a recurrent state; use the sglang engine")
     model = model.requires_grad_(False).eval().to(device)
@@ -84,12 +113,13 @@ def read_weights(folder: Path, model: Any, base: Path | None = None) -> dict[str
     """
     tied = _tied(model)
     expected = {name: weight for name, weight in model.state_dict().items() if name not in tied}
-    stored = _read_folder(folder)
-    if base is not None and holds_adapter(folder):
-        stored = with_adapter(folder, _read_folder(base), stored)
-    weights = {tied.get(name, name): weight for name, weight in stored.items()}
-    if weights.keys() != expected.keys():
-        weights = _convert(folder, model)
+    adapted = base is not None and holds_adapter(folder)
+    whole = base if base is not None and adapted else folder
+    weights = {tied.get(name, name): weight for name, weight in _read_folder(whole).items()}
+    if weights.keys() != expected.keys() or getattr(model, "_weight_conversions", None):
+        weights = _convert(whole, model, torch.float32 if adapted else model.dtype)
+    if adapted:
+        weights = with_adapter(folder, weights, _read_folder(folder))
     if missing := sorted(expected.keys() - weights.keys()):
         raise WeightError(f"weight folder {folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
     if foreign := sorted(weights.keys() - expected.keys()):
@@ -178,20 +208,20 @@ def _read_file(file: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _convert(folder: Path, model: Any) -> dict[str, Tensor]:
+def _convert(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights that some architectures store under other names or in other pieces, as experts are; Transformers' own
     loader knows how. Returns what it found, names it could not place included.
     """
     try:
         fresh, report = type(model).from_pretrained(
-            folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:  # noqa: BLE001 - as in load_model
         raise WeightError(f"weight folder {folder}: does not fit {type(model).__name__}: {error}") from None
     found = {name: weight for name, weight in fresh.state_dict().items() if name not in _tied(fresh)}
     empty = torch.empty(0)
     return {name: w for name, w in found.items() if name not in report["missing_keys"]} | {
-        name: empty for name in report["unexpected_keys"]
+        name: empty for name in report["unexpected_keys"] if not predicts_further(name, model.config)
     }
 
 

@@ -1,0 +1,116 @@
+"""Published weights are what `save_pretrained` writes, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.engines.transformers import TransformersEngine
+from services.transport.weight_folder import folder_digest
+from tests.kit.families import FAMILIES, write_small_model
+from trainer.config import LoraSection, ModelSection
+from trainer.lora import add_lora, merged
+from trainer.model import load_model
+from trainer.weights import unique_tensors, write_adapter, write_weights
+from trainer.world import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # gpt_bigcode's own
+IDS = torch.arange(2, 26).view(2, 12)
+
+
+def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def trained(model: Any) -> Any:
+    """The model with other weights than it was loaded with."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+            weight.add_(torch.randn_like(weight), alpha=0.01)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_published_folder_is_a_saved_one(tmp_path: Path, model_type: str, dtype: torch.dtype, tied: bool) -> None:
+    source = write_small_model(tmp_path / "model", model_type, tie_word_embeddings=tied)
+    model = trained(load_model(ModelSection(path=source)))
+    published, saved = tmp_path / "published", tmp_path / "saved"
+    published.mkdir()
+    write_weights(model, published, dtype, World())
+    model.to(dtype).save_pretrained(saved)
+    (published / "config.json").write_bytes((saved / "config.json").read_bytes())
+    assert load_file(published / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    assert (published / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert torch.equal(logits(published, dtype), logits(saved, dtype))
+
+
+def test_a_folder_of_fused_experts_stays_one(tmp_path: Path) -> None:
+    """What Transformers writes with `save_original_format=False`: the engine that serves it knows these names."""
+    source = write_small_model(tmp_path / "model", "qwen3_moe")
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "fused", save_original_format=False)
+    model = load_model(ModelSection(path=tmp_path / "fused"))
+    published = tmp_path / "published"
+    published.mkdir()
+    write_weights(model, published, torch.float32, World())
+    weights = load_file(published / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in weights
+    assert weights.keys() == load_file(tmp_path / "fused" / "model.safetensors").keys()
+
+
+SERVED = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "phimoe", "ernie4_5_moe")
+"""By the transformers engine; it refuses the recurrent state of qwen3_next."""
+
+
+async def serve(source: Path, published: Path) -> dict[str, torch.Tensor]:
+    """What an engine that was started with `source` holds after a swap to `published`."""
+    engine = TransformersEngine(source, threads=1, version=f"weights:0:{folder_digest(source)}")
+    await engine.start()
+    await engine.load(published, "weights:1:aa")
+    held = {name: weight.clone() for name, weight in engine._model.state_dict().items()}
+    await engine.close()
+    return held
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+async def test_an_engine_swaps_to_a_published_folder(tmp_path: Path, model_type: str) -> None:
+    source = write_small_model(tmp_path / "model", model_type)
+    model = trained(load_model(ModelSection(path=source)))
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_bytes((source / "config.json").read_bytes())
+    write_weights(model, published, torch.float32, World())
+    held, wanted = await serve(source, published), model.state_dict()
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "qwen3_moe", "phimoe"])
+async def test_adapters_of_a_model_with_experts(tmp_path: Path, model_type: str) -> None:
+    """Merged by the trainer and by a replica, to the same weights."""
+    source = write_small_model(tmp_path / "model", model_type)
+    model = load_model(ModelSection(path=source))
+    add_lora(model, LoraSection(rank=2), seed=0)
+    trained(model)
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    for folder in (whole, adapter):
+        folder.mkdir()
+    (whole / "config.json").write_bytes((source / "config.json").read_bytes())
+    write_weights(model, whole, torch.float32, World())
+    assert load_file(whole / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    wanted = {name: make() for name, make in merged(model, unique_tensors(model))}
+    held = await serve(source, whole)
+    assert all(torch.equal(held[name], weight) for name, weight in wanted.items())
+    write_adapter(model, adapter, folder_digest(source), World())
+    held = await serve(source, adapter)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(held[name], weight, rtol=0, atol=1e-6)
