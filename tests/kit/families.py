@@ -70,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
     },
     "glm4_moe": DEEPSEEK | HEAD_DIM | {"first_k_dense_replace": 1, "n_shared_experts": 1},
-    "olmoe": EXPERTS,
+    "olmoe": EXPERTS | {"num_key_value_heads": 4},
     "granitemoe": LOCAL_EXPERTS,
     "phimoe": LOCAL_EXPERTS,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},

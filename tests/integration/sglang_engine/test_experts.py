@@ -1,0 +1,48 @@
+"""A model with experts on a real SGLang: it serves what the trainer published, experts included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.engines.sglang import SglangEngine
+from services.engines.sglang_server import Launch
+from tests.integration.engines.jobs import make_job
+from tests.integration.engines.oracle import Oracle
+from tests.integration.engines.sglang_process import sglang_python
+from tests.kit.families import write_small_model
+from trainer.config import ModelSection
+from trainer.model import load_model
+from trainer.weights import write_weights
+from trainer.world import World
+
+pytestmark = pytest.mark.slow
+
+
+def publish(source: Path, model: Path, folder: Path) -> Path:
+    """The weights of `model` by the trainer, with the files of `source` beside them."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    write_weights(load_model(ModelSection(path=model)), folder, torch.float32, World())
+    return folder
+
+
+# Not qwen2_moe: its shared expert is a Triton kernel even on a CPU ("0 active drivers").
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "olmoe"])
+async def test_sglang_serves_published_experts(tmp_path: Path, model_type: str) -> None:
+    even, odd = (write_small_model(tmp_path / str(seed), model_type, seed=seed) for seed in (0, 1))
+    published = publish(even, odd, tmp_path / "published")
+    engine = SglangEngine(even, Launch(python=sglang_python(), threads=1, max_batch=8), version="run:0:even")
+    await engine.start()
+    try:
+        job = make_job("before", n=2)
+        Oracle(even).check_all(job, await engine.generate(job))
+        await engine.load(published, "run:1:odd")
+        job = make_job("after", n=2)
+        Oracle(odd).check_all(job, await engine.generate(job))
+    finally:
+        await engine.close()
