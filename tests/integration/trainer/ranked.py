@@ -24,13 +24,20 @@ from trainer.world import World
 STEPS, LR = 3, 5e-5
 
 
-def make_settings(out_dir: Path, model: Path, compute_dtype: str, lora_rank: int) -> TrainSettings:
+def make_settings(
+    out_dir: Path, model: Path, compute_dtype: str, lora_rank: int, gradient_checkpointing: bool
+) -> TrainSettings:
     return TrainSettings.model_validate(
         {
             "run_id": "ranked",
             "out_dir": out_dir,
             "steps": STEPS,
-            "model": {"path": model, "micro_batch_tokens": 32, "compute_dtype": compute_dtype},
+            "model": {
+                "path": model,
+                "micro_batch_tokens": 32,
+                "compute_dtype": compute_dtype,
+                "gradient_checkpointing": gradient_checkpointing,
+            },
             "lora": {"rank": lora_rank},
             "data": {"train": "unused.jsonl"},
             "reward": {"name": "exact_match"},
@@ -56,9 +63,16 @@ def main() -> None:
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--compute-dtype", default="float32")
     parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = make_settings(arguments.out_dir, arguments.model, arguments.compute_dtype, arguments.lora_rank)
+    settings = make_settings(
+        arguments.out_dir,
+        arguments.model,
+        arguments.compute_dtype,
+        arguments.lora_rank,
+        arguments.gradient_checkpointing,
+    )
     with World.joined("cpu", WITHIN_S) as world:
         learner = open_learner(settings, 0, world)
         if not world.leads:

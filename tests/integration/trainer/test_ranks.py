@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.kit.families import write_small_model
 from tests.kit.models import make_model
 from tests.kit.processes import PYTHON, process, run
 from tests.kit.runs import config, replica
@@ -95,6 +96,26 @@ def test_two_ranks_train_adapters_alike_and_go_on_from_those_of_one(model: Path,
         assert torch.equal(weight, start[name]) is ("_proj" not in name)
         assert float((weight - weights_of(together)[name]).abs().mean()) <= TOLERANCE, name
     assert any(not torch.equal(weight, weights_of(alone)[name]) for name, weight in weights_of(on).items())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_two_ranks_publish_experts_as_they_are_saved(tmp_path: Path, model_type: str) -> None:
+    """They compute layers again, too, whose parameters are gathered a second time."""
+    model = write_small_model(tmp_path / "model", model_type)
+    alone = train(tmp_path / "alone", model, 1)
+    together = train(tmp_path / "together", model, 2, "--gradient-checkpointing")
+    start, weights, others = load_file(model / "model.safetensors"), weights_of(alone), weights_of(together)
+    assert weights.keys() == others.keys() == start.keys()
+    for name, weight in weights.items():
+        assert float((weight - others[name]).abs().mean()) <= TOLERANCE, name
+        assert "experts" not in name or not torch.equal(weight, start[name])
+    folder = together / "weights"
+    assert all(load_file(file) for file in folder.glob("*.safetensors"))
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == others.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in others.items())
 
 
 def test_each_rank_holds_its_part(outcomes: dict[int, Path]) -> None:
