@@ -18,6 +18,7 @@ from services.contract.errors import ConfigError, WeightError
 from .adapter import holds_adapter, with_adapter
 from .kv_cache import ATTENTION, RowCache
 from .tokenizer import check_model_folder
+from .weight_layout import predicts_further
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEP_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}
@@ -74,19 +75,14 @@ def complete_model(where: str, folder: Path, **options: Any) -> Any:
             f"{where}: {missing[0]} is missing ({len(missing)} in all), it would be random: get every *.safetensors "
             "file of the model"
         )
-    if unexpected := sorted(name for name in report["unexpected_keys"] if not predicts_further(name, model.config)):
+    if unexpected := sorted(
+        name for name in report["unexpected_keys"] if not predicts_further(name, model.config.to_dict())
+    ):
         raise ConfigError(
             f"{where}: {unexpected[0]} is in no {type(model).__name__} of this config.json ({len(unexpected)} such "
             f"tensors), it would be left out: {OTHER_MODEL}"
         )
     return model
-
-
-def predicts_further(name: str, config: Any) -> bool:
-    """The tensor is of the layers behind the last one, which predict more than the next token (multi-token prediction).
-    Transformers leaves them out."""
-    depth, extra = (getattr(config, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-    return any(name.startswith(f"model.layers.{layer}.") for layer in range(depth, depth + extra))
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
@@ -221,7 +217,7 @@ def _convert(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     found = {name: weight for name, weight in fresh.state_dict().items() if name not in _tied(fresh)}
     empty = torch.empty(0)
     return {name: w for name, w in found.items() if name not in report["missing_keys"]} | {
-        name: empty for name in report["unexpected_keys"] if not predicts_further(name, model.config)
+        name: empty for name in report["unexpected_keys"] if not predicts_further(name, model.config.to_dict())
     }
 
 

@@ -98,7 +98,7 @@ class SglangEngine:
         self._load_timeout_s = load_timeout_s
         self._eos_ids: frozenset[int] = frozenset()
         self._layout: dict[str, Stored] = {}
-        self._tied: frozenset[str] = frozenset()
+        self._optional: frozenset[str] = frozenset()
         self._dp, self._tp = (source.dp, source.tp) if isinstance(source, Launch) else (1, 1)
         self._flights: dict[asyncio.Task[Any], Flight] = {}
         self._deaths: Counter[str] = Counter()
@@ -140,7 +140,7 @@ class SglangEngine:
         self._eos_ids = load_tokenizer(self._model.folder).eos_ids
         try:
             self._layout = read_layout(self._model.folder)
-            self._tied = optional_tensors(self._model.folder)
+            self._optional = optional_tensors(self._model.folder)
         except WeightError as error:
             raise ConfigError(f"{error} (pickled weights are never read)") from None
 
@@ -283,7 +283,7 @@ class SglangEngine:
                 "lora.publish = 'merged' at the trainer"
             )
         self._check_running()
-        await asyncio.to_thread(check_layout, folder, self._layout)
+        await asyncio.to_thread(check_layout, folder, self._layout, self._optional)
         # A swap that has begun is finished, whoever stops waiting for it: a paused server would stay paused.
         await asyncio.shield(self._in_background(self._swap(folder, version)))
 
@@ -329,7 +329,7 @@ class SglangEngine:
     async def receive(self, offer: Offer) -> None:
         self._check_running()
         offered = {tensor.name: tensor for piece in offer.pieces for tensor in piece.tensors}
-        check_tensors(offer.version, offered, self._layout, self._tied)
+        check_tensors(offer.version, offered, self._layout, self._optional)
         await asyncio.shield(self._in_background(self._transfer(offer)))
 
     async def _transfer(self, offer: Offer) -> None:

@@ -47,11 +47,11 @@ def read_layout(folder: Path) -> dict[str, Stored]:
         raise WeightError(f"weight folder {folder}: {error}") from None
 
 
-def check_layout(folder: Path, served: Mapping[str, Stored]) -> None:
+def check_layout(folder: Path, served: Mapping[str, Stored], optional: Collection[str]) -> None:
     """Raises WeightError naming file and tensor unless the folder's tensors are those of `served`, by name, shape and
-    kind of number, and finite. Reads every byte."""
+    kind of number, and finite; `optional` ones may be left out. Reads every byte."""
     layout = read_layout(folder)
-    check_tensors(f"weight folder {folder}", layout, served, optional_tensors(folder))
+    check_tensors(f"weight folder {folder}", layout, served, optional)
     for name, stored in layout.items():
         check_finite(name, stored)
 
@@ -69,8 +69,18 @@ def check_tensors(
 
 
 def optional_tensors(folder: Path) -> frozenset[str]:
-    """What a folder of this model may hold or leave out. Raises WeightError."""
-    return frozenset({TIED} if _is_tied(folder) else ())
+    """What a folder of the model in this one may hold or leave out. Raises WeightError."""
+    config = _read_config(folder)
+    tied = {TIED} if config.get("tie_word_embeddings") else set()
+    return frozenset(tied.union(name for name in read_layout(folder) if predicts_further(name, config)))
+
+
+def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
+    """The tensor is of the layers behind the last one, which predict more than the next token (multi-token prediction).
+    Transformers leaves them out, so a trainer never publishes them."""
+    depth, extra = (config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    behind = tuple(f"model.layers.{layer}." for layer in range(depth, depth + extra))
+    return name.startswith(behind) or any(part.startswith("mtp") for part in name.split("."))
 
 
 def check_finite(name: str, stored: Stored) -> None:
@@ -116,9 +126,9 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
             yield name, Stored(file, entry["dtype"], tuple(entry["shape"]), start, end)
 
 
-def _is_tied(folder: Path) -> bool:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise WeightError(f"{folder / 'config.json'}: {error}") from None
-    return bool(config.get("tie_word_embeddings"))
+    return config

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from services.contract.errors import WeightError
 from services.engines.transformers import TransformersEngine
+from services.engines.weight_layout import check_layout, optional_tensors, read_layout
 from services.transport.weight_folder import folder_digest
 from tests.kit.families import FAMILIES, write_small_model
 from trainer.config import LoraSection, ModelSection
@@ -65,6 +67,27 @@ def test_a_folder_of_fused_experts_stays_one(tmp_path: Path) -> None:
     weights = load_file(published / "model.safetensors")
     assert "model.layers.0.mlp.experts.gate_up_proj" in weights
     assert weights.keys() == load_file(tmp_path / "fused" / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("deepseek_v3", "model.layers.2.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight"), ("llama", "")],
+)
+def test_sglang_accepts_a_published_folder_without_the_layers_that_predict_further(
+    tmp_path: Path, model_type: str, name: str
+) -> None:
+    """It has more tensors than the trainer, which leaves out multi-token prediction, and none of another kind."""
+    source = write_small_model(tmp_path / "model", model_type, num_nextn_predict_layers=1 if name else 0)
+    file = source / "model.safetensors"
+    save_file(load_file(file) | ({name: torch.zeros(4)} if name else {}), file, metadata={"format": "pt"})
+    published = tmp_path / "published"
+    published.mkdir()
+    write_weights(load_model(ModelSection(path=source)), published, torch.float32, World())
+    check_layout(published, read_layout(source), optional_tensors(source))
+    weights = load_file(published / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k != "model.norm.weight"}, published / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model\.norm\.weight is missing \(1 in all\)"):
+        check_layout(published, read_layout(source), optional_tensors(source))
 
 
 SERVED = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "phimoe", "ernie4_5_moe")
