@@ -14,8 +14,9 @@ import torch
 
 from services.contract.shape import Shape
 
+from .arrangement import Beside, lay_out
 from .batch import TrainSequence
-from .layout import Layout, Tokens, fixed, packed, padded
+from .layout import Layout, Tokens, fixed
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -58,12 +59,12 @@ class MicroBatch:
 
 
 def micro_batches(
-    sequences: list[TrainSequence], *, max_tokens: int, pack: bool, pad_id: int, device: torch.device
+    sequences: list[TrainSequence], *, max_tokens: int, beside: Beside, pad_id: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Packed, or padded, in the order given."""
-    for part in fill(sequences, max_tokens=max_tokens, pack=pack):
+    """In the order given."""
+    for part in fill(sequences, max_tokens=max_tokens, beside=beside):
         tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
-        yield MicroBatch.collate(part, packed(tokens, device) if pack else padded(tokens, pad_id, device))
+        yield MicroBatch.collate(part, lay_out(beside, tokens, pad_id, device))
 
 
 def fixed_batches(sequences: list[TrainSequence], shape: Shape, device: torch.device) -> Iterator[MicroBatch]:
@@ -73,14 +74,16 @@ def fixed_batches(sequences: list[TrainSequence], shape: Shape, device: torch.de
         yield MicroBatch.collate(part, fixed(tokens, shape, device))
 
 
-def fill(sequences: list[TrainSequence], *, max_tokens: int, pack: bool) -> Iterator[list[TrainSequence]]:
+def fill(sequences: list[TrainSequence], *, max_tokens: int, beside: Beside) -> Iterator[list[TrainSequence]]:
     """Cuts into lists of at most `max_tokens` (one sequence at least): padding counts if they are to be padded. A
     prompt counts for each of its samples, as it does in the memory that attention takes."""
+    if beside is Beside.ALONE:
+        max_tokens = 0
     start = total = prompt = completion = 0
     for stop, sequence in enumerate(sequences):
         p, t = len(sequence.prompt_ids), len(sequence.sample.token_ids)
         padded = (stop + 1 - start) * (max(prompt, p) + max(completion, t))
-        if stop > start and (total + p + t if pack else padded) > max_tokens:
+        if stop > start and (total + p + t if beside is Beside.PACKED else padded) > max_tokens:
             yield sequences[start:stop]
             start, total, prompt, completion = stop, 0, 0, 0
         total, prompt, completion = total + p + t, max(prompt, p), max(completion, t)

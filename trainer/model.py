@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,21 +18,20 @@ from services.contract.errors import ConfigError
 from services.contract.shape import Shape
 from services.dvp.policy import Constrained, constrained_logprobs, split_rows
 from services.engines.compute_dtype import compute_in, rounded
+from services.engines.context import rope_limit
 from services.engines.fixed_shape import check_fixed_shape, whole_blocks
 from services.engines.kv_cache import ATTENTION
-from services.engines.model_folder import complete_model, has_linear_head, narrow_layers
+from services.engines.model_folder import complete_model, has_linear_head
+from services.engines.reference import EAGER, attend_by, attending, some_tokens, takes_attention
 
-from .attention import PACKED
-from .config import ModelSection
-from .layout import Tokens, packed
+from .arrangement import Arrangement, Beside, arrange
+from .config import ModelSection, TrainSettings
 from .lm_head import head_logprobs
 from .micro_batch import MicroBatch
 from .world import World
 
 logger = logging.getLogger(__name__)
 
-PACKING_TOLERANCE = 1e-2
-"""Standard deviations of the hidden states: far above rounding, far below another attention."""
 NOISE_TOLERANCE = 1e-3
 """Standard deviations of the logits: above what atomic additions on a GPU move, far below dropout and noise."""
 
@@ -51,7 +48,10 @@ def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedMod
     folder = section.path
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {str(folder)!r}: no config.json there; give a Hugging Face folder")
-    model: PreTrainedModel = complete_model(f"model.path = {str(folder)!r}", folder, dtype=torch.float32)
+    load = partial(complete_model, f"model.path = {str(folder)!r}", folder, dtype=torch.float32)
+    model: PreTrainedModel = load()
+    if not takes_attention(model) and model.config._attn_implementation != EAGER:
+        model = load(attn_implementation=EAGER)  # no other can be compared with the plain formula
     if section.gradient_checkpointing:
         recompute_layers(model)
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
@@ -89,6 +89,34 @@ def check_repeatable(model: PreTrainedModel) -> None:
         )
 
 
+@torch.no_grad()
+def check_low_dtype(model: PreTrainedModel, name: str) -> None:
+    """Raises ConfigError if the model's code mixes dtypes."""
+    try:
+        with attending(model, EAGER):
+            model(input_ids=some_tokens(model, 8)[None], use_cache=False)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model.compute_dtype = {name!r}: model type {model.config.model_type} cannot compute in it ({error}); use "
+            "'float32'"
+        ) from error
+
+
+def check_rope(model: PreTrainedModel, settings: TrainSettings) -> None:
+    """Raises ConfigError if a sequence could be so long that the model's rope changes."""
+    limit = rope_limit(model.config)
+    if limit is None:
+        return
+    P, T = settings.data.max_prompt_tokens, settings.sampling.max_tokens
+    if P is None or limit < P + T:
+        now = "data.max_prompt_tokens is not set" if P is None else f"sequences may have {P} + {T}"
+        raise ConfigError(
+            f"model type {model.config.model_type}: its rope changes in a sequence of more than {limit} tokens, and an "
+            f"engine and a trainer would not agree; {now}: set data.max_prompt_tokens and sampling.max_tokens so that "
+            "none is longer"
+        )
+
+
 class Policy(torch.nn.Module):
     """pi_train_mp: from the token ids of a micro-batch to the constrained log-probs of its completions."""
 
@@ -107,8 +135,7 @@ class Policy(torch.nn.Module):
         self._has_linear_head = has_linear_head(model)
         self.shape = shape
         """Of every forward, if it is fixed."""
-        self.packs = shape is None and self._has_linear_head and use_packed_attention(model)
-        """Sequences may come packed."""
+        self.attend(arrange(model) if shape is None else Arrangement(Beside.PADDED, ATTENTION))
         self.low_dtype: torch.dtype | None = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
         """What forward and backward compute in, if it is not the dtype of the weights."""
         self._fp32_head = fp32_head
@@ -117,9 +144,14 @@ class Policy(torch.nn.Module):
             head = model.get_output_embeddings()
             compute_in(model, self.low_dtype, but=head)
             compute_in(head, torch.float32 if fp32_head else self.low_dtype, rounding=self.low_dtype)
+            check_low_dtype(model, compute_dtype)
         if shape is not None:
-            model.set_attn_implementation(ATTENTION)
-            check_fixed_shape(model, shape)
+            check_fixed_shape(model, shape, self.low_dtype or model.dtype)
+
+    def attend(self, arrangement: Arrangement) -> None:
+        """Micro-batches come arranged so from now on."""
+        self.arrangement = arrangement
+        attend_by(self.model, arrangement.attention)
 
     def forward(self, micro: MicroBatch) -> Constrained:
         """One entry per model token, in row-major order of `micro.mask`. Prompt positions never become logits."""
@@ -168,41 +200,3 @@ def shard(policy: Policy, device: torch.device, world: World) -> None:
 def full(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor: every rank has to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Makes the model attend within packed rows, if that leaves its answers as they are; else leaves it alone."""
-    before = model.config._attn_implementation
-    if narrow := narrow_layers(model.config, getattr(model.config, "max_position_embeddings", sys.maxsize)):
-        reason = f"it has layers of {narrow[0]}"
-    else:
-        try:
-            gap = packing_gap(model)
-        except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
-            reason = str(error)
-        else:
-            if gap <= PACKING_TOLERANCE:
-                return True
-            reason = f"hidden states would differ by {gap:.2g} standard deviations"
-    model.set_attn_implementation(before)
-    logger.info("sequences are padded, not packed, for %s: %s", model.config.model_type, reason)
-    return False
-
-
-@torch.no_grad()
-def packing_gap(model: PreTrainedModel) -> float:
-    """How far packing moves the hidden states of a few tokens, in standard deviations; the model attends packed then.
-
-    Rounding, for full attention as Llama has it; far more where a layer keeps a state, or biases or caps attention in
-    its own way.
-    """
-    device, vocab = model.device, model.get_input_embeddings().weight.shape[0]
-    ids = np.arange(2, 14) % vocab
-    pack = [Tokens(ids[:4], ids[4:9]), Tokens(ids[6:9], ids[9:10]), Tokens(ids[:4], ids[9:12])]
-    alone = [torch.tensor(np.concatenate(tokens))[None, :-1].to(device) for tokens in pack]
-    theirs = [model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in alone]
-    wanted = torch.cat([states[len(prompt) - 1 :] for states, (prompt, _) in zip(theirs, pack, strict=True)])
-    layout = packed(pack, device)
-    model.set_attn_implementation(PACKED)
-    ours = model.base_model(**layout.model_inputs(), use_cache=False).last_hidden_state[0][layout.before]
-    return float((ours - wanted).abs().max() / wanted.std())

@@ -26,13 +26,14 @@ from services.dvp.policy import Constrained
 from services.transport.weight_folder import folder_digest
 
 from .advantages import advantages
+from .arrangement import Beside
 from .baseline import Baseline
 from .batch import Batch, TrainSequence
 from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics
 from .lora import add_lora
 from .micro_batch import MicroBatch, fixed_batches, micro_batches, share
-from .model import Policy, full, load_model, shard
+from .model import Policy, check_rope, full, load_model, shard
 from .rewards import Overlong
 from .state import load_state, save_state
 from .weights import write_adapter, write_weights
@@ -72,6 +73,7 @@ class Learner:
     ) -> None:
         self.model, self.settings, self.pad_id, self.world = model, settings, pad_id, world or World()
         self.device = torch.device(settings.model.device)
+        check_rope(model, settings)
         if settings.lora.rank:
             add_lora(model, settings.lora, settings.seed)
         policy, shape = settings.sampling, settings.model.fixed_shape
@@ -247,15 +249,15 @@ class Learner:
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
         """This rank's share. Ranks with fewer micro-batches than others get idle ones: sharded parameters are gathered
         by all ranks at once or not at all."""
-        world, pack, shape = self.world, self.policy.packs, self.policy.shape
+        world, beside, shape = self.world, self.policy.arrangement.beside, self.policy.shape
         # Padded ones by length, so that little is padding; packed ones as they come, prompt by prompt.
-        ordered = sequences if pack else sorted(sequences, key=lambda s: -s.num_tokens)
+        ordered = sequences if beside is Beside.PACKED else sorted(sequences, key=lambda s: -s.num_tokens)
         limit = self.settings.model.micro_batch_tokens
 
         def batches(part: list[TrainSequence]) -> list[MicroBatch]:
             if shape is not None:
                 return list(fixed_batches(part, shape, self.device))
-            return list(micro_batches(part, max_tokens=limit, pack=pack, pad_id=self.pad_id, device=self.device))
+            return list(micro_batches(part, max_tokens=limit, beside=beside, pad_id=self.pad_id, device=self.device))
 
         mine = batches(share(ordered, world.rank, world.size))
         idle = world.max(len(mine)) - len(mine)  # asked before any of them begins to gather parameters

@@ -22,8 +22,10 @@ from services.contract.errors import ConfigError
 from services.contract.shape import Shape
 
 from .batch import Batch
+from .context import text_config
 from .decoder import Placement
 from .model_folder import has_linear_head
+from .reference import gap, some_tokens, states, states_alone, tolerance
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -33,7 +35,7 @@ class FixedDecoder:
     """Keeps nothing: every token is computed from token ids."""
 
     def __init__(self, model: Any, shape: Shape) -> None:
-        check_fixed_shape(model, shape)
+        check_fixed_shape(model, shape, model.dtype)
         self._model, self._shape = model, shape
 
     def begin(self, batch: Batch, placements: Sequence[Placement]) -> Tensor:
@@ -71,9 +73,9 @@ def whole_blocks(values: Tensor, rows: int) -> Tensor:
     return pad(values, (0, 0) * (values.dim() - 1) + (0, -len(values) % rows))
 
 
-def check_fixed_shape(model: Any, shape: Shape) -> None:
-    """Raises ConfigError unless the model, here and now, does in this shape what the module's head says."""
-    context = getattr(model.config, "max_position_embeddings", shape.length)
+def check_fixed_shape(model: Any, shape: Shape, dtype: torch.dtype) -> None:
+    """Raises ConfigError unless the model, which computes in `dtype`, does here and now what is said above."""
+    context = getattr(text_config(model.config), "max_position_embeddings", shape.length)
     if shape.length > context:
         raise ConfigError(f"fixed_shape {shape}: the model's context is {context} tokens")
     if not has_linear_head(model):
@@ -81,9 +83,17 @@ def check_fixed_shape(model: Any, shape: Shape) -> None:
             f"fixed_shape {shape}: the logits of model type {model.config.model_type} are not the product of LM head "
             "and hidden state alone, so that both sides cannot share them"
         )
+    row = some_tokens(model, shape.length)
+    with torch.no_grad():
+        found = gap(states(model, {"input_ids": whole_blocks(row[None], shape.rows)})[0], states_alone(model, row))
+    if not found <= tolerance(dtype):
+        raise ConfigError(
+            f"fixed_shape {shape}: hidden states of model type {model.config.model_type} would differ by {found:.2g} "
+            "standard deviations from those of a sequence that is alone"
+        )
     half = max(1, shape.length // 2)
-    token_ids = torch.arange(shape.rows * shape.length, device=model.device).remainder(model.config.vocab_size)
-    token_ids = token_ids.view(shape)
+    vocab_size = text_config(model.config).vocab_size
+    token_ids = torch.arange(shape.rows * shape.length, device=model.device).remainder(vocab_size).view(shape)
     other = token_ids.flip(0)
     other[:, half:] = 0
     with torch.no_grad():

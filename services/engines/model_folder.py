@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +18,22 @@ from services.contract.errors import ConfigError, WeightError
 
 from .adapter import holds_adapter, with_adapter
 from .kv_cache import ATTENTION, RowCache
+from .reference import (
+    EAGER,
+    attend_by,
+    attending,
+    gap,
+    longest_edge,
+    some_tokens,
+    takes_attention,
+    tolerance,
+)
 from .tokenizer import check_model_folder
 from .weight_layout import predicts_further
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STEP_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}
-"""Standard deviations of the logits: far above rounding, far below another attention."""
 OTHER_MODEL = "config.json and *.safetensors must be of one model"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def narrow_layers(config: Any, context_length: int) -> list[str]:
-    """Kinds of layers that do not attend to the whole context."""
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    wide = {"full_attention"} | ({"sliding_attention"} if window and window >= context_length else set())
-    return sorted(set(kinds) - wide)
-
-
-def check_full_attention(config: Any, context_length: int) -> None:
-    """Raises ConfigError unless every layer attends to the whole context."""
-    for kind in narrow_layers(config, context_length):
-        window = getattr(config, "sliding_window", None)
-        cure = f"set max_context to {window} or less, or " if kind == "sliding_attention" else ""
-        raise ConfigError(
-            f"model type {config.model_type}: a layer is {kind} (window {window}, context {context_length}), the "
-            f"transformers engine has full attention only; {cure}use the sglang engine"
-        )
 
 
 def complete_model(where: str, folder: Path, **options: Any) -> Any:
@@ -85,18 +73,22 @@ def complete_model(where: str, folder: Path, **options: Any) -> Any:
     return model
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal LM in evaluation mode. Raises ConfigError naming folder and reason."""
+def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, context_length: int = sys.maxsize) -> Any:
+    """The causal LM in evaluation mode, for sequences of at most `context_length` tokens. Raises ConfigError naming
+    folder and reason."""
     check_model_folder(folder)
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"model folder {folder}: no *.safetensors file in it (pickled weights are never read)")
-    model = complete_model(f"model folder {folder}", folder, dtype=dtype, attn_implementation=ATTENTION)
+    model = complete_model(f"model folder {folder}", folder, dtype=dtype)
+    if not takes_attention(model):
+        raise ConfigError(f"model type {model.config.model_type} has attention of its own; use the sglang engine")
+    attend_by(model, ATTENTION)
     if getattr(model, "_is_stateful", False):
         raise ConfigError(f"model type {model.config.model_type} keeps a recurrent state; use the sglang engine")
     model = model.requires_grad_(False).eval().to(device)
     if device.type == "cpu" and dtype == torch.float32:
         _transpose_weights(model)
-    _check_step(model)
+    _check_step(model, context_length)
     return model
 
 
@@ -138,7 +130,7 @@ def has_linear_head(model: Any) -> bool:
     """The logits are nothing but the product of the LM head and the last hidden state: no soft cap or scale follows.
     Found out by comparing both on a few tokens, bit for bit."""
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
     ids = torch.arange(8, device=head.weight.device).remainder(head.out_features).unsqueeze(0)
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -146,14 +138,20 @@ def has_linear_head(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _check_step(model: Any) -> None:
-    """A step over our cache must give the logits of Transformers' own plain forward.
+def _check_step(model: Any, context_length: int) -> None:
+    """A step over our cache must give the logits of Transformers' own plain forward, also where a layer's window ends.
 
     It does for full attention as Llama has it; it would not where an architecture biases, caps or stores attention in
     its own way. Raises ConfigError then, instead of sampling from another model than the trainer's.
     """
     kind = model.config.model_type
-    ids = torch.arange(2, 10, device=model.device)[None] % model.config.vocab_size
+    tried_edge, edge = longest_edge(model, below=context_length, num_sequences=2)
+    if tried_edge < edge:
+        raise ConfigError(
+            f"model type {kind}: its layers change at {edge} tokens, and to read as many would take too long here; set "
+            f"max_context to {edge} or less, or use the sglang engine"
+        )
+    ids = some_tokens(model, tried_edge + 8)[None]
     positions = torch.arange(ids.shape[1], device=model.device)[None]
     try:
         prompt, cache = DynamicCache(), RowCache()
@@ -162,18 +160,16 @@ def _check_step(model: Any) -> None:
         cache.reserve(1, ids.shape[1])
         cache.aim(positions[0, -1:], ids.shape[1])
         ours = model(input_ids=ids[:, -1:], position_ids=positions[:, -1:], past_key_values=cache, use_cache=True)
-        model.set_attn_implementation("eager")
-        theirs = model(input_ids=ids, use_cache=False)
-        model.set_attn_implementation(ATTENTION)
+        with attending(model, EAGER):
+            theirs = model(input_ids=ids, use_cache=False)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
         raise ConfigError(f"model type {kind} cannot run here, use the sglang engine: {error}") from None
-    gap = (ours.logits[0, -1] - theirs.logits[0, -1]).abs().max() / theirs.logits[0, -1].std()
-    if not gap <= STEP_TOLERANCE[model.dtype]:
+    if not (found := gap(ours.logits[0, -1], theirs.logits[0, -1])) <= tolerance(model.dtype):
         raise ConfigError(
-            f"model type {kind}: a decode step differs from the plain forward by {gap:.3g} standard deviations of the "
-            f"logits (at most {STEP_TOLERANCE[model.dtype]} allowed): its attention is not supported here, use the "
+            f"model type {kind}: a decode step differs from the plain forward by {found:.3g} standard deviations of "
+            f"the logits (at most {tolerance(model.dtype):g} allowed): its attention is not supported here, use the "
             "sglang engine"
         )
 

@@ -26,10 +26,11 @@ from services.contract.weights import WeightVersion
 from .adapter import check_base, holds_adapter
 from .commands import Cancel, Reply, Stop, Submission, Swap
 from .compute_dtype import compute_in
+from .context import check_full_attention, rope_limit, text_config
 from .decoder import CachedDecoder, Decoder
 from .fixed_shape import FixedDecoder
 from .limits import check_fits
-from .model_folder import DTYPES, check_full_attention, load_model, read_weights
+from .model_folder import DTYPES, load_model, read_weights
 from .threads import num_threads
 from .tokenizer import Tokenizer, load_config, load_tokenizer
 from .worker import Worker
@@ -73,7 +74,7 @@ class TransformersEngine:
         self.context_length = _context_length(model, config, max_context)
         if fixed_shape is not None:
             self.context_length = min(self.context_length, fixed_shape.length)
-        self.vocab_size: int = config.vocab_size
+        self.vocab_size: int = text_config(config).vocab_size
         self.capacity = max_batch
         check_full_attention(config, self.context_length)
         self._folder = model
@@ -115,7 +116,8 @@ class TransformersEngine:
         # PyTorch keeps one count per calling thread. This thread reads later weights, too; the worker sets its own.
         torch.set_num_threads(self._threads)
         tokenizer = load_tokenizer(self._folder)
-        model = load_model(self._folder, dtype=DTYPES[self.facts.dtype], device=self._device)
+        dtype, context = DTYPES[self.facts.dtype], self.context_length
+        model = load_model(self._folder, dtype=dtype, device=self._device, context_length=context)
         if self.facts.fp32_head and model.dtype != torch.float32:
             compute_in(model.get_output_embeddings(), torch.float32)
         shape = self._fixed_shape
@@ -160,7 +162,9 @@ def _reply() -> Reply:
 
 
 def _context_length(folder: Path, config: Any, max_context: int | None) -> int:
-    own: int | None = getattr(config, "max_position_embeddings", None)
+    own: int | None = getattr(text_config(config), "max_position_embeddings", None)
+    if (limit := rope_limit(config)) is not None:
+        own = min(own or limit, limit)
     longest = max_context or own
     if longest is None:
         raise ConfigError(f"model folder {folder}: config.json names no max_position_embeddings; set max_context")

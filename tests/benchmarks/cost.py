@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
+from trainer.arrangement import Arrangement, Beside
 from trainer.attention import PACKED
 from trainer.batch import Batch
 from trainer.config import TrainSettings
@@ -89,8 +90,7 @@ def make_learner(folder: Path) -> Learner:
 
 
 def use(learner: Learner, *, packed: bool) -> None:
-    learner.model.set_attn_implementation(PACKED if packed else "sdpa")
-    learner.policy.packs = packed
+    learner.policy.attend(Arrangement(Beside.PACKED, PACKED) if packed else Arrangement(Beside.PADDED, "sdpa"))
 
 
 def seconds(learner: Learner, batch: Batch) -> float:

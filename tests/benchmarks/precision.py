@@ -89,7 +89,8 @@ async def draw(folder: Path, settings: dict[str, Any], tokens: int) -> list[Trai
 @torch.no_grad()
 def measure(policy: Policy, sequences: list[TrainSequence]) -> Mismatch:
     gaps, inside, other = [], [], []
-    for micro in micro_batches(sequences, max_tokens=8192, pack=policy.packs, pad_id=0, device=torch.device("cpu")):
+    beside, device = policy.arrangement.beside, torch.device("cpu")
+    for micro in micro_batches(sequences, max_tokens=8192, beside=beside, pad_id=0, device=device):
         own, mask = policy(micro), micro.mask
         gaps.append((micro.infer_logprobs[mask] - own.logprobs)[own.inside])
         inside.append(own.inside)

@@ -80,7 +80,7 @@ class Reader:
         self.ports = {"8000": str(free_port()), "8080": str(free_port())}
         self.servers: list[subprocess.Popen[bytes]] = []
         self._made: set[str] = set()
-        for name in ("deploy", "services", "trainer"):
+        for name in ("deploy", "services", "tests", "trainer"):
             (folder / name).symlink_to(REPOSITORY / name)
         (folder / ".venv").symlink_to(sys.prefix)
 

@@ -32,6 +32,7 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float64,
+            attn_implementation="eager",
             experts_implementation="eager",  # the faster ones have no float64
         ).eval()
 

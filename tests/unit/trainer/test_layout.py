@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.kit.models import make_model
 from tests.kit.records import make_sample
 from tests.unit.trainer.golden import make_batch
+from trainer.arrangement import Arrangement, Beside
 from trainer.batch import Batch, TrainSequence
 from trainer.config import ModelSection, TrainSettings
 from trainer.layout import SHORTEST_SHARE, Tokens, packed
@@ -37,14 +38,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+PADDED = Arrangement(Beside.PADDED, "sdpa")
+
+
 def make_policy(folder: Path, dtype: torch.dtype, *, pack: bool = True, checkpointing: bool = False) -> Policy:
     model = load_model(ModelSection(path=folder, gradient_checkpointing=checkpointing)).to(dtype)
     if dtype is torch.float64:
         use_own_norms(model)
     policy = Policy(model, "float32", log_min_p=-4.0, temperature=0.8)
     if not pack:
-        model.set_attn_implementation("sdpa")
-        policy.packs = False
+        policy.attend(PADDED)
     return policy
 
 
@@ -79,7 +82,9 @@ def outcome(policy: Policy, sequences: list[TrainSequence], max_tokens: int) -> 
     """The gradient is that of a sum with other coefficients for every token."""
     policy.zero_grad()
     logprobs: dict[int, Tensor] = {}
-    for micro in micro_batches(sequences, max_tokens=max_tokens, pack=policy.packs, pad_id=0, device=CPU):
+    for micro in micro_batches(
+        sequences, max_tokens=max_tokens, beside=policy.arrangement.beside, pad_id=0, device=CPU
+    ):
         own = policy(micro).logprobs
         coefficients = torch.cat([torch.arange(1, 1 + int(n), dtype=own.dtype).sin() for n in micro.mask.sum(1)])
         (own * coefficients).sum().backward()
@@ -102,7 +107,7 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
 def test_packed_is_padded_is_one_by_one(folders: dict[str, Path], family: str, dtype: torch.dtype) -> None:
     sequences = make_sequences()
     packing, padding = (make_policy(folders[family], dtype, pack=pack) for pack in (True, False))
-    assert packing.packs
+    assert packing.arrangement.beside is Beside.PACKED
     alone = outcome(padding, sequences, max_tokens=1)
     assert len(alone.logprobs) == sum(len(s.sample.token_ids) for s in sequences)
     for policy, max_tokens in ((packing, 10_000), (packing, 100), (packing, 1), (padding, 10_000), (padding, 100)):
@@ -125,17 +130,16 @@ def test_gradient_checkpointing_changes_nothing(folders: dict[str, Path], pack: 
 
 def test_a_model_with_its_own_attention_is_padded(folders: dict[str, Path]) -> None:
     policy = make_policy(folders["gemma2"], torch.float32)
-    assert not policy.packs
-    assert policy.model.config._attn_implementation != "dvp_packed"
+    assert policy.arrangement == Arrangement(Beside.PADDED, "eager")
     sequences = make_sequences()
     assert_same(outcome(policy, sequences, 10_000), outcome(policy, sequences, 1))
 
 
 def test_a_window_that_may_bind_is_padded_and_one_that_cannot_is_packed(tmp_path: Path) -> None:
-    for window, packs in ((64, False), (256, True)):
+    for window, beside in ((64, Beside.PADDED), (256, Beside.PACKED)):
         kinds = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
         folder = make_model(tmp_path / str(window), "qwen2", context=256, sliding_window=window, **kinds)
-        assert make_policy(folder, torch.float32).packs is packs
+        assert make_policy(folder, torch.float32).arrangement.beside is beside
 
 
 def test_a_packed_row_holds_every_prompt_once_and_no_padding() -> None:
@@ -156,15 +160,15 @@ def test_attention_pads_to_rows_of_like_length() -> None:
     assert used > SHORTEST_SHARE * sum(block.numel() for block in blocks)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_micro_batches_hold_every_sequence_once_within_their_limit(pack: bool) -> None:
+@pytest.mark.parametrize("beside", [Beside.PACKED, Beside.PADDED])
+def test_micro_batches_hold_every_sequence_once_within_their_limit(beside: Beside) -> None:
     sequences, limit = make_sequences(groups=20), 120
-    parts = list(fill(sequences, max_tokens=limit, pack=pack))
+    parts = list(fill(sequences, max_tokens=limit, beside=beside))
     assert [s for part in parts for s in part] == sequences
     assert len(parts) < len(sequences) / 2
 
     def size(part: list[TrainSequence]) -> int:
-        if pack:
+        if beside is Beside.PACKED:
             return sum(s.num_tokens for s in part)
         return len(part) * (max(len(s.prompt_ids) for s in part) + max(len(s.sample.token_ids) for s in part))
 
@@ -199,8 +203,7 @@ def test_a_step_is_the_same_packed_and_padded(folders: dict[str, Path], tmp_path
         )
         learner, rng = Learner(load_model(settings.model), settings, pad_id=0), np.random.default_rng(0)
         if not pack:
-            learner.model.set_attn_implementation("sdpa")
-            learner.policy.packs = False
+            learner.policy.attend(PADDED)
         batches: list[Batch] = [make_batch(rng) for _ in range(3)]
         return [learner.step(batch) for batch in batches]
 

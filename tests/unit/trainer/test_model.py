@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from services.contract.errors import ConfigError
 from tests.kit.families import write_small_model
+from trainer.arrangement import Beside
 from trainer.config import LoraSection, ModelSection
 from trainer.lora import add_lora
 from trainer.model import Policy, load_model
@@ -79,7 +80,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients(tmp_path: Path, 
 def test_dropout_of_attention_costs_neither_packing_nor_the_sparse_head(tmp_path: Path, model_type: str) -> None:
     write_small_model(tmp_path, model_type, attention_dropout=0.1)
     policy = Policy(load_model(ModelSection(path=tmp_path)), "float32", log_min_p=-13.0, temperature=1.0)
-    assert policy.packs
+    assert policy.arrangement.beside is Beside.PACKED
     assert policy._has_linear_head
 
 
