@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.contract.errors import ConfigError
-from services.engines.context import text_config
+from services.engines.context import caps_attention, text_config
 from services.engines.model_folder import has_linear_head
 from services.engines.reference import EAGER, attending, gap, longest_edge, some_tokens, states, states_alone, tolerance
 
@@ -90,6 +90,8 @@ def trials(model: PreTrainedModel) -> Iterator[Trial]:
         found, refusal = float("nan"), ""
         if arrangement.beside is not Beside.ALONE and tried_edge < edge:
             refusal = f"its layers change at {edge} tokens, and to read as many would take too long here"
+        elif arrangement.attention != EAGER and caps_attention(model.config):
+            refusal = "attention scores are capped"
         elif arrangement.beside is Beside.PACKED and not has_linear_head(model):
             refusal = "logits are not the product of LM head and hidden state alone"
         else:

@@ -7,8 +7,8 @@ from typing import Any
 
 from services.contract.errors import ConfigError
 
-EDGE = re.compile("^(?!_).*(window|chunk)")
-NO_EDGES = {"max_window_layers", "sliding_window_pattern", "chunk_size_feed_forward"}
+EDGE = re.compile("^(?!_).*(window|chunk|block_size|local_attention|index_topk)")
+NO_EDGES = {"max_window_layers", "sliding_window_pattern", "chunk_size_feed_forward", "chunk_size_lm_head"}
 
 
 def text_config(config: Any) -> Any:
@@ -17,8 +17,8 @@ def text_config(config: Any) -> Any:
 
 
 def edges(config: Any) -> list[int]:
-    """Lengths, ascending, of what the config calls a window or a chunk: of sliding attention, of chunked attention, of
-    a scan. Only a longer sequence shows what they do."""
+    """Lengths, ascending, of what the config calls a window, a chunk or a block: of sliding, chunked or chosen
+    attention, of a scan. Only a longer sequence shows what they do."""
     text = text_config(config)
     windows = getattr(text, "use_sliding_window", True) is not False
     found = {
@@ -42,6 +42,12 @@ def rope_limit(config: Any) -> int | None:
     limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     limits += [text.max_position_embeddings for kind in kinds if kind.get("rope_type") == "dynamic"]
     return min(limits, default=None)
+
+
+def caps_attention(config: Any) -> bool:
+    """Large attention scores are capped, which only the plain formula does (Gemma-2): how much of that shows depends on
+    the weights."""
+    return getattr(text_config(config), "attn_logit_softcapping", None) is not None
 
 
 def narrow_layers(config: Any, context_length: int) -> list[str]:

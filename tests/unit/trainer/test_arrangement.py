@@ -41,6 +41,12 @@ def test_a_model_whose_tokens_see_those_after_them_is_refused() -> None:
         arrange(small_model("bert"))
 
 
+def test_capped_attention_needs_the_plain_formula_whatever_the_weights_show() -> None:
+    refusals = {str(trial.arrangement): trial.refusal for trial in trials(small_model("gemma2"))}
+    assert [name for name, refusal in refusals.items() if "capped" in refusal] == ["packed", "padded", "alone"]
+    assert refusals["padded, eager attention"] == ""
+
+
 def test_what_is_too_long_to_be_tried_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reference.OPERATIONS, "cpu", 1e6)
     model = small_model("mistral", sliding_window=WINDOW)
