@@ -101,7 +101,7 @@ class Batch:
 
     def split(self, parts: int) -> list[Batch]:
         """So many mini-batches of whole groups, as equal as can be; row indices stay those of the whole batch. There
-        must be as many groups."""
+        must be at least as many groups as parts."""
         n = len(self.groups[0].rewards)
         bounds = [len(self.groups) * part // parts for part in range(parts + 1)]
         return [Batch(self.groups[start:end], self.offset + start * n) for start, end in pairwise(bounds)]

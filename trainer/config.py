@@ -114,7 +114,7 @@ class BatchSection(Section):
     groups: Positive = 32
     """Prompts of one batch."""
     updates: Positive = 1
-    """Optimizer steps per batch, each on a part of its groups. More than one recomputes the train log-probs before."""
+    """Optimizer steps per batch, each on a part of its groups. More than one needs a pass over the batch first."""
     refill: bool = False
     """DAPO's dynamic sampling: groups without signal are replaced by further prompts."""
     refill_limit: Positive = 4

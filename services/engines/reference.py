@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 EAGER = "eager"
 TOLERANCE = {torch.bfloat16: 0.5}
 EXACT_TOLERANCE = 1e-3
-"""Standard deviations of the states, here of every other dtype. In float32 and over 57 families rounding stayed below
-1e-4, and every layout or attention that a model does not bear was beyond 2e-3."""
+"""Standard deviations of the states, here of every other dtype: above what rounding moves them by, below what a layout
+or an attention does to a model that does not bear it. Capped attention may show less: see context.caps_attention."""
 LONGEST = 8192
 """Tokens of a sequence that is tried: the plain formula keeps a number for every pair of them."""
 OPERATIONS = {"cpu": 2e12}
@@ -53,7 +53,7 @@ def attending(model: Any, attention: str) -> Iterator[None]:
 
 
 def attend_by(model: Any, attention: str) -> None:
-    """The same for good."""
+    """The model attends so from now on. Raises ConfigError if it cannot."""
     if model.config._attn_implementation == attention:
         return
     if not takes_attention(model):
