@@ -1,4 +1,5 @@
-"""`dvp-train CONFIG.toml [options]` trains; `dvp-train eval CONFIG.toml [options]` scores a checkpoint."""
+"""`dvp-train CONFIG.toml [options]` trains; `dvp-train eval CONFIG.toml [options]` scores a checkpoint;
+`dvp-train check MODEL [options]` says what a run would make of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from services import tracing
 from services.logs import configure
 from services.settings import user_errors
 
-from .config import EvalSettings, TrainSettings
+from .config import CheckSettings, EvalSettings, TrainSettings
 
 if TYPE_CHECKING:
     from .world import World
@@ -25,6 +26,9 @@ RANK_TIMEOUT_S = 600.0
 def main() -> None:
     with user_errors("dvp-train"):
         argv = sys.argv[1:]
+        if argv[:1] == ["check"]:
+            check(argv[1:])
+            return
         evaluating = argv[:1] == ["eval"]
         if evaluating:
             del argv[0]
@@ -32,6 +36,18 @@ def main() -> None:
         settings = (EvalSettings if evaluating else TrainSettings).load(argv, file)
         configure(settings.log_format, settings.log_level).run = settings.run_id
         run(settings)
+
+
+def check(argv: list[str]) -> None:
+    """Raises ConfigError if a run would."""
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model.path", *argv]
+    settings = CheckSettings.load(argv)
+    from .check import check_model
+
+    for line in check_model(settings):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 def run(settings: TrainSettings) -> None:

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from services.contract.errors import ConfigError
 from services.engines.context import caps_attention, text_config
-from services.engines.model_folder import has_linear_head
 from services.engines.reference import EAGER, attending, gap, longest_edge, some_tokens, states, states_alone, tolerance
 
 from .attention import PACKED
@@ -61,10 +60,10 @@ class Trial(NamedTuple):
     """Why it is not used; empty if it may be."""
 
 
-def arrange(model: PreTrainedModel) -> Arrangement:
+def arrange(model: PreTrainedModel, *, packable: bool) -> Arrangement:
     """The first of `trials` that may be used. Raises ConfigError with what was found if none may."""
     refused: list[str] = []
-    for arrangement, _, refusal in trials(model):
+    for arrangement, _, refusal in trials(model, packable=packable):
         if not refusal:
             logger.info("%s: %s", model.config.model_type, "; ".join([f"sequences are {arrangement}", *refused]))
             return arrangement
@@ -72,13 +71,14 @@ def arrange(model: PreTrainedModel) -> Arrangement:
     raise ConfigError(f"model type {model.config.model_type} cannot be trained: {'; '.join(refused)}")
 
 
-def trials(model: PreTrainedModel) -> Iterator[Trial]:
-    """Fastest first. Raises ConfigError if the model is none that a trainer and a sampler can agree on."""
+def trials(model: PreTrainedModel, *, packable: bool) -> Iterator[Trial]:
+    """Fastest first. `packable`: logits are the product of LM head and hidden state alone, as `has_linear_head` finds
+    out. Raises ConfigError if the model is none that a trainer and a sampler can agree on."""
     usual = model.config._attn_implementation
     context = getattr(text_config(model.config), "max_position_embeddings", sys.maxsize)
     tried_edge, edge = longest_edge(model, below=context, num_sequences=NUM_TRIED)
     sequences = _sequences(model, tried_edge)
-    wanted = _states_alone(model, sequences)
+    wanted = _reference_states(model, sequences)
     arrangements = [
         Arrangement(Beside.PACKED, PACKED),
         Arrangement(Beside.PADDED, usual),
@@ -92,11 +92,11 @@ def trials(model: PreTrainedModel) -> Iterator[Trial]:
             refusal = f"its layers change at {edge} tokens, and to read as many would take too long here"
         elif arrangement.attention != EAGER and caps_attention(model.config):
             refusal = "attention scores are capped"
-        elif arrangement.beside is Beside.PACKED and not has_linear_head(model):
+        elif arrangement.beside is Beside.PACKED and not packable:
             refusal = "logits are not the product of LM head and hidden state alone"
         else:
             try:
-                found = gap(_states(model, arrangement, sequences), wanted)
+                found = gap(_arranged_states(model, arrangement, sequences), wanted)
                 if not found <= tolerance(model.dtype):
                     refusal = f"hidden states would differ by {found:.2g} standard deviations"
             except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
@@ -122,8 +122,8 @@ def _sequences(model: PreTrainedModel, edge: int) -> list[Tokens]:
 
 
 @torch.no_grad()
-def _states_alone(model: PreTrainedModel, sequences: list[Tokens]) -> Tensor:
-    """Those that predict the completions."""
+def _reference_states(model: PreTrainedModel, sequences: list[Tokens]) -> Tensor:
+    """Those that predict the completions, of each sequence alone."""
     kind = model.config.model_type
     try:
         alone = [states_alone(model, torch.from_numpy(_read(tokens)).to(model.device)) for tokens in sequences]
@@ -141,7 +141,7 @@ def _states_alone(model: PreTrainedModel, sequences: list[Tokens]) -> Tensor:
 
 
 @torch.no_grad()
-def _states(model: PreTrainedModel, arrangement: Arrangement, sequences: list[Tokens]) -> Tensor:
+def _arranged_states(model: PreTrainedModel, arrangement: Arrangement, sequences: list[Tokens]) -> Tensor:
     """The same of sequences that lie so."""
     parts = [[tokens] for tokens in sequences] if arrangement.beside is Beside.ALONE else [sequences]
     found = []

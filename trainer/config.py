@@ -290,6 +290,22 @@ class TrainSettings(Settings):
         return self.weights.folder or self.out_dir / "weights"
 
 
+class CheckSettings(Settings):
+    """What a run would make of a model, found out without one."""
+
+    model_config = SettingsConfigDict(env_prefix="DVP_CHECK__", cli_prog_name="dvp-train check")
+
+    model: ModelSection
+    """Its path may stand first, without a name."""
+    sampling: SamplingSection = SamplingSection(n=4, max_tokens=32)
+    """What a replica is asked for, and the policy that both sides are compared in."""
+    replica: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
+    """http://host:port of one that serves this model: how far its log-probs are from those in training."""
+    replica_token: SecretStr = SecretStr("")
+    threads: NonNegative = 0
+    """CPU threads; 0: one per CPU that it may use."""
+
+
 class EvalSettings(TrainSettings):
     """Scores one checkpoint of a run; takes the run's own configuration file."""
 

@@ -59,19 +59,23 @@ class MicroBatch:
 
 
 def micro_batches(
-    sequences: list[TrainSequence], *, max_tokens: int, beside: Beside, pad_id: int, device: torch.device
+    sequences: list[TrainSequence],
+    *,
+    max_tokens: int,
+    beside: Beside,
+    pad_id: int,
+    device: torch.device,
+    shape: Shape | None = None,
 ) -> Iterator[MicroBatch]:
-    """In the order given."""
-    for part in fill(sequences, max_tokens=max_tokens, beside=beside):
+    """In the order given; each of `shape`, if there is one, and else of at most `max_tokens`."""
+    if shape is None:
+        parts = fill(sequences, max_tokens=max_tokens, beside=beside)
+    else:
+        parts = (sequences[start : start + shape.rows] for start in range(0, len(sequences), shape.rows))
+    for part in parts:
         tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
-        yield MicroBatch.collate(part, lay_out(beside, tokens, pad_id, device))
-
-
-def fixed_batches(sequences: list[TrainSequence], shape: Shape, device: torch.device) -> Iterator[MicroBatch]:
-    for start in range(0, len(sequences), shape.rows):
-        part = sequences[start : start + shape.rows]
-        tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
-        yield MicroBatch.collate(part, fixed(tokens, shape, device))
+        layout = lay_out(beside, tokens, pad_id, device) if shape is None else fixed(tokens, shape, device)
+        yield MicroBatch.collate(part, layout)
 
 
 def fill(sequences: list[TrainSequence], *, max_tokens: int, beside: Beside) -> Iterator[list[TrainSequence]]:

@@ -22,7 +22,7 @@ from services.engines.context import rope_limit
 from services.engines.fixed_shape import check_fixed_shape, whole_blocks
 from services.engines.kv_cache import ATTENTION
 from services.engines.model_folder import complete_model, has_linear_head
-from services.engines.reference import EAGER, attend_by, attending, some_tokens, takes_attention
+from services.engines.reference import EAGER, attend_by, attending, gap, some_tokens, takes_attention, tolerance
 
 from .arrangement import Arrangement, Beside, arrange
 from .config import ModelSection, TrainSettings
@@ -31,9 +31,6 @@ from .micro_batch import MicroBatch
 from .world import World
 
 logger = logging.getLogger(__name__)
-
-NOISE_TOLERANCE = 1e-3
-"""Standard deviations of the logits: above what atomic additions on a GPU move, far below dropout and noise."""
 
 
 def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedModel:
@@ -76,16 +73,15 @@ def recompute_layers(model: PreTrainedModel) -> None:
 def check_repeatable(model: PreTrainedModel) -> None:
     """Raises ConfigError unless a few tokens have the same logits in each of two forwards as they are trained, and in
     one without gradients."""
-    ids = torch.arange(2, 10, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    ids = some_tokens(model, 8)[None]
     first, second = (model(input_ids=ids, use_cache=False).logits.detach() for _ in range(2))
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits
-    gap = max((other - first).abs().max() for other in (second, plain))
-    if not gap <= NOISE_TOLERANCE * first.std():
+    if not (found := gap(torch.stack([second, plain]), first)) <= tolerance(model.dtype):
         raise ConfigError(
             f"model type {model.config.model_type}: the same tokens have other logits in the next forward, by up to "
-            f"{gap:.3g}: it draws random numbers, which no inference engine does; turn its dropout or noise off in "
-            "config.json, or train another model"
+            f"{found:.2g} standard deviations: it draws random numbers, which no inference engine does; turn its "
+            "dropout or noise off in config.json, or train another model"
         )
 
 
@@ -135,7 +131,10 @@ class Policy(torch.nn.Module):
         self._has_linear_head = has_linear_head(model)
         self.shape = shape
         """Of every forward, if it is fixed."""
-        self.attend(arrange(model) if shape is None else Arrangement(Beside.PADDED, ATTENTION))
+        if shape is None:
+            self.attend(arrange(model, packable=self._has_linear_head))
+        else:
+            self.attend(Arrangement(Beside.PADDED, ATTENTION))
         self.low_dtype: torch.dtype | None = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
         """What forward and backward compute in, if it is not the dtype of the weights."""
         self._fp32_head = fp32_head

@@ -35,18 +35,18 @@ from .lora import lora_scaling
 TRAINED = StateDictOptions(ignore_frozen_params=True)
 
 
-def save_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer, updates: int) -> None:
+def save_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> None:
     """Durable before it returns. All ranks call it with one folder. Raises OSError (disk full)."""
     try:
         with _one_or_many() as no_dist:
-            save(_tensors(model, optimizer, updates), checkpoint_id=folder, no_dist=no_dist)
+            save(_tensors(model, optimizer, optimizer_steps), checkpoint_id=folder, no_dist=no_dist)
     except CheckpointException as error:  # no Exception, and in its words a traceback of every rank
         failures = (f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
         raise OSError("; ".join(failures)) from error
 
 
 def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:
-    """Makes model, optimizer and torch's generator what they were; returns the number of updates."""
+    """Makes model, optimizer and torch's generator what they were; returns the number of optimizer steps."""
     tensors = _tensors(model, optimizer, 0)
     check_same(folder, tensors["model"])
     with _one_or_many() as no_dist:
@@ -81,14 +81,14 @@ def check_same(folder: Path, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _tensors(model: PreTrainedModel, optimizer: Optimizer, updates: int) -> dict[str, Any]:
+def _tensors(model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> dict[str, Any]:
     """Those of the model are its own: to load into them is all it takes. What is frozen comes from model.path."""
     scaling = lora_scaling(model)
     return {
         **({} if scaling is None else {"lora_scaling": torch.tensor(scaling, dtype=torch.float64)}),
         "model": get_model_state_dict(model, options=TRAINED),
         "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
-        "updates": torch.tensor(updates),
+        "updates": torch.tensor(optimizer_steps),
         "rng": torch.get_rng_state(),
     }
 

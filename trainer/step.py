@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +32,7 @@ from .batch import Batch, TrainSequence
 from .config import TrainSettings
 from .evidence import Evidence, TrainLogprobs, pruning_metrics
 from .lora import add_lora
-from .micro_batch import MicroBatch, fixed_batches, micro_batches, share
+from .micro_batch import MicroBatch, micro_batches, share
 from .model import Policy, check_rope, full, load_model, shard
 from .rewards import Overlong
 from .state import load_state, save_state
@@ -95,8 +95,7 @@ class Learner:
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
-        self.updates = 0
-        """Optimizer steps taken."""
+        self.optimizer_steps = 0
         self.evidence: Evidence | None = None
         """Of the last batch, before its first update; None if nothing in it had a signal."""
 
@@ -104,7 +103,7 @@ class Learner:
     def lr(self) -> float:
         """Of the next optimizer step: rises linearly over the warm-up, then stays."""
         options = self.settings.optimizer
-        return options.lr * min(1.0, (self.updates + 1) / max(options.warmup_steps, 1))
+        return options.lr * min(1.0, (self.optimizer_steps + 1) / max(options.warmup_steps, 1))
 
     def obey(self, order: Order) -> None:
         """Does on this rank what the leader does on its own."""
@@ -129,12 +128,12 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Everything but the settings that the next step depends on. Durable before it returns."""
         self.world.order(Order("save", bytes(folder)))
-        save_state(folder, self.model, self.optimizer, self.updates)
+        save_state(folder, self.model, self.optimizer, self.optimizer_steps)
 
     def load(self, folder: Path) -> None:
         """What `save` wrote, by as many ranks or by others."""
         self.world.order(Order("load", bytes(folder)))
-        self.updates = load_state(folder, self.model, self.optimizer)
+        self.optimizer_steps = load_state(folder, self.model, self.optimizer)
 
     # --- the method -----------------------------------------------------------------------------------------------
 
@@ -249,21 +248,18 @@ class Learner:
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
         """This rank's share. Ranks with fewer micro-batches than others get idle ones: sharded parameters are gathered
         by all ranks at once or not at all."""
-        world, beside, shape = self.world, self.policy.arrangement.beside, self.policy.shape
+        world, beside = self.world, self.policy.arrangement.beside
         # Padded ones by length, so that little is padding; packed ones as they come, prompt by prompt.
         ordered = sequences if beside is Beside.PACKED else sorted(sequences, key=lambda s: -s.num_tokens)
-        limit = self.settings.model.micro_batch_tokens
-
-        def batches(part: list[TrainSequence]) -> list[MicroBatch]:
-            if shape is not None:
-                return list(fixed_batches(part, shape, self.device))
-            return list(micro_batches(part, max_tokens=limit, beside=beside, pad_id=self.pad_id, device=self.device))
-
-        mine = batches(share(ordered, world.rank, world.size))
+        limit, shape = self.settings.model.micro_batch_tokens, self.policy.shape
+        cut = partial(
+            micro_batches, max_tokens=limit, beside=beside, pad_id=self.pad_id, device=self.device, shape=shape
+        )
+        mine = list(cut(share(ordered, world.rank, world.size)))
         idle = world.max(len(mine)) - len(mine)  # asked before any of them begins to gather parameters
         yield from mine
         for _ in range(idle):
-            yield batches(sequences[:1])[0].idle()
+            yield next(cut(sequences[:1])).idle()
 
     def _apply(self, D: float) -> float | None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -277,7 +273,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         self.optimizer.step()
-        self.updates += 1
+        self.optimizer_steps += 1
         return norm
 
     def _metrics(

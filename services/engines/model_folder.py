@@ -103,8 +103,9 @@ def read_weights(folder: Path, model: Any, base: Path | None = None) -> dict[str
     expected = {name: weight for name, weight in model.state_dict().items() if name not in tied}
     adapted = base is not None and holds_adapter(folder)
     whole = base if base is not None and adapted else folder
-    weights = {tied.get(name, name): weight for name, weight in _read_folder(whole).items()}
-    if weights.keys() != expected.keys() or getattr(model, "_weight_conversions", None):
+    converts = bool(getattr(model, "_weight_conversions", None))
+    weights = {} if converts else {tied.get(name, name): weight for name, weight in _read_folder(whole).items()}
+    if weights.keys() != expected.keys():
         weights = _convert(whole, model, torch.float32 if adapted else model.dtype)
     if adapted:
         weights = with_adapter(folder, weights, _read_folder(folder))

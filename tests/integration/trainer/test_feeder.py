@@ -226,7 +226,7 @@ async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, ope
         playing = asyncio.create_task(player.play(10**6, drawn_now))
         await asyncio.wait_for(train(run), WITHIN_S)
         await cancel([playing])
-        assert run.learner.updates == steps * updates
+        assert run.learner.optimizer_steps == steps * updates
         assert run.updates == steps
         assert [outcome for _, outcome in outcomes(run)] == ["trained"] * steps * updates
     trained = [record for record in read_metrics(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]

@@ -95,8 +95,9 @@ async def test_the_end_of_its_time_is_heeded_in_the_middle_of_a_call(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "CALL_TIMEOUT_S", 0)
-    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    written.set_result(None)
+    loop = asyncio.get_running_loop()
+    written: asyncio.Future[None] = loop.create_future()
+    loop.call_soon(written.set_result, None)
     with pytest.raises(UnavailableError, match="does not answer"):
         await write_twice(broker, written)
     assert not await broker.redis.exists(f"{broker.keys.jobs}:second")

@@ -38,11 +38,11 @@ def test_the_table_of_the_readme_is_of_these() -> None:
 
 def test_a_model_whose_tokens_see_those_after_them_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bert cannot be trained: what follows a token moves its hidden state"):
-        arrange(small_model("bert"))
+        arrange(small_model("bert"), packable=True)
 
 
 def test_capped_attention_needs_the_plain_formula_whatever_the_weights_show() -> None:
-    refusals = {str(trial.arrangement): trial.refusal for trial in trials(small_model("gemma2"))}
+    refusals = {str(trial.arrangement): trial.refusal for trial in trials(small_model("gemma2"), packable=True)}
     assert [name for name, refusal in refusals.items() if "capped" in refusal] == ["packed", "padded", "alone"]
     assert refusals["padded, eager attention"] == ""
 
@@ -50,10 +50,10 @@ def test_capped_attention_needs_the_plain_formula_whatever_the_weights_show() ->
 def test_what_is_too_long_to_be_tried_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reference.OPERATIONS, "cpu", 1e6)
     model = small_model("mistral", sliding_window=WINDOW)
-    assert arrange(model).beside is Beside.ALONE
-    refusals = [trial.refusal for trial in trials(model) if trial.arrangement.beside is not Beside.ALONE]
+    assert arrange(model, packable=True).beside is Beside.ALONE
+    refusals = [trial.refusal for trial in trials(model, packable=True) if trial.arrangement.beside is not Beside.ALONE]
     assert all(f"its layers change at {WINDOW} tokens" in refusal for refusal in refusals)
-    assert arrange(small_model("mistral", sliding_window=None)).beside is Beside.PACKED
+    assert arrange(small_model("mistral", sliding_window=None), packable=True).beside is Beside.PACKED
 
 
 @pytest.mark.parametrize(
