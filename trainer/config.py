@@ -62,7 +62,8 @@ class LoraSection(Section):
 class BrokerSection(Section):
     url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     stall_timeout_s: Seconds = 3600.0
-    """Without a single group for this long, the run stops with the queue's verdict; it can be resumed."""
+    """Without a single group for this long, the run stops with the queue's verdict; it can be resumed. A broker that is
+    away is waited for as long, at start, too."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 15.0
     """How long a trainer that died without a word keeps its successor waiting."""
 

@@ -10,7 +10,7 @@ from itertools import islice
 
 from services.contract.errors import UnavailableError
 from services.contract.group import DeadLetter, FinishReason
-from services.contract.job import Job, Sink
+from services.contract.job import Job, Sink, own_prefix
 from services.transport.groups import Delivery, GroupQueue
 from services.transport.pending import who_holds
 from services.transport.submission import Submission
@@ -90,7 +90,8 @@ class Evaluator:
         """Of the weight version too: a resumed trainer announces a new one, so a cut-off evaluation starts over. And of
         the evaluation: batches without signal leave the version as it is, and a job that is done is not drawn again.
         """
-        return f"{self.settings.run_id}:eval:{self._publisher.announced.seq}:{self._number}:{row.index}"
+        own = own_prefix(self.settings.run_id)
+        return f"{own}eval:{self._publisher.announced.seq}:{self._number}:{row.index}"
 
     def _job(self, id: str, row: Row) -> Job:
         settings = self.settings

@@ -94,7 +94,9 @@ async def _assemble(
     reward = settings.reward
     async with AsyncExitStack() as stack:
         url = settings.broker.url.get_secret_value()
-        broker = await stack.enter_async_context(await Broker.connect(url, settings.run_id))
+        broker = await stack.enter_async_context(
+            await Broker.connect(url, settings.run_id, patience_s=settings.broker.stall_timeout_s)
+        )
         pool = await stack.enter_async_context(
             RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s)
         )

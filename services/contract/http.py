@@ -83,7 +83,7 @@ class RolloutRequest(Body):
 
 class JobRequest(RolloutRequest):
     job_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
-    """Submitting the same id again is a no-op."""
+    """Submitting the same id again is a no-op. What begins with the run's id and a colon is the trainer's own."""
 
 
 class SampleBody(Body):

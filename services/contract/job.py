@@ -95,9 +95,14 @@ class Job(Record):
         return self
 
 
+def own_prefix(run_id: str) -> str:
+    """What the id of every job of the trainer begins with, and of no client's."""
+    return f"{run_id}:"
+
+
 def job_id(run_id: str, position: int, attempt: int) -> str:
     """The id of a training job: a pure function, so that a resumed trainer submits the same ids again."""
-    return f"{run_id}:{position:09d}:{attempt}"
+    return f"{own_prefix(run_id)}{position:09d}:{attempt}"
 
 
 def job_position(job_id: str) -> tuple[int, int]:

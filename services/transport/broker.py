@@ -11,6 +11,7 @@ import logging
 import re
 import ssl
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import AbstractBackoff, ExponentialWithJitterBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import (
     AuthenticationError,
@@ -47,6 +48,8 @@ REPLY_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 30.0
 """For one call with all its retries."""
 NUM_RETRIES = 5
+TELL_S = 60.0
+"""How often a patient caller is told that the broker is still away."""
 MAX_BLOCK_MS = 5_000
 """Blocking reads are cut to this, well below the reply timeout."""
 RESULT_TTL_S = 3600
@@ -68,10 +71,11 @@ _KEYS = (
 class Broker:
     """`await Broker.connect(url, run_id)`, then `async with broker:` or `await broker.close()`."""
 
-    def __init__(self, redis: Redis, keys: Keys, where: str) -> None:
+    def __init__(self, redis: Redis, keys: Keys, where: str, outage: Outage) -> None:
         self.redis = redis
         self.keys = keys
         self._where = where
+        self._outage = outage
         self._script_keys = [*(getattr(keys, name) for name in _KEYS), keys.job(""), keys.result(""), keys.replica("")]
         self._scripts: dict[str, AsyncScript] = {}
 
@@ -80,14 +84,18 @@ class Broker:
         return self.keys.run_id
 
     @classmethod
-    async def connect(cls, url: str, run_id: str, *, create: bool = True) -> Self:
+    async def connect(cls, url: str, run_id: str, *, create: bool = True, patience_s: float | None = None) -> Self:
         """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the
-        password. `create=False` leaves a run that does not exist alone: for those who only watch."""
+        password. `create=False` leaves a run that does not exist alone: for those who only watch.
+
+        A broker that is away is tried again a few times, within seconds. With `patience_s`, each call waits so long for
+        it, this one, too, and the log says so: for those who can do nothing without."""
         if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
-        redis = _client(url)
-        where = _address(redis)
-        broker = cls(redis, Keys(run_id), where)
+        outage = Outage(patience_s)
+        redis = _client(url, outage)
+        where = outage.where = _address(redis)
+        broker = cls(redis, Keys(run_id), where, outage)
         try:
             await (broker.ensure_groups() if create else broker.ping())
         except UnavailableError as error:
@@ -118,14 +126,17 @@ class Broker:
         errors. No cancellation is lost (_heed_cancellation)."""
         before = _cancelled_before.get()
         _cancelled_before.set(_num_cancelled())
+        patience_s = self._outage.patience_s
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S if patience_s is None else patience_s):
                 yield
             _heed_cancellation()
+            self._outage.end()
         except _RefusedError as error:
             raise ConfigError(f"Redis at {self._where} {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
-            raise UnavailableError(f"Redis at {self._where} does not answer: {error}") from None
+            reason = str(error) or self._outage.reason
+            raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
         except OutOfMemoryError:
             raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
         except ResponseError as error:
@@ -193,12 +204,56 @@ def _heed_cancellation() -> None:
         raise asyncio.CancelledError
 
 
+class Outage:
+    """Whether the broker is away now, for all calls of one Broker; it tells those who wait for it."""
+
+    def __init__(self, patience_s: float | None) -> None:
+        self.patience_s = patience_s
+        self.where = ""
+        self.reason = ""
+        """What the last call that failed met."""
+        self._since = self._told = 0.0
+
+    def failed(self, error: Exception) -> None:
+        now, self.reason = time.monotonic(), str(error)
+        if self.patience_s is None:
+            return
+        if not self._since:
+            self._since = self._told = now
+            logger.warning("Redis at %s does not answer: %s; waiting for it", self.where, error)
+        elif now - self._told >= TELL_S:
+            self._told = now
+            passed_s = now - self._since
+            logger.warning("Redis at %s has not answered for %.0f s (%s); waiting for it", self.where, passed_s, error)
+
+    def end(self) -> None:
+        if self._since:
+            logger.warning("Redis at %s answers again, after %.1f s", self.where, time.monotonic() - self._since)
+            self._since = 0.0
+
+
+class _Backoff(AbstractBackoff):
+    """redis-py's, which cannot count beyond 1,023 failures."""
+
+    _of_few = ExponentialWithJitterBackoff(base=0.1, cap=2.0)
+
+    def compute(self, failures: int) -> float:
+        return self._of_few.compute(min(failures, 16))
+
+
 class _RefusedError(RedisError):
     """The user, the password or the server's certificate is wrong."""
 
 
 class _Retry(Retry):
     """redis-py takes a refused password or certificate for a connection error; trying it again helps nobody."""
+
+    def __init__(self, outage: Outage) -> None:
+        super().__init__(_Backoff(), NUM_RETRIES if outage.patience_s is None else sys.maxsize)
+        self._outage = outage
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # all connections of a Broker tell of one outage
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:
@@ -207,16 +262,17 @@ class _Retry(Retry):
                 return await do()
             except (AuthenticationError, AuthorizationError) as error:
                 raise _RefusedError(f"refuses the user or password of redis_url: {error}") from None
-            except ConnectionError as error:
+            except (ConnectionError, TimeoutError) as error:
                 if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
                     remedy = "rediss://...?ssl_ca_certs=FILE names the authority to trust"
                     raise _RefusedError(f"shows a certificate that cannot be trusted: {error}; {remedy}") from None
+                self._outage.failed(error)
                 raise
 
         return await super().call_with_retry(once, *args, **options)
 
 
-def _client(url: str) -> Redis:
+def _client(url: str, outage: Outage) -> Redis:
     try:
         client = Redis.from_url(
             url,
@@ -224,7 +280,7 @@ def _client(url: str) -> Redis:
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
             health_check_interval=15,
-            retry=_Retry(ExponentialWithJitterBackoff(base=0.1, cap=2.0), NUM_RETRIES),
+            retry=_Retry(outage),
             retry_on_error=[ConnectionError, TimeoutError],
         )
         # Opens nothing, but knows which options there are.

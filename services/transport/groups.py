@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from redis.exceptions import ResponseError
+
 from services.contract.errors import LeaseLostError, RequestError
 from services.contract.group import DeadLetter, Group
 from services.contract.job import Sink
@@ -85,7 +87,12 @@ class GroupQueue:
 
     async def _pending(self, inbox: _Inbox) -> int:
         async with self.broker.call():
-            summary = await self.broker.redis.xpending(inbox.stream, TRAINER)
+            try:
+                summary = await self.broker.redis.xpending(inbox.stream, TRAINER)
+            except ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                return 0  # the broker was wiped; the next read creates the group
         pending: int = summary["pending"]
         return pending
 

@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -21,6 +21,8 @@ from .broker import Broker
 logger = logging.getLogger(__name__)
 
 ACQUIRE_POLL_S = 1.0
+FAREWELL_S = 5.0
+"""How long a trainer that ends waits for a broker that is away."""
 
 
 class TrainerLease:
@@ -89,8 +91,7 @@ class TrainerLease:
         try:
             yield token
         except Exception:
-            with contextlib.suppress(UnavailableError):
-                await self.renew()
+            await _briefly(self.renew())
             raise
         finally:
             self._leaving = True  # a renewal that is refused from here on cancels nobody
@@ -100,8 +101,7 @@ class TrainerLease:
             await asyncio.wait([keeper])
             if self._lost is not None:
                 raise self._lost from None
-            with contextlib.suppress(UnavailableError):
-                await self.release()
+            await _briefly(self.release())
 
     async def _keep(self, body: asyncio.Task[object]) -> None:
         while True:
@@ -117,6 +117,12 @@ class TrainerLease:
                 if not self._leaving:
                     body.cancel()
                 return
+
+
+async def _briefly(farewell: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(UnavailableError, TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await farewell
 
 
 async def _take_cancellation(task: asyncio.Task[object]) -> None:

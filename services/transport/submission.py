@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
-from services.contract.job import Job, JobState, Sink
+from services.contract.job import Job, JobState, Sink, own_prefix
 
 from .broker import MEMORY_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
@@ -76,6 +76,10 @@ class Submission:
         return Submitted(reply)
 
     def _check(self, job: Job, *sinks: Sink) -> None:
+        if job.sink is Sink.CLIENT and job.job_id.startswith(own := own_prefix(job.run_id)):
+            allowed = f"any that does not begin with {own!r}, as the trainer's do"
+            error: dict[str, object] = {"field": "job_id", "value": job.job_id, "allowed": allowed}
+            raise RequestError(f"job_id: got {job.job_id!r}, allowed: {allowed}", [error])
         if job.run_id != self.broker.run_id:
             raise RequestError(f"run_id: {job.run_id!r}, this queue belongs to run {self.broker.run_id!r}")
         if job.sink not in sinks:

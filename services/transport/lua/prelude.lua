@@ -54,14 +54,6 @@ local function ended(job_id)
   return state == 'done' or state == 'dead'
 end
 
--- An error reply if the id names a job of another sink: its group would go to somebody else.
-local function taken(job_id, sink)
-  local other = redis.call('HGET', JOB .. job_id, 'sink')
-  if other and other ~= sink then
-    return redis.error_reply('CONFLICT job_id ' .. job_id .. ': taken by a job of sink ' .. other .. '; choose another')
-  end
-end
-
 -- The stream on which the trainer hears of a job.
 local function inbox(sink)
   return sink == 'eval' and EVALS or GROUPS

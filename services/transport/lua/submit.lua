@@ -3,10 +3,6 @@
 -- ARGV: fence, limit of train jobs in flight, then (job id, sink, data) each.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
-for i = 3, #ARGV, 3 do
-  local conflict = taken(ARGV[i], ARGV[i + 1])
-  if conflict then return conflict end
-end
 local room, full = ARGV[2] - redis.call('SCARD', IN_FLIGHT), memory_full() or closed()
 local outcomes, now = {}, now_ms()
 for i = 3, #ARGV, 3 do

@@ -1,7 +1,5 @@
 #!lua
 -- ARGV: job id, data, limit of unread jobs. Answers the state of a job that exists, 'new', 'closed', 'backlog' or 'memory'.
-local conflict = taken(ARGV[1], 'client')
-if conflict then return conflict end
 local state = redis.call('HGET', JOB .. ARGV[1], 'state')
 if state then return state end
 if closed() then return 'closed' end

@@ -172,6 +172,12 @@ def test_job_id_belongs_to_jobs_only(replica: ReplicaProcess) -> None:
     assert (error.field, error.value) == ("job_id", "a b")
 
 
+def test_the_ids_of_the_trainer_are_not_for_clients(replica: ReplicaProcess, shared_run_id: str) -> None:
+    own = f"{shared_run_id}:000000100:0"
+    error = problem(post(replica, "/v1/jobs", {"prompt": "1", "job_id": own}), 422).errors[0]
+    assert (error.field, error.value) == ("job_id", own)
+
+
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"prompt": "1"', b"[" * 100_000])
 def test_a_body_that_is_no_json(content: bytes, replica: ReplicaProcess) -> None:
     headers = {"Content-Type": "application/json"}

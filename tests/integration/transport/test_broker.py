@@ -12,7 +12,7 @@ from services.contract.errors import ConfigError, UnavailableError
 from services.transport import broker as broker_module
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, free_port
-from tests.kit.wait import until_async
+from tests.kit.wait import WITHIN_S, until_async
 
 SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")
 ADMISSION = {"submit", "submit_client", "replay"}
@@ -57,6 +57,40 @@ async def test_a_broker_that_dies_is_named(own_broker: EmbeddedBroker, run_id: s
             await broker.ensure_groups()
         own_broker.start()
         await broker.ensure_groups()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_patient_caller_waits_for_a_broker(
+    own_broker: EmbeddedBroker, run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_broker.kill()
+    connecting = asyncio.create_task(Broker.connect(own_broker.url, run_id, patience_s=WITHIN_S))
+    await until_async(lambda: len(told(caplog)) == 1)
+    own_broker.start()
+    async with await connecting as broker:
+        own_broker.kill()
+        calls = [asyncio.create_task(call) for call in (broker.ping(), broker.ensure_groups())]
+        await until_async(lambda: len(told(caplog)) == 3)
+        own_broker.start()
+        await asyncio.gather(*calls)
+    words = [re.sub(r".*(does not answer|answers again).*", r"\1", line) for line in told(caplog)]
+    assert words == ["does not answer", "answers again"] * 2  # once for both calls
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_patience_has_an_end(own_broker: EmbeddedBroker, run_id: str) -> None:
+    own_broker.kill()
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{own_broker.port} does not answer: Error 111.*Start one"):
+        await Broker.connect(own_broker.url, run_id, patience_s=0.5)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == broker_module.__name__]
+
+
+@pytest.mark.parametrize("failures", [1, 20, 10**4, 10**9])
+def test_the_next_attempt_comes_soon_however_many_failed(failures: int) -> None:
+    assert 0 < broker_module._Backoff().compute(failures) <= 2
 
 
 async def test_two_runs_share_nothing(broker_url: str, run_id: str) -> None:

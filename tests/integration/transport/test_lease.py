@@ -9,9 +9,11 @@ import socket
 import pytest
 
 from services.contract.errors import ConfigError, LeaseLostError, WeightError
+from services.transport import lease as lease_module
 from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
 from services.transport.lease import TrainerLease
-from tests.kit.wait import until_async
+from tests.kit.wait import WITHIN_S, until_async
 
 
 async def _run_out(broker: Broker) -> None:
@@ -195,3 +197,17 @@ async def test_held_lets_a_real_cancellation_through(broker: Broker) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await broker.redis.exists(broker.keys.lease) == 0
+
+
+async def test_held_waits_for_no_broker_at_its_end(
+    own_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(broker: Broker) -> None:
+        async with TrainerLease(broker, "x").held():
+            own_broker.kill()
+            raise OSError("no room")
+
+    monkeypatch.setattr(lease_module, "FAREWELL_S", 0.2)
+    async with asyncio.timeout(WITHIN_S), await Broker.connect(own_broker.url, run_id, patience_s=2 * WITHIN_S) as far:
+        with pytest.raises(OSError, match="no room"):
+            await train(far)

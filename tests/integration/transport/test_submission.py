@@ -82,16 +82,17 @@ async def test_an_old_fence_submits_nothing(rig: Rig) -> None:
     assert await rig.length(rig.broker.keys.jobs) == 0
 
 
-async def test_clients_cannot_take_a_trainers_id(rig: Rig) -> None:
-    (job,) = await rig.submit()
-    with pytest.raises(RequestError, match="taken by a job of sink train"):
-        await rig.submission.submit_client(job.model_copy(update={"sink": Sink.CLIENT}), limit=9)
+@pytest.mark.parametrize("rest", ["000000100:0", "eval:3:1:7", "", "mine"])
+async def test_a_client_cannot_take_an_id_of_the_trainer(rig: Rig, rest: str) -> None:
     client = make_job(rig.run_id, sink=Sink.CLIENT)
-    await rig.submission.submit_client(client, limit=9)
-    both = [make_job(rig.run_id, 5), client.model_copy(update={"sink": Sink.TRAIN})]
-    with pytest.raises(RequestError, match="client-0"):
-        await rig.submission.submit(both, fence=rig.fence, limit=9)
-    assert await rig.in_flight() == {job.job_id}
+    own = f"{rig.run_id}:{rest}"
+    with pytest.raises(RequestError, match=f"job_id: got '{own}', allowed: any that does not begin with"):
+        await rig.submission.submit_client(client.model_copy(update={"job_id": own}), limit=9)
+    assert await rig.length(rig.broker.keys.jobs) == 0
+    for beside in (rig.run_id, f"{rig.run_id}-b:000000100:0"):
+        await rig.submission.submit_client(client.model_copy(update={"job_id": beside}), limit=9)
+    squatted = make_job(rig.run_id, 100)
+    assert await rig.submission.submit([squatted], fence=rig.fence, limit=9) == [Submitted.NEW]
 
 
 async def test_foreign_jobs_are_refused(rig: Rig) -> None:
