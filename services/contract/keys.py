@@ -29,7 +29,8 @@ class Keys:
 
     @property
     def groups(self) -> str:
-        """Stream of Group or DeadLetter (tombstone) for sink `train`, consumer group TRAINER."""
+        """Stream that tells of each group (`result` holds it) or DeadLetter (a tombstone) for sink `train`, consumer
+        group TRAINER."""
         return self._key("groups")
 
     @property
@@ -116,7 +117,7 @@ class Keys:
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:
-        """Group of a job with sink `client`, kept one hour."""
+        """The group of a job that is done: for sink `client` kept one hour, else until it is acknowledged."""
         return self._key(f"result:{job_id}")
 
     def replica(self, replica_id: str) -> str:

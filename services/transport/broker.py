@@ -84,12 +84,12 @@ class Broker:
         return self.keys.run_id
 
     @classmethod
-    async def connect(cls, url: str, run_id: str, *, create: bool = True, patience_s: float | None = None) -> Self:
+    async def connect(cls, url: str, run_id: str, *, create: bool = True, patience_s: float = 0.0) -> Self:
         """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the
         password. `create=False` leaves a run that does not exist alone: for those who only watch.
 
         A broker that is away is tried again a few times, within seconds. With `patience_s`, each call waits so long for
-        it, this one, too, and the log says so: for those who can do nothing without."""
+        it (CALL_TIMEOUT_S at least), this one, too, and the log says so: for those who can do nothing without."""
         if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
         outage = Outage(patience_s)
@@ -126,9 +126,8 @@ class Broker:
         errors. No cancellation is lost (_heed_cancellation)."""
         before = _cancelled_before.get()
         _cancelled_before.set(_num_cancelled())
-        patience_s = self._outage.patience_s
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S if patience_s is None else patience_s):
+            async with asyncio.timeout(max(CALL_TIMEOUT_S, self._outage.patience_s)):
                 yield
             _heed_cancellation()
             self._outage.end()
@@ -207,7 +206,7 @@ def _heed_cancellation() -> None:
 class Outage:
     """Whether the broker is away now, for all calls of one Broker; it tells those who wait for it."""
 
-    def __init__(self, patience_s: float | None) -> None:
+    def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.where = ""
         self.reason = ""
@@ -216,7 +215,7 @@ class Outage:
 
     def failed(self, error: Exception) -> None:
         now, self.reason = time.monotonic(), str(error)
-        if self.patience_s is None:
+        if not self.patience_s:
             return
         if not self._since:
             self._since = self._told = now
@@ -249,7 +248,7 @@ class _Retry(Retry):
     """redis-py takes a refused password or certificate for a connection error; trying it again helps nobody."""
 
     def __init__(self, outage: Outage) -> None:
-        super().__init__(_Backoff(), NUM_RETRIES if outage.patience_s is None else sys.maxsize)
+        super().__init__(_Backoff(), sys.maxsize if outage.patience_s else NUM_RETRIES)
         self._outage = outage
 
     def __deepcopy__(self, memo: object) -> Self:

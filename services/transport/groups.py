@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis.exceptions import ResponseError
 
@@ -18,6 +19,8 @@ from .broker import Broker
 logger = logging.getLogger(__name__)
 
 FIRST = "0-0"
+FETCH_BYTES = 4 * 1024 * 1024
+"""What the broker copies for one answer, and its buffer then holds: groups may have 64 MiB each."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,7 @@ class GroupQueue:
         entries = await self.broker.read_group(inbox.stream, TRAINER, self._consumer, count, block_ms)
         if not entries:
             inbox.recovering = await self._pending(inbox) != len(inbox.delivered)
-        fields = [(entry_id, values.get(b"kind", b""), values.get(b"data", b"")) for entry_id, values in entries]
-        return await self._deliver(inbox, fields)
+        return await self._deliver(inbox, entries)
 
     async def _check_fence(self) -> None:
         """XREADGROUP cannot block inside a script, so this check is not atomic with it: what a stopped trainer reads
@@ -80,7 +82,7 @@ class GroupQueue:
     async def _recover(self, inbox: _Inbox, count: int) -> list[Delivery]:
         """Takes over one page of what is pending for any trainer, our own entries whose reply was lost included."""
         reply = await self.broker.script("takeover", self._fence, inbox.stream, self._consumer, count, inbox.cursor)
-        entries = [(entry_id.decode(), kind, data) for entry_id, kind, data in reply]
+        entries = [(entry_id.decode(), dict(zip(*[iter(flat)] * 2, strict=True))) for entry_id, flat in reply]
         inbox.recovering = bool(entries)
         inbox.cursor = entries[-1][0] if entries else FIRST
         return await self._deliver(inbox, [entry for entry in entries if entry[0] not in inbox.delivered])
@@ -96,11 +98,11 @@ class GroupQueue:
         pending: int = summary["pending"]
         return pending
 
-    async def _deliver(self, inbox: _Inbox, entries: Sequence[tuple[str, bytes, bytes]]) -> list[Delivery]:
+    async def _deliver(self, inbox: _Inbox, entries: Sequence[tuple[str, dict[bytes, bytes]]]) -> list[Delivery]:
         deliveries: list[Delivery] = []
-        for entry_id, kind, data in entries:
+        async for entry_id, fields, data in self._with_data(entries):
             try:
-                item = DeadLetter.from_bytes(data) if kind == b"dead" else Group.from_bytes(data)
+                item = DeadLetter.from_bytes(data) if fields.get(b"kind") == b"dead" else Group.from_bytes(data)
             except RequestError as error:
                 logger.warning("entry %s of the %s stream is no group: %s", entry_id, inbox.sink, error)
                 await self.broker.script("bury_group", self._fence, inbox.stream, entry_id, f"not a group: {error}")
@@ -108,6 +110,18 @@ class GroupQueue:
                 deliveries.append(Delivery(entry_id, inbox.sink, item))
         inbox.delivered.update(delivery.entry_id for delivery in deliveries)
         return deliveries
+
+    async def _with_data(
+        self, entries: Sequence[tuple[str, dict[bytes, bytes]]]
+    ) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
+        """Each entry with the record that it tells of: its own, or a group, of which no more than FETCH_BYTES come in
+        one answer, or one alone."""
+        for page in _pages(entries):
+            names = [self.broker.keys.result(fields[b"id"].decode()) for _, fields in page if b"size" in fields]
+            async with self.broker.call():
+                groups: Iterator[Any] = iter(await self.broker.redis.mget(names) if names else ())
+            for entry_id, fields in page:
+                yield entry_id, fields, (next(groups) if b"size" in fields else fields.get(b"data")) or b""
 
     async def settle(self, *, trained: Iterable[str] = (), dropped: Iterable[str] = ()) -> None:
         """These train jobs leave the in-flight count (making room to submit) and await their checkpoint."""
@@ -128,3 +142,17 @@ class GroupQueue:
     async def restore(self, outstanding: Iterable[str]) -> None:
         """On resume: the in-flight set becomes `outstanding` (less the dead), and nothing awaits a checkpoint."""
         await self.broker.script("restore", self._fence, *outstanding)
+
+
+def _pages(entries: Sequence[tuple[str, dict[bytes, bytes]]]) -> Iterator[list[tuple[str, dict[bytes, bytes]]]]:
+    page: list[tuple[str, dict[bytes, bytes]]] = []
+    size = 0
+    for entry_id, fields in entries:
+        own = int(fields.get(b"size", 0))
+        if page and size + own > FETCH_BYTES:
+            yield page
+            page, size = [], 0
+        page.append((entry_id, fields))
+        size += own
+    if page:
+        yield page

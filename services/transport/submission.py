@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
@@ -87,14 +87,15 @@ class Submission:
 
     async def status(self, job_id: str) -> JobReport:
         """Raises NotFoundError for an id nobody submitted, or whose result has expired."""
-        keys = self.broker.keys
-        # One transaction: a job that ends between two reads would be done without its result.
-        async with self.broker.call(), self.broker.redis.pipeline(transaction=True) as pipeline:
-            pipeline.hgetall(keys.job(job_id))
-            pipeline.get(keys.result(job_id))
-            fields, result = await pipeline.execute()
-        if b"state" not in fields:
+        redis, keys = self.broker.redis, self.broker.keys
+        result: Any = None
+        async with self.broker.call():
+            stored: Any = await redis.hgetall(keys.job(job_id))
+            fields = {name.decode(): value.decode() for name, value in stored.items()}
+            wants_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
+            if wants_result:
+                result = await redis.get(keys.result(job_id))
+        if "state" not in fields or (wants_result and result is None):
             raise NotFoundError(f"job {job_id!r}: never submitted, or ended more than an hour ago")
         group = None if result is None else Group.from_bytes(result)
-        error = fields.get(b"error")
-        return JobReport(JobState(fields[b"state"].decode()), group, None if error is None else error.decode())
+        return JobReport(JobState(fields["state"]), group, fields.get("error"))

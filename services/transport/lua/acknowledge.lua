@@ -6,6 +6,7 @@ for i = 3, #ARGV, 2 do
   local entry, id = ARGV[i], ARGV[i + 1]
   count('acked', redis.call('XACK', ARGV[2], TRAINER_GROUP, entry))
   redis.call('XDEL', ARGV[2], entry)
+  redis.call('UNLINK', RESULT .. id)
   redis.call('SREM', IN_FLIGHT, id)
   redis.call('SREM', UNCHECKPOINTED, id)
   redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)

@@ -3,4 +3,6 @@
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local fields = read(ARGV[2], ARGV[3])
-if fields then bury(ARGV[2], TRAINER_GROUP, ARGV[3], fields, ARGV[4], '') end
+if not fields then return end
+redis.call('UNLINK', RESULT .. (fields.id or ''))
+bury(ARGV[2], TRAINER_GROUP, ARGV[3], fields, ARGV[4], '')

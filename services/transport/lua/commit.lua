@@ -19,12 +19,14 @@ if ended(id) then
   return 'duplicate'
 end
 redis.call('HSET', hash, 'state', 'done', 'sink', sink, 'committed', consumer .. '/' .. entry)
+redis.call('SET', RESULT .. id, data)
 if sink == 'client' then
-  redis.call('SET', RESULT .. id, data, 'EX', RESULT_TTL_S)
+  redis.call('EXPIRE', RESULT .. id, RESULT_TTL_S)
   redis.call('EXPIRE', hash, RESULT_TTL_S)
 else
+  -- The entry only tells of the group: whoever looks through the stream copies nothing large.
   local told = redis.call('XADD', inbox(sink), '*',
-    'kind', 'group', 'id', id, 'sink', sink, 'data', data, 'at', now_ms())
+    'kind', 'group', 'id', id, 'sink', sink, 'size', #data, 'at', now_ms())
   redis.call('HSET', hash, 'told', told)
 end
 count('committed')

@@ -1,21 +1,21 @@
 #!lua flags=allow-oom
 -- What any trainer read and nobody acknowledged, now owned by this one. ARGV: fence, stream, consumer, count, after.
--- Answers flat (entry id, data) pairs.
+-- Answers (entry id, its fields, flat) each.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local _, stream, consumer, wanted, after = unpack(ARGV)
 local pending = redis.pcall('XPENDING', stream, TRAINER_GROUP, '(' .. after, '+', wanted)
 local entries = {}
 for _, item in ipairs(pending.err and {} or pending) do
-  local fields = read(stream, item[1])
-  if not fields then
+  local entry = redis.call('XRANGE', stream, item[1], item[1])[1]
+  if not entry then
     redis.call('XACK', stream, TRAINER_GROUP, item[1])
   else
     if item[2] ~= consumer then
       redis.call('XCLAIM', stream, TRAINER_GROUP, consumer, 0, item[1], 'JUSTID')
       count('redelivered_groups')
     end
-    entries[#entries + 1] = {item[1], fields.kind or '', fields.data or ''}
+    entries[#entries + 1] = entry
   end
 end
 return entries

@@ -526,7 +526,8 @@ async def test_a_broker_full_of_trained_groups_gets_a_checkpoint_and_goes_on(
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
         long = (player.sample("7" * 50_000, player.version),) * N
         batch = await both(run, player.play(GROUPS, lambda lease: {"samples": long}))
-        await redis.config_set("maxmemory", int(await redis.memory_usage(keys.groups, samples=0) / 0.8))
+        held = [await redis.memory_usage(keys.result(scored.group.job_id), samples=0) for scored in batch.groups]
+        await redis.config_set("maxmemory", int(sum(held) / 0.8))
         await run.feeder.settle(batch)
         following, _ = await asyncio.gather(asyncio.wait_for(run.next_batch(), 30), player.play(GROUPS))
         assert ids_of(following) == [(2, 0), (3, 0)]

@@ -47,7 +47,8 @@ def test_a_run_goes_on_when_its_broker_is_back(
     tmp_path: Path, own_broker: EmbeddedBroker, run_id: str, kill_s: float, freeze_s: float
 ) -> None:
     out, log = tmp_path / "run", tmp_path / "log"
-    flags = config(tmp_path, run_id, own_broker.url, steps=str(STEPS), checkpoint__interval="100")
+    patience = {"broker__stall_timeout_s": "3600"}
+    flags = config(tmp_path, run_id, own_broker.url, steps=str(STEPS), checkpoint__interval="100", **patience)
     own_broker.kill()
 
     def is_past(step: int) -> bool:

@@ -8,11 +8,15 @@ from services.contract.errors import LeaseLostError
 from services.contract.group import DeadLetter
 from services.contract.job import JobState, Sink
 from services.contract.keys import TRAINER
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import Delivery, GroupQueue
+from services.transport.health import take_snapshot
 from services.transport.lease import TrainerLease
-from services.transport.submission import Submitted
+from services.transport.pending import Stream, pending
+from services.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
-from tests.kit.records import make_group, make_job
+from tests.kit.records import make_group, make_job, make_sample
 from tests.kit.wait import until_async
 
 
@@ -80,6 +84,32 @@ async def test_the_next_trainer_gets_what_was_not_acknowledged(rig: Rig) -> None
     seen = [job_id for _ in range(3) for job_id in _ids(await after.groups.read(2, BLOCK_MS))]
     assert seen == [job.job_id for job in jobs[1:]]
     assert await after.counter("redelivered_groups") == 3
+
+
+async def test_large_groups_are_never_copied_all_at_once(own_broker: EmbeddedBroker, run_id: str) -> None:
+    """Neither by a reader, nor for the next trainer, nor by who looks: a broker with little room beside its data would
+    be killed for it, and again on every resume."""
+    count, tokens = 24, 2**18
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        first = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
+        replica, jobs = first.replica("a"), [make_job(run_id, position, n=1) for position in range(count)]
+        sample = make_sample([5] * tokens, [-0.5] * tokens, run_id=run_id)
+        size = len(make_group(jobs[0], samples=[sample]).to_bytes())
+        await first.submission.submit(jobs, fence=0, limit=NO_LIMIT)
+        for lease in await replica.claim(count, BLOCK_MS):
+            await replica.commit(lease, make_group(lease.job, samples=[sample]))
+        before = await broker.redis.info("memory")
+        assert before["used_memory"] > len(jobs) * size
+        delivered = await first.groups.read(99, BLOCK_MS)
+        after = await _next_trainer(first)
+        recovered = await after.groups.read(99, BLOCK_MS)
+        assert _ids(delivered) == _ids(recovered) == [job.job_id for job in jobs]
+        assert len(await pending(broker, Stream.GROUPS, 99)) == len(jobs)
+        await take_snapshot(broker)
+        await after.groups.acknowledge(recovered[:1])
+        await after.submission.submit(jobs, fence=after.fence, limit=NO_LIMIT)
+        peak = (await broker.redis.info("memory"))["used_memory_peak"]
+        assert peak - before["used_memory"] < 5 * size
 
 
 async def test_groups_that_a_stopped_trainer_reads_late_are_not_lost(rig: Rig) -> None:
