@@ -160,9 +160,12 @@ class WeightSwap:
         await self._engine.receive(offer)
 
     async def _read(self, announcement: Announcement, registry: WeightRegistry) -> None:
-        folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
-        failpoint("swap.before")
-        await self._engine.load(folder, announcement.version)
+        try:
+            folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
+            failpoint("swap.before")
+            await self._engine.load(folder, announcement.version)
+        except OSError as error:  # whatever is wrong with a volume: the weights served stay, and it is tried again
+            raise WeightError(f"{announcement.folder}: {error.strerror or error}") from error
 
     def _served(self) -> None:
         self._context.version = self._engine.version

@@ -112,9 +112,13 @@ class Worker:
         except (LeaseLostError, UnavailableError) as error:
             outcome = "lost"
             logger.warning("job %s: %s", lease.job.job_id, error)
-        except Exception:  # a task boundary: the lease runs out and the job is delivered again
+        except Exception as error:  # a task boundary: counted like an engine's error, or it would come back for ever
             outcome = "error"
             logger.exception("job %s: unexpected error", lease.job.job_id)
+            with suppress(DvpError):
+                await self._fail(lease, repr(error), fatal=False)
+        finally:
+            self._queue.forget(lease)
         self._replica.metrics.jobs.labels(outcome).inc()
 
     async def _run(self, lease: Lease) -> str:

@@ -128,6 +128,10 @@ class JobQueue:
         self._held.discard(lease.entry_id)
         return Committed(reply.decode())
 
+    def forget(self, lease: Lease) -> None:
+        """Nobody works on it here any more: once it has run out it goes to whoever asks, this replica included."""
+        self._held.discard(lease.entry_id)
+
     async def release(self, lease: Lease) -> None:
         """Gives the job back unfinished (graceful stop); not counted as a delivery. Raises LeaseLostError."""
         self._held.discard(lease.entry_id)

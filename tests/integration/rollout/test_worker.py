@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from services.cancellation import cancel
-from services.contract.errors import WeightError
-from services.contract.group import Group
+from services.contract.errors import UnavailableError, WeightError
+from services.contract.group import Group, Sample
 from services.contract.http import WeightStatus
 from services.contract.job import Job, JobState, Sink
 from services.contract.sampling import Sampling
@@ -28,6 +28,7 @@ from services.engines.tokenizer import load_tokenizer
 from services.engines.transformers import TransformersEngine
 from services.http.server import bound, http_server
 from services.logs import LogContext
+from services.rollout import worker as worker_module
 from services.rollout.admission import Slots
 from services.rollout.metrics import Metrics
 from services.rollout.prompts import Prompts
@@ -38,7 +39,7 @@ from services.rollout.worker import Worker
 from services.transport.broker import Broker
 from services.transport.embedded import free_port
 from services.transport.groups import GroupQueue
-from services.transport.jobs import JobQueue
+from services.transport.jobs import Committed, JobQueue, Lease
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from services.transport.transfers import Transfers
@@ -192,6 +193,64 @@ async def test_a_generation_that_takes_too_long_counts_as_an_error(broker: Broke
         await until_async(lambda: running.slots.in_use == 0)
         await until_async(lambda: slow.num_running == 0)
     assert "took longer" in str((await Submission(broker).status("slow")).error)
+
+
+async def test_an_unexpected_error_comes_back_to_the_only_replica_and_is_counted(
+    broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, errors = fake(broker), [ValueError("a bug"), ValueError("another"), None, ValueError("a"), ValueError("b")]
+    generate = engine.generate
+
+    async def sometimes(job: Job) -> tuple[Sample, ...]:
+        if error := errors.pop(0):
+            raise error
+        return await generate(job)
+
+    monkeypatch.setattr(engine, "generate", sometimes)
+    async with working(broker, engine, model, max_deliveries=3):
+        await submit(broker, fence, job(broker.run_id, "lucky"))
+        await until_async(lambda: finished(broker, "lucky"))
+    monkeypatch.setattr(engine, "generate", sometimes)
+    async with working(broker, engine, model, max_deliveries=2):
+        await submit(broker, fence, job(broker.run_id, "poison"))
+        await until_async(lambda: dead(broker, "poison"))
+    assert (await Submission(broker).status("poison")).error == "ValueError('b')"
+
+
+async def test_a_group_that_cannot_be_committed_is_not_held_for_ever(
+    broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else is there to take the job over."""
+    monkeypatch.setattr(worker_module, "PATIENCE_S", 0.0)
+    async with working(broker, fake(broker), model, lease_s=0.5) as running:
+        commit, outages = running.queue.commit, [UnavailableError("away"), UnavailableError("away")]
+
+        async def sometimes(lease: Lease, group: Group) -> Committed:
+            if outages:
+                raise outages.pop()
+            return await commit(lease, group)
+
+        monkeypatch.setattr(running.queue, "commit", sometimes)
+        await submit(broker, fence, job(broker.run_id, "late"))
+        await until_async(lambda: finished(broker, "late"))
+
+
+async def test_a_folder_that_cannot_be_looked_at_is_told_and_tried_again(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    """As root one may look everywhere; a name that is too long is refused to everybody."""
+    async with working(broker, fake(broker), model) as running:
+        announcement = await announce(broker, fence, tmp_path / "v1", model)
+        await until_async(lambda: running.swap.status.version == announcement.version)
+        hidden = tmp_path / ("v" * 300)
+        await WeightRegistry(broker).announce(
+            announcement.model_copy(update={"version": f"{broker.run_id}:2:bb", "folder": str(hidden)}), fence=fence
+        )
+        await until_async(lambda: running.swap.status.error is not None)
+        assert running.swap.status.version == announcement.version
+        assert f"{hidden}: File name too long" in str(running.swap.status.error)
+        later = await announce(broker, fence, tmp_path / "v3", model)
+        await until_async(lambda: running.swap.status == WeightStatus(version=later.version))
 
 
 async def test_jobs_of_a_dead_replica_are_taken_over(broker: Broker, fence: int, model: Path) -> None:
