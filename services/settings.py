@@ -41,7 +41,8 @@ from pydantic_settings import (
 from services.contract.errors import ConfigError, DvpError
 
 NESTED = "__"
-PASSWORD_IN_URL = re.compile(r"(?<=://)([^/@:\s]*):[^/@\s]*(?=@)")
+PASSWORDS = (re.compile(r"(:/{0,2}[^:/@\s]*:)\S*(?=@)"), re.compile(r"([?&]password=)[^&\s'\"]*", re.IGNORECASE))
+"""In URLs, malformed ones too: everything between user and host, and what a query names so."""
 
 
 class Section(BaseModel):
@@ -218,7 +219,7 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
             lines.append(f"{name}: {item['msg']}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message}" + (f", got {item['input']!r:.120}" if path else ""))
+            lines.append(f"{name}: {message}" + (f", got {masked(repr(item['input'])):.120}" if path else ""))
     return "\n".join(lines)
 
 
@@ -235,7 +236,14 @@ def _masked(value: Any) -> Any:
         return {key: _masked(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_masked(inner) for inner in value]
-    return PASSWORD_IN_URL.sub(r"\1:**********", value) if isinstance(value, str) else value
+    return masked(value) if isinstance(value, str) else value
+
+
+def masked(text: str) -> str:
+    """Without the passwords of URLs."""
+    for password in PASSWORDS:
+        text = password.sub(r"\1**********", text)
+    return text
 
 
 def _to_toml(table: dict[str, Any], path: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Redis keys. One run = one hash tag, so that every script touches one slot of a cluster."""
+"""Redis keys. All of a run begin with its id in braces."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Broker:
         where = outage.where = _address(redis)
         broker = cls(redis, Keys(run_id), where, outage)
         try:
-            await (broker.ensure_groups() if create else broker.ping())
+            await (broker.set_up() if create else broker.ping())
         except UnavailableError as error:
             await broker.close()
             raise ConfigError(
@@ -154,6 +154,21 @@ class Broker:
         """Raises UnavailableError, or ConfigError for a wrong password."""
         async with self.call():
             await self.redis.time()  # not PING: with its disk full a broker refuses that as it refuses writes
+
+    async def set_up(self) -> None:
+        """Raises ConfigError if the server cannot be trusted to keep a run."""
+        async with self.call():
+            info: Any = await self.redis.info()
+        if info.get("cluster_enabled"):
+            raise ConfigError(
+                f"Redis at {self._where} is a node of a cluster, which is not supported: name a server of its own"
+            )
+        if info.get("maxmemory") and (policy := info["maxmemory_policy"]) != "noeviction":
+            raise ConfigError(
+                f"Redis at {self._where} has maxmemory-policy {policy}: with its memory full it would throw away jobs, "
+                "groups and leases; set it to noeviction"
+            )
+        await self.ensure_groups()
 
     async def ensure_groups(self) -> None:
         """Creates the consumer groups that do not exist: at connect, and again after a broker was wiped."""
@@ -285,9 +300,11 @@ def _client(url: str, outage: Outage) -> Redis:
         # Opens nothing, but knows which options there are.
         client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, RedisError) as error:
+        # A ValueError of urllib's quotes a part of the password that it takes for the port.
+        reason = "cannot be read; in a password, / ? # and @ are written %2F %3F %23 and %40"
         raise ConfigError(
-            f"redis_url: {error}; expected redis://[:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for "
-            "an authority of your own"
+            f"redis_url: {reason if isinstance(error, ValueError) else error}; expected "
+            "redis://[:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for an authority of your own"
         ) from None
     authority = client.connection_pool.connection_kwargs.get("ssl_ca_certs")
     if authority is not None and not Path(authority).is_file():

@@ -43,6 +43,31 @@ async def test_a_bad_url(url: str) -> None:
         await Broker.connect(url, "run")
 
 
+@pytest.mark.parametrize("rest", ["/s@localhost:6379/0", "#s@localhost", "?s@localhost", "s@[localhost"])
+async def test_a_password_that_breaks_the_url_is_not_repeated(rest: str) -> None:
+    with pytest.raises(ConfigError, match=r"redis_url: cannot be read; in a password, / .* are written %2F") as refusal:
+        await Broker.connect(f"redis://:hunter2{rest}", "run")
+    assert "hunter2" not in str(refusal.value)
+
+
+async def test_a_broker_that_evicts_is_refused(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        await broker.redis.config_set("maxmemory-policy", "volatile-lru")
+    async with await Broker.connect(own_broker.url, run_id) as broker:  # without a limit it evicts nothing
+        await broker.redis.config_set("maxmemory", 2**30)
+    with pytest.raises(ConfigError, match=r"maxmemory-policy volatile-lru: .* set it to noeviction"):
+        await Broker.connect(own_broker.url, run_id)
+    async with await Broker.connect(own_broker.url, run_id, create=False):  # to look at
+        pass
+
+
+async def test_a_node_of_a_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str) -> None:
+    config = EmbeddedBroker._config
+    monkeypatch.setattr(EmbeddedBroker, "_config", lambda self: config(self) + "cluster-enabled yes\n")
+    with EmbeddedBroker(tmp_path) as node, pytest.raises(ConfigError, match="is a node of a cluster"):
+        await Broker.connect(node.url, run_id)
+
+
 @pytest.mark.parametrize("run_id", ["", "a b", "a{b}", "a:b", "x" * 65, "a\n"])
 async def test_a_bad_run_id(broker_url: str, run_id: str) -> None:
     with pytest.raises(ConfigError, match="run_id"):

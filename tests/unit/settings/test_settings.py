@@ -12,7 +12,8 @@ from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from services.contract.errors import ConfigError
-from services.settings import Section, Settings, user_errors
+from services.rollout.settings import RolloutSettings
+from services.settings import Section, Settings, masked, user_errors
 
 
 class Queue(Section):
@@ -148,8 +149,8 @@ def test_dry_run_prints_what_load_reads_back_without_secrets(
     assert "hunter2" not in printed
     assert tomllib.loads(printed)["queue"]["url"] == "redis://user:**********@host:1/0"
     again = load(toml_file=write(tmp_path, printed))
-    masked = {"token", "queue", "config"}
-    assert again.model_dump(exclude=masked) == settings.model_dump(exclude=masked)
+    secret = {"token", "queue", "config"}
+    assert again.model_dump(exclude=secret) == settings.model_dump(exclude=secret)
 
 
 def test_a_bad_secret_is_not_repeated(tmp_path: Path) -> None:
@@ -157,6 +158,27 @@ def test_a_bad_secret_is_not_repeated(tmp_path: Path) -> None:
         load("--model", "m", toml_file=write(tmp_path, "token = 123456"))
     assert "token" in str(caught.value)
     assert "123456" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:hunter2@host:1/0", "redis://user:**********@host:1/0"),
+        ("redis://:hunter2/with?odd#parts@host:1/0", "redis://:**********@host:1/0"),
+        ("redis://host:1/0?password=hunter2&db=1", "redis://host:1/0?password=**********&db=1"),
+        ("redis:/:hunter2@host", "redis:/:**********@host"),
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("http://host:8000/path", "http://host:8000/path"),
+    ],
+)
+def test_passwords_of_urls_are_masked(url: str, shown: str) -> None:
+    assert masked(url) == shown
+
+
+def test_a_refused_url_is_shown_without_its_password() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RolloutSettings.load(["--model", "m", "--redis-url", "http://:hunter2@host:1"])
+    assert "got 'http://:**********@host:1'" in str(caught.value)
 
 
 def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
