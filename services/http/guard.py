@@ -1,4 +1,4 @@
-"""What a request must pass before anything reads it: token or loopback host, and the size of the body."""
+"""What a request must pass before anything reads it: token or loopback host, its origin, and the size of the body."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .settings import MAX_REQUESTS
 
 BUSY_S = 1.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_TIMEOUT_S = 60.0
 """For the whole body."""
 
@@ -27,7 +28,8 @@ BODY_TIMEOUT_S = 60.0
 class Guard:
     """ASGI middleware. Without tokens the server listens on loopback only, and a Host that is not loopback means that a
     web page reached it through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks
-    its user for, as the password of `Basic`."""
+    its user for, as the password of `Basic`. That password a browser also sends with what other sites' pages ask it to
+    do: they say where they come from (Origin), and may read, which they get no answer of, but change nothing."""
 
     def __init__(
         self,
@@ -53,7 +55,12 @@ class Guard:
         headers = dict(scope["headers"])
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         path = scope["path"]
-        refusal = self._refusal(path, headers, hosts) or self._too_large(headers) or self._too_many(path)
+        refusal = (
+            self._refusal(path, headers, hosts)
+            or _foreign(scope["method"], headers, hosts)
+            or self._too_large(headers)
+            or self._too_many(path)
+        )
         app = self._app if refusal is None else respond(refusal)
         self._in_progress += 1
         try:
@@ -110,6 +117,14 @@ class Guard:
             return message
 
         return counted
+
+
+def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if not origin or method in READING or [origin.partition("://")[2]] == hosts:
+        return None
+    detail = f"a page of {origin} may not change anything at {', '.join(hosts)}; a proxy in between must keep the Host"
+    return HTTPException(403, detail)
 
 
 def _credential(authorization: bytes) -> bytes:

@@ -5,6 +5,7 @@ services/http/README.md shows what is found here, see table.py.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
 
@@ -92,6 +93,24 @@ def test_nobody_is_let_in_without_a_token_or_from_elsewhere(rows: list[tuple[str
 
 def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:
     check_table("calls", HEAD, rows)
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_a_page_of_another_site_changes_nothing(name: str) -> None:
+    """Its user's browser adds the password by itself."""
+    password = base64.b64encode(f":{TOKENS[0]}".encode()).decode()
+    calls = [(method, path) for method, path in _calls(APPS[name](())) if method != "GET"]
+    with serving(APPS[name](TOKENS)) as url, httpx.Client(timeout=WITHIN_S) as client:
+
+        def status(method: str, path: str, origin: str) -> int:
+            authorization = {"Authorization": f"Basic {password}", "Host": "dvp.example:8080", "Origin": origin}
+            return client.request(method, url + path, headers=authorization).status_code
+
+        for method, path in calls:
+            for foreign in ("http://evil.example", "https://dvp.example", "http://dvp.example:80801", "null"):
+                assert status(method, path, foreign) == 403
+            assert status(method, path, "http://dvp.example:8080") not in (401, 403)
+        assert status("GET", "/metrics", "http://evil.example") == 200
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "Basic"])
