@@ -28,8 +28,9 @@ BODY_TIMEOUT_S = 60.0
 class Guard:
     """ASGI middleware. Without tokens the server listens on loopback only, and a Host that is not loopback means that a
     web page reached it through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks
-    its user for, as the password of `Basic`. That password a browser also sends with what other sites' pages ask it to
-    do: they say where they come from (Origin), and may read, which they get no answer of, but change nothing."""
+    its user for, as the password of `Basic`. A browser also sends that password with requests which pages of other
+    sites make. Those say where they come from (Origin), and are refused unless they only read: the page cannot see the
+    answer."""
 
     def __init__(
         self,
