@@ -142,6 +142,7 @@ MUTANTS = {
     "a requeued job that stays": ("release", "drop(JOBS, REPLICA_GROUP, id)\n  else", "\n  else"),
     "settle that keeps the job in flight": ("settle", "redis.call('SREM', IN_FLIGHT, ARGV[i])", ""),
     "acknowledge that keeps the books": ("acknowledge", "redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)", ""),
+    "acknowledge that keeps the group": ("acknowledge", "redis.call('UNLINK', RESULT .. id)", ""),
     "a trainer that recovers nothing": ("takeover", "'(' .. after, '+', wanted", "'+', '+', 1"),
 }
 

@@ -329,6 +329,8 @@ class World:
         """A job is in exactly one place, and its end is forgotten only when a checkpoint covers it."""
         queued = sum(row.job_id == books.job_id for row in seen.jobs)
         kinds = [row.kind for row in seen.groups if row.job_id == books.job_id]
+        if books.job_id in self.jobs:
+            assert bool(books.has_result) == ("group" in kinds), f"{books}, and the trainer is told {kinds}"
         if books.state in ("queued", "running"):
             assert (queued, kinds) == (1, []), f"{books} but {queued} in the queue and {kinds} for the trainer"
         elif books.job_id in self.asked:
