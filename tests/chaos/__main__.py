@@ -33,8 +33,8 @@ from .traffic import Traffic
 from .traps import Role, Traps
 
 LAST_STEPS = 3
-STALL_S = 300.0
-"""Ten processes that ran out of patience, one after the other."""
+STALL_S = 900.0
+"""Ten processes that ran out of patience, one after the other, and the longest outage."""
 REDIS = Path("/usr/bin/redis-server")
 
 
@@ -47,19 +47,22 @@ class Plan:
     broker_kills: int = 40
     stops: int = 40
     wipes: int = 3
+    outages_s: tuple[float, ...] = (15.0, 30.0, 60.0, 300.0)
+    """Seconds for which the broker is dead, or frozen."""
     pace_s: float = 1.0
     """Mean pause between two events."""
 
     def events(self, rng: random.Random) -> list[str]:
         events = ["replica"] * self.replica_kills + ["trainer"] * self.trainer_kills + ["broker"] * self.broker_kills
         events += ["wipe"] * self.wipes
+        events += [f"{how} {seconds:g}" for how in ("dead", "frozen") for seconds in self.outages_s]
         events += [rng.choice(("stop replica", "stop trainer", "stop broker")) for _ in range(self.stops)]
         rng.shuffle(events)
         return events
 
 
 FULL = Plan()
-SHORT = Plan(hits=1, replica_kills=12, trainer_kills=8, broker_kills=6, stops=8, wipes=1, pace_s=0.8)
+SHORT = Plan(hits=1, replica_kills=12, trainer_kills=8, broker_kills=6, stops=8, wipes=1, outages_s=(12.0,), pace_s=0.8)
 
 
 class Outcome(NamedTuple):
@@ -108,6 +111,10 @@ async def harm(system: System, traffic: Traffic, plan: Plan, group: asyncio.Task
                 traffic.forget()
             case ["broker"]:
                 await system.kill_broker(system.rng.uniform(0, 1.0))
+            case ["dead", seconds]:
+                await system.kill_broker(float(seconds))
+            case ["frozen", seconds]:
+                await system.stop_broker(float(seconds))
             case ["stop", "broker"]:
                 await system.stop_broker(system.rng.uniform(0.3, 2.0))
             case ["stop", role]:
