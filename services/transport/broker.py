@@ -89,7 +89,7 @@ class Broker:
         password. `create=False` leaves a run that does not exist alone: for those who only watch.
 
         A broker that is away is tried again a few times, within seconds. With `patience_s`, each call waits so long for
-        it (CALL_TIMEOUT_S at least), this one, too, and the log says so: for those who can do nothing without."""
+        it (REPLY_TIMEOUT_S at least), this one, too, and the log says so: for those who can do nothing without."""
         if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
         outage = Outage(patience_s)
@@ -127,7 +127,8 @@ class Broker:
         before = _cancelled_before.get()
         _cancelled_before.set(_num_cancelled())
         try:
-            async with asyncio.timeout(max(CALL_TIMEOUT_S, self._outage.patience_s)):
+            patience_s = self._outage.patience_s
+            async with asyncio.timeout(max(REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S):
                 yield
             _heed_cancellation()
             self._outage.end()

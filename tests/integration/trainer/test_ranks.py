@@ -182,7 +182,7 @@ def test_a_rank_that_dies_ends_the_others(model: Path, tmp_path: Path) -> None:
 
 def test_what_the_leader_alone_finds_wrong_is_said_in_a_line_each(tmp_path: Path, run_id: str) -> None:
     """No broker is there; the other rank never asks for one."""
-    flags = config(tmp_path, run_id, "redis://127.0.0.1:1/0", steps="1")
+    flags = config(tmp_path, run_id, "redis://127.0.0.1:1/0", steps="1", broker__stall_timeout_s="0.1")
     log = tmp_path / "ranks.log"
     with process(
         [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", *flags], log

@@ -104,7 +104,7 @@ async def test_a_patient_caller_waits_for_a_broker(
 
 @pytest.mark.usefixtures("impatient")
 async def test_patience_has_an_end(own_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module, "CALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(broker_module, "REPLY_TIMEOUT_S", 0.1)
     own_broker.kill()
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{own_broker.port} does not answer: Error 111.*Start one"):
         await Broker.connect(own_broker.url, run_id, patience_s=0.5)
