@@ -23,6 +23,10 @@ FETCH_BYTES = 4 * 1024 * 1024
 """What the broker copies for one answer, and its buffer then holds: groups may have 64 MiB each."""
 
 
+Entry = tuple[str, dict[bytes, bytes]]
+"""Of a stream: its id and fields."""
+
+
 @dataclass(frozen=True)
 class Delivery:
     entry_id: str
@@ -98,7 +102,7 @@ class GroupQueue:
         pending: int = summary["pending"]
         return pending
 
-    async def _deliver(self, inbox: _Inbox, entries: Sequence[tuple[str, dict[bytes, bytes]]]) -> list[Delivery]:
+    async def _deliver(self, inbox: _Inbox, entries: Sequence[Entry]) -> list[Delivery]:
         deliveries: list[Delivery] = []
         async for entry_id, fields, data in self._with_data(entries):
             try:
@@ -111,11 +115,8 @@ class GroupQueue:
         inbox.delivered.update(delivery.entry_id for delivery in deliveries)
         return deliveries
 
-    async def _with_data(
-        self, entries: Sequence[tuple[str, dict[bytes, bytes]]]
-    ) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
-        """Each entry with the record that it tells of: its own, or a group, of which no more than FETCH_BYTES come in
-        one answer, or one alone."""
+    async def _with_data(self, entries: Sequence[Entry]) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
+        """Each entry with the record that it tells of: in the entry itself, or a group that lies beside the stream."""
         for page in _pages(entries):
             names = [self.broker.keys.result(fields[b"id"].decode()) for _, fields in page if b"size" in fields]
             async with self.broker.call():
@@ -144,8 +145,9 @@ class GroupQueue:
         await self.broker.script("restore", self._fence, *outstanding)
 
 
-def _pages(entries: Sequence[tuple[str, dict[bytes, bytes]]]) -> Iterator[list[tuple[str, dict[bytes, bytes]]]]:
-    page: list[tuple[str, dict[bytes, bytes]]] = []
+def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Whose groups have FETCH_BYTES together at most, or is one alone."""
+    page: list[Entry] = []
     size = 0
     for entry_id, fields in entries:
         own = int(fields.get(b"size", 0))
