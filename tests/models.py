@@ -92,9 +92,11 @@ CASES = [
     *(Case(family, PADDED_EAGER, NOT_SERVED, "alibi") for family in ("bloom", "mpt")),
     *(Case(family, PADDED_EAGER, NOT_SERVED) for family in ("openai-gpt", "xglm")),
     Case("qwen3_next", PADDED, NOT_SERVED, "a state"),
+    Case("doge", PADDED, NOT_SERVED),
     Case("mamba", PADDED_EAGER, NOT_SERVED, "a state"),
     Case("rwkv", ALONE_EAGER, NOT_SERVED, "a state"),
     Case("recurrent_gemma", ALONE, NOT_SERVED, "a state", {"attention_window_size": WINDOW}),
+    Case("doge", ALONE, NOT_SERVED, "chosen keys", {"keep_window_size": WINDOW}),
     Case("bert", REFUSED, NOT_SERVED, "an encoder"),
 ]
 
