@@ -41,8 +41,12 @@ from pydantic_settings import (
 from services.contract.errors import ConfigError, DvpError
 
 NESTED = "__"
-PASSWORDS = (re.compile(r"(:/{0,2}[^:/@\s]*:)\S*(?=@)"), re.compile(r"([?&]password=)[^&\s'\"]*", re.IGNORECASE))
-"""In URLs, malformed ones too: everything between user and host, and what a query names so."""
+PASSWORDS = (
+    re.compile(r"(:/+[^:@]*:).*(?=@)", re.DOTALL),
+    re.compile(r"([^/:@\s'\"]+:)[^/@\s]+(?=@)"),
+    re.compile(r"([?&]\w*pass\w*=)[^&\s]*", re.IGNORECASE),
+)
+"""In URLs, malformed ones and those without a scheme, too: what is between user and host, what a query names so."""
 
 
 class Section(BaseModel):
@@ -198,7 +202,7 @@ def _explain_flag(cls: type[Settings], message: str) -> str:
     message = message.removeprefix("error parsing CLI: ")
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     if unknown is None:
-        return message
+        return masked(message)
     flags = ["--" + name.lower().replace(NESTED, ".").replace("_", "-") for name in _variables(cls)]
     return f"unknown option {unknown[1]}{_closest(unknown[1], flags)}"
 

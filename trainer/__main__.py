@@ -55,8 +55,8 @@ def run(settings: TrainSettings) -> None:
     from .setup import follow
     from .world import World
 
-    # A rank that waits for orders may have to wait as long as the leader waits for groups.
-    with World.joined(settings.model.device, settings.broker.stall_timeout_s + RANK_TIMEOUT_S) as world:
+    # A rank that waits for orders may have to wait as long as the leader waits for its broker, and then for groups.
+    with World.joined(settings.model.device, 2 * settings.broker.stall_timeout_s + RANK_TIMEOUT_S) as world:
         if not world.leads:
             follow(settings, world)
         elif isinstance(settings, EvalSettings):

@@ -53,7 +53,8 @@ class Worker:
         self._samples_per_job = 1
         self._loops: list[asyncio.Task[None]] = []
         self._rests_until = 0.0
-        """Jobs that it gave back for want of weights are left to others until then."""
+        """Jobs that it gave back, for want of weights or by a bug, are left to others until then."""
+        self._errors_in_a_row = 0
 
     def start(self) -> None:
         self._loops = [
@@ -115,11 +116,18 @@ class Worker:
         except Exception as error:  # a task boundary: counted like an engine's error, or it would come back for ever
             outcome = "error"
             logger.exception("job %s: unexpected error", lease.job.job_id)
+            self._rest()
             with suppress(DvpError):
                 await self._fail(lease, repr(error), fatal=False)
         finally:
             self._queue.forget(lease)
         self._replica.metrics.jobs.labels(outcome).inc()
+
+    def _rest(self) -> None:
+        """If the bug is this replica's and not the job's, it must not take whatever others leave for a moment: pauses
+        double up to the time of a lease, until something is committed."""
+        self._rests_until = time.monotonic() + min(MAX_DELAY_S * 2 ** min(self._errors_in_a_row, 16), self._lease_s)
+        self._errors_in_a_row += 1
 
     async def _run(self, lease: Lease) -> str:
         """How the job ended here. Only a commit or a fail settles it."""
@@ -149,6 +157,7 @@ class Worker:
                 settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
         finally:
             self._settling.discard(lease.entry_id)
+        self._errors_in_a_row = 0
         return settled.value
 
     async def _generate(self, lease: Lease) -> Group:

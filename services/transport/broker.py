@@ -27,10 +27,13 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ConnectionError,
+    MasterDownError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError,
+    TryAgainError,
 )
 
 from services.cancellation import finished
@@ -277,6 +280,10 @@ class _Retry(Retry):
                 return await do()
             except (AuthenticationError, AuthorizationError) as error:
                 raise _RefusedError(f"refuses the user or password of redis_url: {error}") from None
+            except (ReadOnlyError, MasterDownError, TryAgainError) as error:
+                # It was demoted, or its master is away: whoever is the master now answers on another connection.
+                self._outage.failed(error)
+                raise ConnectionError(str(error)) from error
             except (ConnectionError, TimeoutError) as error:
                 if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
                     remedy = "rediss://...?ssl_ca_certs=FILE names the authority to trust"
@@ -289,6 +296,8 @@ class _Retry(Retry):
 
 def _client(url: str, outage: Outage) -> Redis:
     try:
+        if not url.startswith("unix:") and "@" in "".join(re.split("[/?#]", url.partition("://")[2], maxsplit=1)[1:]):
+            raise ValueError("the password ends the authority")  # and its first digits would be the port
         client = Redis.from_url(
             url,
             protocol=2,

@@ -217,6 +217,31 @@ async def test_an_unexpected_error_comes_back_to_the_only_replica_and_is_counted
     assert (await Submission(broker).status("poison")).error == "ValueError('b')"
 
 
+async def test_a_replica_with_a_bug_leaves_the_jobs_to_others(
+    broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is always idle, and would take each again until it is dead."""
+    broken = fake(broker, capacity=2)
+
+    async def fails(job: Job) -> tuple[Sample, ...]:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(broken, "generate", fails)
+    names = [f"job-{i}" for i in range(30)]
+    healthy = fake(broker, capacity=2, service_time_s=0.1)
+    async with (
+        working(broker, broken, model, replica_id="b", max_deliveries=5),
+        working(broker, healthy, model, max_deliveries=5),
+    ):
+        await submit(broker, fence, *(job(broker.run_id, name) for name in names))
+        await until_async(lambda: all_ended(broker, names))
+    assert {await state(broker, name) for name in names} == {JobState.DONE}
+
+
+async def all_ended(broker: Broker, names: list[str]) -> bool:
+    return {await state(broker, name) for name in names} <= {JobState.DONE, JobState.DEAD}
+
+
 async def test_a_group_that_cannot_be_committed_is_not_held_for_ever(
     broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

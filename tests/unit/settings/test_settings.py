@@ -167,6 +167,10 @@ def test_a_bad_secret_is_not_repeated(tmp_path: Path) -> None:
         ("redis://:hunter2/with?odd#parts@host:1/0", "redis://:**********@host:1/0"),
         ("redis://host:1/0?password=hunter2&db=1", "redis://host:1/0?password=**********&db=1"),
         ("redis:/:hunter2@host", "redis:/:**********@host"),
+        ("redis:///:hunter2@host", "redis:///:**********@host"),
+        ("redis://us/er:hun ter2@host", "redis://us/er:**********@host"),
+        ("user:hunter2@host", "user:**********@host"),
+        ("rediss://host/0?ssl_password=hun'ter2&db=1", "rediss://host/0?ssl_password=**********&db=1"),
         ("redis://host:1/0", "redis://host:1/0"),
         ("http://host:8000/path", "http://host:8000/path"),
     ],
@@ -179,6 +183,8 @@ def test_a_refused_url_is_shown_without_its_password() -> None:
     with pytest.raises(ConfigError) as caught:
         RolloutSettings.load(["--model", "m", "--redis-url", "http://:hunter2@host:1"])
     assert "got 'http://:**********@host:1'" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: redis://:\*+@host"):
+        RolloutSettings.load(["--model", "m", "redis://:hunter2@host"])
 
 
 def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
