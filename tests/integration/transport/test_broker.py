@@ -74,8 +74,8 @@ async def test_a_broker_that_evicts_is_refused(own_broker: EmbeddedBroker, run_i
 
 
 async def test_a_node_of_a_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str) -> None:
-    config = EmbeddedBroker._config
-    monkeypatch.setattr(EmbeddedBroker, "_config", lambda self: config(self) + "cluster-enabled yes\n")
+    config, own = EmbeddedBroker._config, f"cluster-enabled yes\ncluster-port {free_port()}\n"
+    monkeypatch.setattr(EmbeddedBroker, "_config", lambda self: config(self) + own)
     with EmbeddedBroker(tmp_path) as node, pytest.raises(ConfigError, match="is a node of a cluster"):
         await Broker.connect(node.url, run_id)
 
