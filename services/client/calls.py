@@ -91,6 +91,10 @@ def job(job_id: str) -> Call[JobStatus]:
     return Call("GET", f"/v1/jobs/{quote(job_id, safe='')}", JobStatus)
 
 
+def delete(job_id: str) -> Call[JobStatus]:
+    return Call("DELETE", f"/v1/jobs/{quote(job_id, safe='')}", JobStatus)
+
+
 def queue() -> Call[QueueHealth]:
     return Call("GET", "/v1/queue", QueueHealth)
 

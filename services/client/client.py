@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Self, TypeVar, Unpack
 
@@ -11,8 +12,9 @@ import httpx
 from pydantic import BaseModel
 
 from services.cancellation import finished, shielded
-from services.contract.errors import UnavailableError
+from services.contract.errors import DvpError, NotFoundError, UnavailableError
 from services.contract.http import Health, JobStatus, QueueHealth, RolloutResponse, WeightStatus
+from services.contract.job import JobState
 from services.loopback import is_loopback
 
 from . import calls
@@ -93,12 +95,23 @@ class Client(_Base):
     def job(self, job_id: str) -> JobStatus:
         return self.send(calls.job(job_id))
 
-    def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S) -> RolloutResponse:
-        """The finished group. Raises EngineError if the job died, UnavailableError after `timeout` seconds."""
+    def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S, *, delete: bool = False) -> RolloutResponse:
+        """The finished group. With `delete` the broker's copy is deleted once it has arrived here.
+        Raises EngineError if the job died, UnavailableError after `timeout` seconds."""
         poll = Poll(job_id, timeout)
         while (group := calls.finished(self.job(job_id))) is None:
             time.sleep(poll.pause())
+        if delete:
+            with suppress(DvpError):  # it expires by itself
+                self.delete(job_id)
         return group
+
+    def delete(self, job_id: str) -> JobState | None:
+        """Deletes the result of a job, or cancels it. Returns the state that it had; None if there is no such job, also
+        when it was deleted by a try whose answer was lost."""
+        with suppress(NotFoundError):
+            return self.send(calls.delete(job_id)).status
+        return None
 
     def queue(self) -> QueueHealth:
         return self.send(calls.queue())
@@ -165,11 +178,19 @@ class AsyncClient(_Base):
     async def job(self, job_id: str) -> JobStatus:
         return await self.send(calls.job(job_id))
 
-    async def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S) -> RolloutResponse:
+    async def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S, *, delete: bool = False) -> RolloutResponse:
         poll = Poll(job_id, timeout)
         while (group := calls.finished(await self.job(job_id))) is None:  # noqa: ASYNC110 - the event is elsewhere
             await asyncio.sleep(poll.pause())
+        if delete:
+            with suppress(DvpError):
+                await self.delete(job_id)
         return group
+
+    async def delete(self, job_id: str) -> JobState | None:
+        with suppress(NotFoundError):
+            return (await self.send(calls.delete(job_id))).status
+        return None
 
     async def queue(self) -> QueueHealth:
         return await self.send(calls.queue())

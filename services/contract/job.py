@@ -19,6 +19,10 @@ MAX_GROUP_TOKENS = 4 * 1024 * 1024
 """Tokens that the samples of one job may have together: 64 MiB as a group, where Redis takes 512 MiB as one value."""
 MAX_METADATA_BYTES = 16 * 1024
 MAX_METADATA_DEPTH = 32
+BYTES_PER_TOKEN = 16
+"""Of a group, as msgpack: id, log-prob, kept mass, kept count."""
+OVERHEAD_BYTES = 1024
+"""More than a sample takes beside its tokens, and a group beside its job's prompt and metadata."""
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
@@ -78,6 +82,12 @@ class Job(Record):
     deadline: float | None = None
     """Unix seconds after which nobody wants the result."""
     submitted_at: float = 0.0
+
+    @property
+    def max_bytes(self) -> int:
+        """Most that the broker holds of this job: first itself, then its group."""
+        sample = BYTES_PER_TOKEN * self.sampling.max_tokens + OVERHEAD_BYTES
+        return len(self.to_bytes()) + OVERHEAD_BYTES + self.n * sample
 
     @field_validator("prompt_ids")
     @classmethod

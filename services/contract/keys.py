@@ -80,7 +80,7 @@ class Keys:
 
     @property
     def counters(self) -> str:
-        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, replayed, acked."""
+        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, cancelled, replayed, ..."""
         return self._key("counters")
 
     @property
@@ -104,6 +104,21 @@ class Keys:
         return self._key("closed")
 
     @property
+    def client_bytes(self) -> str:
+        """Hash: job id of a client to the bytes that its result takes, or may come to."""
+        return self._key("client_bytes")
+
+    @property
+    def client_expiry(self) -> str:
+        """Sorted set of clients' job ids that are done, by the end of their results (broker's clock, ms)."""
+        return self._key("client_expiry")
+
+    @property
+    def client_total(self) -> str:
+        """Sum of client_bytes."""
+        return self._key("client_total")
+
+    @property
     def transfers(self) -> str:
         """List of TransferRequest: replicas that want a weight version sent."""
         return self._key("transfers")
@@ -113,7 +128,7 @@ class Keys:
         return self._key(f"transfer:{request_id}")
 
     def job(self, job_id: str) -> str:
-        """Hash of one job's state: state, sink, deliveries, error. The dedupe key."""
+        """Hash of one job's state: state, sink, entry of the jobs stream, deliveries, error. The dedupe key."""
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:

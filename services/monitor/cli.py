@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from heapq import nlargest
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
 
-from services.contract.errors import ConfigError, RequestError, UnavailableError
+from services.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from services.settings import user_errors
 from services.transport.admission import check_run, close_queue, open_queue, purge_run
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.health import queue_health, take_snapshot
 from services.transport.pending import Stream, pending
+from services.transport.results import ClientJob, client_jobs
+from services.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
 from .settings import QueueSettings
-from .tables import show_health, show_letter, show_letters, show_outcomes, show_pending
+from .tables import show_client_jobs, show_health, show_letter, show_letters, show_outcomes, show_pending
 
 T = TypeVar("T")
 
@@ -36,6 +41,8 @@ app = typer.Typer(
 )
 dead = typer.Typer(help="Jobs that were given up: list, show, replay, drop.", no_args_is_help=True)
 app.add_typer(dead, name="dead")
+results = typer.Typer(help="What the broker holds for HTTP clients: list, drop.", no_args_is_help=True)
+app.add_typer(results, name="results")
 
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 Count = Annotated[int, typer.Option(min=1, max=1000, help="Entries per page.")]
@@ -206,6 +213,49 @@ def drop(
     _change(context, "Drop", entries, everything, yes, as_json, all_of_them if everything else one_by_one)
 
 
+@results.command(name="list")
+def list_results(context: typer.Context, count: Count = 20, as_json: Json = False) -> None:
+    """Largest first: results, and what those of jobs in work may come to."""
+
+    async def largest(broker: Broker) -> list[ClientJob]:
+        return nlargest(count, [job async for job in client_jobs(broker)], key=attrgetter("num_bytes"))
+
+    jobs = _run(context, largest)
+    if as_json:
+        typer.echo(json.dumps([job._asdict() for job in jobs], indent=2))
+    else:
+        show_client_jobs(Console(), jobs)
+
+
+@results.command(name="drop")
+def drop_results(
+    context: typer.Context,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="As the list shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All results that are there now; no job in work.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete results, read or not. A job that is named and still in work is cancelled."""
+    _confirm("Drop all results", jobs, everything, yes)
+
+    async def drop_them(broker: Broker) -> Counter[bool]:
+        wanted = [job.job_id async for job in client_jobs(broker) if job.expires_s is not None] if everything else jobs
+        return Counter([await _deleted(broker, job_id) for job_id in wanted or ()])
+
+    dropped = _run(context, drop_them)
+    gone = f", {dropped[False]} were gone already" if dropped[False] else ""
+    words = f"{dropped[True]} dropped{gone}"
+    typer.echo(json.dumps({"dropped": dropped[True], "gone": dropped[False]}) if as_json else words)
+
+
+async def _deleted(broker: Broker, job_id: str) -> bool:
+    try:
+        await Submission(broker).delete(job_id)
+    except NotFoundError:
+        return False
+    return True
+
+
 def _change(
     context: typer.Context,
     verb: str,
@@ -216,10 +266,7 @@ def _change(
     work: Callable[[Broker], Awaitable[list[Fate]]],
 ) -> None:
     """Exit code 1 if anything was left alone."""
-    if bool(entries) == everything:
-        raise RequestError("name the entries (dvp-queue dead list shows them), or say --all")
-    if everything and not yes:
-        typer.confirm(f"{verb} all dead letters?", abort=True, err=True)
+    _confirm(f"{verb} all dead letters", entries, everything, yes)
     fates = _run(context, work)
     if as_json:
         typer.echo(Fates(fates=tuple(fates)).model_dump_json(indent=2))
@@ -227,6 +274,13 @@ def _change(
         show_outcomes(Console(), (fate.outcome for fate in fates))
     if any(fate.outcome not in DONE for fate in fates):
         raise typer.Exit(1)
+
+
+def _confirm(question: str, named: Iterable[str] | None, everything: bool, yes: bool) -> None:
+    if bool(named) == everything:
+        raise RequestError("name them, as the list shows them, or say --all")
+    if everything and not yes:
+        typer.confirm(f"{question}?", abort=True, err=True)
 
 
 async def _empty(broker: Broker, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from services.contract.http import QueueHealth, Severity, StreamHealth
 from services.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
 from services.transport.pending import Pending
+from services.transport.results import ClientJob
 
 MAX_ERROR_CHARS = 100
 STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold green"}
@@ -79,6 +80,14 @@ def show_pending(console: Console, rows: Sequence[Pending]) -> None:
         times = (duration(row.silent_s), duration(row.age_s), str(row.deliveries))
         table.add_row(row.entry_id, _plain(row.job_id), _plain(row.holder), *times)
     console.print(table if rows else "nothing is held")
+
+
+def show_client_jobs(console: Console, jobs: Sequence[ClientJob]) -> None:
+    table = _table("job", "state", "expires in", "MiB", numbers=2)
+    for job in jobs:
+        state, expires = ("in work", "-") if job.expires_s is None else ("done", duration(job.expires_s))
+        table.add_row(_plain(job.job_id), state, expires, f"{job.num_bytes / 2**20:.2f}")
+    console.print(table if jobs else "nothing is held for clients")
 
 
 def duration(seconds: float) -> str:

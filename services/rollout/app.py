@@ -68,8 +68,14 @@ async def submit(body: JobRequest, service: Served) -> Response:
 
 @router.get("/v1/jobs/{job_id}", response_model=JobStatus)
 async def job(job_id: str, service: Served) -> Response:
-    """The state of a job submitted over HTTP. Results are kept one hour."""
+    """The state of a job submitted over HTTP. Results are kept one hour, or until they are deleted."""
     return _json(await service.job(job_id))
+
+
+@router.delete("/v1/jobs/{job_id}", response_model=JobStatus)
+async def delete_job(job_id: str, service: Served) -> Response:
+    """Forgets the job and its result, or cancels it. Answers the state that it had."""
+    return _json(await service.delete_job(job_id))
 
 
 @router.get("/v1/queue", response_model=QueueHealth)

@@ -41,13 +41,15 @@ class Prompts:
         field = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
         self._check(field, prompt_ids)
         named = request.job_id if isinstance(request, JobRequest) else None
+        sampling = request.sampling.to_sampling()
+        room = self._engine.context_length - len(prompt_ids)
         try:
             job = Job(
                 job_id=named or uuid.uuid4().hex,
                 run_id=run_id,
                 prompt_ids=prompt_ids,
                 n=request.n,
-                sampling=request.sampling.to_sampling(),
+                sampling=sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)}),
                 sink=Sink.CLIENT,
                 metadata=request.metadata if request.return_text else {**request.metadata, NO_TEXT: True},
                 submitted_at=time.time(),

@@ -99,6 +99,9 @@ class Service:
         group = None if report.group is None else await self.replica.prompts.response(report.group)
         return JobStatus(status=report.state, group=group, error=report.error)
 
+    async def delete_job(self, job_id: str) -> JobStatus:
+        return JobStatus(status=await Submission(self.uplink.broker).delete(job_id))
+
     async def queue(self) -> QueueHealth:
         return await queue_health(self.uplink.broker)
 

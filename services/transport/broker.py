@@ -61,12 +61,16 @@ MEMORY_SHARE = 0.7
 """Admission stops above this share of the broker's maxmemory."""
 RESULT_SHARE = 0.85
 """Above this one, results for clients are not stored any more: their jobs become dead letters."""
+CLIENT_SHARE = 0.25
+"""What clients' results may come to, of the broker's maxmemory: a job that could exceed it is not admitted."""
+CLIENT_MEMORY_SHARE = 0.5
+"""Above this one, no client's job is admitted: the rest is the trainer's."""
 RETRY_AFTER_MEMORY_S = 5.0
 
 _KEYS = (
     *("jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
-    "backlogs",
+    *("backlogs", "client_bytes", "client_expiry", "client_total"),
 )
 """What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 
@@ -340,6 +344,8 @@ def _source(name: str, run_id: str) -> str:
         "RESULT_TTL_S": RESULT_TTL_S,
         "MEMORY_SHARE": MEMORY_SHARE,
         "RESULT_SHARE": RESULT_SHARE,
+        "CLIENT_SHARE": CLIENT_SHARE,
+        "CLIENT_MEMORY_SHARE": CLIENT_MEMORY_SHARE,
     }
     header = [
         f"local {', '.join(names)} = unpack(KEYS)",

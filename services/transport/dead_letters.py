@@ -83,8 +83,8 @@ class DeadLetters:
     async def replay(self, letters: Sequence[Letter]) -> list[Outcome]:
         """Puts each job back into the queue as if it had never died: deliveries start from zero, the trainer's
         tombstone is taken back. REPLAYED also for a call whose reply was lost."""
-        pairs = [(letter.entry_id, letter.letter.job_id) for letter in letters if letter.job is not None]
-        answers = await self.broker.script("replay", *(part for pair in pairs for part in pair)) if pairs else []
+        jobs = [(entry_id, letter.job_id, job.max_bytes) for entry_id, letter, job, _ in letters if job is not None]
+        answers = await self.broker.script("replay", *(part for job in jobs for part in job)) if jobs else []
         outcomes = iter([Outcome(answer.decode()) for answer in answers])
         return [Outcome.NO_JOB if letter.job is None else next(outcomes) for letter in letters]
 

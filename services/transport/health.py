@@ -62,6 +62,8 @@ class Snapshot:
     """Since a replica last finished a job; None when none ever did."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """What happened since the run began, by name."""
+    client_bytes: int = 0
+    """What clients' results take, or may come to."""
     closed: str = ""
     """Why no jobs are admitted; "" when they are."""
     finished: bool = False
@@ -92,7 +94,8 @@ class Snapshot:
 def broker_memory(s: Snapshot) -> str:
     if s.maxmemory == 0 or s.used_memory < MEMORY_SHARE * s.maxmemory:
         return ""
-    return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory"
+    clients = f"; clients' results take, or may come to, {s.client_bytes / s.maxmemory:.0%}" if s.client_bytes else ""
+    return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory{clients}"
 
 
 def broker_disk(s: Snapshot) -> str:
@@ -192,7 +195,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.BROKER_MEMORY,
         Severity.CRITICAL,
         "the broker's memory is nearly full, so that no new jobs are admitted",
-        "let the trainer catch up, or raise maxmemory",
+        "let the trainer catch up, drop what clients have read (dvp-queue results), or raise maxmemory",
         broker_memory,
     ),
     Rule(
@@ -306,6 +309,7 @@ async def take_snapshot(broker: Broker) -> Snapshot:
         disk_refuses=found["disk_refuses"],
         since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
         counters=counters,
+        client_bytes=found["client_bytes"],
         closed=found["closed"],
         finished=bool(int(found["trainer"].get("finished", 0))),
         backlogs=tuple(int(length) for length in found["backlogs"] or ()),

@@ -10,10 +10,11 @@ from services.contract.errors import NotFoundError, OverloadedError, RequestErro
 from services.contract.group import Group
 from services.contract.job import Job, JobState, Sink, own_prefix
 
-from .broker import MEMORY_SHARE, RETRY_AFTER_MEMORY_S, Broker
+from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
 RETRY_AFTER_BACKLOG_S = 2.0
 RETRY_AFTER_CLOSED_S = 30.0
+UNKNOWN = "job {!r}: never submitted, deleted, or ended more than an hour ago"
 BATCH = 64
 """Jobs per script call, so that one call never holds the broker for long."""
 
@@ -64,16 +65,46 @@ class Submission:
         return [Submitted(outcome.decode()) for outcome in reply]
 
     async def submit_client(self, job: Job, *, limit: int) -> Submitted:
-        """Admits while fewer than `limit` jobs wait unread. Raises OverloadedError(reason, retry_after_s)."""
+        """Admits while fewer than `limit` jobs wait unread, and what clients' jobs may come to stays within their share
+        of the broker's memory. Raises OverloadedError(reason, retry_after_s), RequestError if the job alone is more."""
         self._check(job, Sink.CLIENT)
-        reply = (await self.broker.script("submit_client", job.job_id, job.to_bytes(), limit)).decode()
-        if reply == "backlog":
-            raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
-        if reply == "closed":
-            raise OverloadedError("the queue is being drained: no new jobs until dvp-queue open", RETRY_AFTER_CLOSED_S)
-        if reply == "memory":
-            raise OverloadedError(f"the broker's memory is {MEMORY_SHARE:.0%} full", RETRY_AFTER_MEMORY_S)
-        return Submitted(reply)
+        reply, taken, allowed = await self.broker.script(
+            "submit_client", job.job_id, job.to_bytes(), limit, job.max_bytes
+        )
+        match reply.decode():
+            case "backlog":
+                raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
+            case "closed":
+                reason = "the queue is being drained: no new jobs until dvp-queue open"
+                raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
+            case "memory":
+                reason = f"the broker's memory is {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
+            case "results":
+                reason = (
+                    f"results of clients take, or may come to, {_mib(taken)} of {_mib(allowed)}, and this job may come "
+                    f"to {_mib(job.max_bytes)}: delete what was read (DELETE /v1/jobs/...)"
+                )
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
+            case "large":
+                most = f"results of {_mib(allowed)} for all clients together, {CLIENT_SHARE:.0%} of the broker's memory"
+                raise RequestError(
+                    f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens may come to {_mib(job.max_bytes)}, "
+                    f"allowed: {most}; lower n or sampling.max_tokens",
+                    [{"field": "n", "value": job.n, "allowed": most}],
+                )
+            case state:
+                return Submitted(state)
+
+    async def delete(self, job_id: str) -> JobState:
+        """Forgets a client's job and its result; what is queued or running is cancelled. Returns the state that it had.
+        Raises NotFoundError as `status` does, RequestError if the job is the trainer's."""
+        state = (await self.broker.script("delete", job_id)).decode()
+        if state == "unknown":
+            raise NotFoundError(UNKNOWN.format(job_id))
+        if state == "foreign":
+            raise RequestError(f"job_id: {job_id!r} is the trainer's; only jobs submitted over HTTP can be deleted")
+        return JobState(state)
 
     def _check(self, job: Job, *sinks: Sink) -> None:
         if job.sink is Sink.CLIENT and job.job_id.startswith(own := own_prefix(job.run_id)):
@@ -96,6 +127,10 @@ class Submission:
             if wants_result:
                 result = await redis.get(keys.result(job_id))
         if "state" not in fields or (wants_result and result is None):
-            raise NotFoundError(f"job {job_id!r}: never submitted, or ended more than an hour ago")
+            raise NotFoundError(UNKNOWN.format(job_id))
         group = None if result is None else Group.from_bytes(result)
         return JobReport(JobState(fields["state"]), group, fields.get("error"))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -64,18 +65,30 @@ class Traffic:
             await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": "", "data": "damaged"})
         for job_id in list(self.open):
             await self.look(broker, job_id)
+        if self.submitting and self._number % 5 == 0:
+            await self.delete(f"client-{self._number - 2 * self.system.rng.randrange(10)}")
 
     async def ask(self, job_id: str, *, long: bool) -> None:
         """Until some replica has answered 202; the same id every time."""
         size = {"n": 8, "max_tokens": 80} if long else {"n": 2, "max_tokens": 4}
+        sampling = {"max_tokens": size["max_tokens"]}
+        await self.tell(lambda client: client.submit(prompt="1+1=", n=size["n"], sampling=sampling, job_id=job_id))
+        self.accept(job_id, poisoned=False)
+
+    async def delete(self, job_id: str) -> None:
+        """What is open is cancelled, and nobody waits for it any more."""
+        if self.open.pop(job_id, None) is not None:
+            self.counts["cancelled"] += 1
+        await self.tell(lambda client: client.delete(job_id))
+
+    async def tell(self, what: Callable[[AsyncClient], Awaitable[object]]) -> None:
+        """Some replica, until one has answered."""
         while True:
             slot = self.system.rng.randrange(self.system.num_replicas)
             with suppress(DvpError, OSError, ValueError):
                 port = int((self.system.layout.folder / f"replica-{slot}.port").read_text())
                 async with AsyncClient(f"http://127.0.0.1:{port}", timeout=PATIENCE_S, retry=Retry(tries=1)) as client:
-                    sampling = {"max_tokens": size["max_tokens"]}
-                    await client.submit(prompt="1+1=", n=size["n"], sampling=sampling, job_id=job_id)
-                self.accept(job_id, poisoned=False)
+                    await what(client)
                 return
             await asyncio.sleep(PAUSE_S)
 

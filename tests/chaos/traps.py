@@ -32,7 +32,7 @@ def role_of(point: str) -> Role:
     name = point.rpartition(".")[0]
     if name in OPERATOR:
         return Role.OPERATOR
-    return Role.REPLICA if name in (*REPLICA, "submit_client", "read.replicas") else Role.TRAINER
+    return Role.REPLICA if name in (*REPLICA, "submit_client", "delete", "read.replicas") else Role.TRAINER
 
 
 def is_at_stop(point: str | None) -> bool:

@@ -10,7 +10,14 @@ from services.contract.sampling import Sampling
 from services.http.guard import BODY_TIMEOUT_S
 from services.rollout.admission import RETRY_AFTER_S
 from services.rollout.settings import RolloutSettings
-from services.transport.broker import MEMORY_SHARE, RESULT_SHARE, RESULT_TTL_S, RETRY_AFTER_MEMORY_S
+from services.transport.broker import (
+    CLIENT_MEMORY_SHARE,
+    CLIENT_SHARE,
+    MEMORY_SHARE,
+    RESULT_SHARE,
+    RESULT_TTL_S,
+    RETRY_AFTER_MEMORY_S,
+)
 from services.transport.submission import RETRY_AFTER_BACKLOG_S, RETRY_AFTER_CLOSED_S
 from trainer.config import BatchSection, CheckpointSection
 
@@ -55,9 +62,12 @@ def table() -> str:
         ("Samples that generate or wait here", f"max_batch + max_waiting: {samples}", busy(RETRY_AFTER_S)),
         ("Jobs that wait unread", f"max_queued: {default('max_queued'):,}", busy(RETRY_AFTER_BACKLOG_S)),
         ("Queue closed by `dvp-queue drain`", "no new jobs", busy(RETRY_AFTER_CLOSED_S)),
-        ("Broker's memory, new jobs", f"{MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
+        ("Broker's memory, new training jobs", f"{MEMORY_SHARE:.0%} {memory}", "the trainer waits"),
+        ("Broker's memory, POST /v1/jobs", f"{CLIENT_MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
+        ("What jobs of POST /v1/jobs take or may come to", f"{CLIENT_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
+        ("What one of them may come to", f"{CLIENT_SHARE:.0%} {memory}", "422"),
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
-        ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes", "404"),
+        ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),
         ("Trained groups in the broker", f"checkpoint.interval: {checkpoint.interval} batches", "a checkpoint"),
     ]  # fmt: skip

@@ -64,6 +64,17 @@ def test_junk_is_refused(data: bytes) -> None:
         Job.from_bytes(data)
 
 
+@given(GROUPS, st.data())
+def test_no_group_is_larger_than_its_job_said(group: Group, data: st.DataObject) -> None:
+    longest = max(len(sample.token_ids) for sample in group.samples)
+    sampling = group.sampling.model_copy(update={"max_tokens": longest + data.draw(st.integers(0, 3))})
+    group = group.model_copy(update={"sampling": sampling})
+    names = ("job_id", "run_id", "prompt_ids", "sampling", "sink", "metadata")
+    job = Job(**{name: getattr(group, name) for name in names}, n=len(group.samples))
+    assert len(group.to_bytes()) <= job.max_bytes
+    assert len(job.to_bytes()) <= job.max_bytes
+
+
 def test_another_schema_version_is_refused() -> None:
     with pytest.raises(RequestError, match="schema version 99, this build reads 1"):
         Job.from_bytes(msgpack.packb([99, {}]))

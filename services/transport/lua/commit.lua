@@ -7,7 +7,7 @@ if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then
   if redis.call('HGET', hash, 'committed') == consumer .. '/' .. entry then return 'committed' end
   return not_owner(entry)
 end
--- Results stay for an hour: those of clients must leave the trainer's groups some room. The job can be replayed.
+-- Results stay for a while: those of clients must leave the trainer's groups some room. The job can be replayed.
 if sink == 'client' and not ended(id) and memory_above(RESULT_SHARE) then
   local message = 'the broker has no memory left for a result of ' .. #data .. ' bytes'
   bury(JOBS, REPLICA_GROUP, entry, read(JOBS, entry) or {id = id, sink = sink}, message, consumer)
@@ -23,6 +23,7 @@ redis.call('SET', RESULT .. id, data)
 if sink == 'client' then
   redis.call('EXPIRE', RESULT .. id, RESULT_TTL_S)
   redis.call('EXPIRE', hash, RESULT_TTL_S)
+  book(id, #data, now_ms() + 1000 * RESULT_TTL_S)
 else
   -- The entry only tells of the group: whoever looks through the stream copies nothing large.
   local told = redis.call('XADD', inbox(sink), '*',

@@ -67,8 +67,39 @@ local function forgotten(job_id, sink)
 end
 
 local function enqueue(job_id, sink, data, at)
-  redis.call('XADD', JOBS, '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
-  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink)
+  local entry = redis.call('XADD', JOBS, '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
+  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink, 'entry', entry)
+end
+
+-- The broker's memory in use, and its limit (0: none), in bytes.
+local function memory()
+  local info = redis.call('INFO', 'memory')
+  return tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
+end
+
+-- True if more than this share of the broker's memory is taken.
+local function memory_above(share)
+  local used, limit = memory()
+  return limit > 0 and used >= share * limit
+end
+
+local function memory_full()
+  return memory_above(MEMORY_SHARE)
+end
+
+-- Books what a client's job takes of the memory, or may come to: a result until `expires` (ms), 0 bytes for nothing more.
+local function book(job_id, bytes, expires)
+  local before = tonumber(redis.call('HGET', CLIENT_BYTES, job_id) or 0)
+  if bytes == 0 then redis.call('HDEL', CLIENT_BYTES, job_id) else redis.call('HSET', CLIENT_BYTES, job_id, bytes) end
+  if expires then redis.call('ZADD', CLIENT_EXPIRY, expires, job_id) else redis.call('ZREM', CLIENT_EXPIRY, job_id) end
+  redis.call('INCRBY', CLIENT_TOTAL, string.format('%.0f', bytes - before))
+end
+
+-- Bytes booked for clients now, and how many may be.
+local function client_memory()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now_ms(), 'LIMIT', 0, 1000)) do book(id, 0) end
+  local _, limit = memory()
+  return tonumber(redis.call('GET', CLIENT_TOTAL) or 0), limit > 0 and math.floor(CLIENT_SHARE * limit) or math.huge
 end
 
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
@@ -91,7 +122,10 @@ local function bury(stream, group, id, fields, message, replica_id)
   if job_id == '' then return end
   redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone)
   redis.call('SREM', IN_FLIGHT, job_id)
-  if sink == 'client' then redis.call('EXPIRE', hash, RESULT_TTL_S) end
+  if sink == 'client' then
+    book(job_id, 0)
+    redis.call('EXPIRE', hash, RESULT_TTL_S)
+  end
 end
 
 -- What can become of a dead letter: 'open' (it can be replayed), 'no_job', 'again' (a job of the same id was submitted
@@ -117,17 +151,6 @@ local function requeue(id)
   else
     bury(JOBS, REPLICA_GROUP, id, fields, 'damaged queue entry', '')
   end
-end
-
--- True if more than this share of the broker's memory is taken.
-local function memory_above(share)
-  local info = redis.call('INFO', 'memory')
-  local used, limit = string.match(info, 'used_memory:(%d+)'), string.match(info, 'maxmemory:(%d+)')
-  return tonumber(limit) > 0 and tonumber(used) >= share * tonumber(limit)
-end
-
-local function memory_full()
-  return memory_above(MEMORY_SHARE)
 end
 
 -- True while the queue takes no new jobs.

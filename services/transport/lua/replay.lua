@@ -1,15 +1,17 @@
 #!lua
--- Puts the jobs of dead letters back into the queue. No allow-oom: it admits. ARGV: (entry id of the letter, job id) each.
+-- Puts the jobs of dead letters back into the queue. No allow-oom: it admits. ARGV: (entry id of the letter, job id,
+-- bytes that its result may come to) each.
 -- Answers for each 'replayed', 'gone', or the prospect that speaks against it.
 local answers, full = {}, memory_full()
-for i = 1, #ARGV, 2 do
-  local entry, id = ARGV[i], ARGV[i + 1]
+local taken, allowed = client_memory()
+for i = 1, #ARGV, 3 do
+  local entry, id, bytes = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local hash, letter = JOB .. id, read(DEAD, entry)
   local answer = letter and prospect(letter) or 'gone'
   if not letter and redis.call('HGET', hash, 'replayed') == entry then
     -- A retry whose reply was lost.
     answer = 'replayed'
-  elseif answer == 'open' and full then
+  elseif answer == 'open' and (full or (letter.sink == 'client' and taken + bytes > allowed)) then
     answer = 'memory'
   elseif answer == 'open' then
     -- The trainer never learns that the job was dead.
@@ -19,6 +21,10 @@ for i = 1, #ARGV, 2 do
     redis.call('HSET', hash, 'replayed', entry)
     redis.call('PERSIST', hash)
     enqueue(id, letter.sink, letter.job, now_ms())
+    if letter.sink == 'client' then
+      book(id, bytes)
+      taken = taken + bytes
+    end
     if letter.sink == 'train' then redis.call('SADD', IN_FLIGHT, id) end
     count('replayed')
     answer = 'replayed'

@@ -59,6 +59,17 @@ def test_jobs(client: Client) -> None:
     assert client.submit(job_id=job_id, prompt="1", n=2) == job_id
 
 
+def test_results_are_deleted_when_asked(client: Client) -> None:
+    job_id = client.submit(prompt="1", n=2)
+    assert len(client.wait(job_id, timeout=WITHIN_S, delete=True).samples) == 2
+    with pytest.raises(NotFoundError, match="deleted"):
+        client.job(job_id)
+    assert client.delete(job_id) is None
+    assert client.submit(job_id=job_id, prompt="1", n=3) == job_id
+    assert len(client.wait(job_id, timeout=WITHIN_S).samples) == 3
+    assert client.delete(job_id) is JobState.DONE
+
+
 def test_state(client: Client) -> None:
     assert client.ready().status == "ok"
     assert client.weights() == client.reload_weights()
@@ -71,6 +82,8 @@ async def test_async_client(server: ReplicaThread) -> None:
         job_id = await client.submit(prompt="1")
         assert (await client.wait(job_id, timeout=WITHIN_S)).job_id == job_id
         assert (await client.job(job_id)).status is JobState.DONE
+        assert (await client.wait(job_id, timeout=WITHIN_S, delete=True)).job_id == job_id
+        assert await client.delete(job_id) is None
         assert (await client.ready()).status == "ok"
         assert await client.weights() == await client.reload_weights()
         assert (await client.queue()).run_id == (await client.rollout(prompt="1")).run_id

@@ -135,6 +135,7 @@ ARGUMENTS = {
     ("dead", "show"): ("1-1",),
     ("dead", "replay"): ("1-1",),
     ("dead", "drop"): ("1-1",),
+    ("results", "drop"): ("a",),
     ("purge",): ("--yes", "--force"),
 }
 

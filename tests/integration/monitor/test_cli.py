@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from services.contract.http import QueueHealth
+from services.contract.job import Sink
 from services.monitor.cli import main
 from services.transport.admission import close_queue
 from tests.integration.monitor.process import HOSTILE
 from tests.integration.transport.rig import BLOCK_MS, Rig
-from tests.kit.records import make_group
+from tests.kit.records import make_group, make_job
 from tests.kit.wait import WITHIN_S, until_async
 
 
@@ -105,6 +107,33 @@ async def test_all_asks_first(cli: Cli, staged: Rig) -> None:
     assert [fate["outcome"] for fate in dropped.json["fates"]] == ["dropped"]
 
 
+async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> None:
+    for name in ("small", "large", "in-work"):
+        n = 64 if name == "large" else 1
+        job = make_job(rig.run_id, sink=Sink.CLIENT).model_copy(update={"job_id": name, "n": n})
+        await rig.submission.submit_client(job, limit=9)
+        if name != "in-work":
+            await rig.finish(rig.replica("a"), 1)
+    listed = (await cli(rig.run_id, "results", "list", "--json")).json
+    assert [job["job_id"] for job in listed] == ["large", "in-work", "small"]
+    assert [job["expires_s"] is None for job in listed] == [False, True, False]
+    assert 3500 < listed[0]["expires_s"] <= 3600
+    (largest,) = (await cli(rig.run_id, "results", "list", "--count", "1", "--json")).json
+    assert largest["job_id"] == "large"
+    text = (await cli(rig.run_id, "results", "list")).out
+    assert re.search(r"large +done +60 min +0\.0\d", text)
+    assert re.search(r"in-work +in work +- +0\.0\d", text)
+    assert "name them" in (await cli(rig.run_id, "results", "drop")).err
+    assert (await cli(rig.run_id, "results", "drop", "small", "never")).out == "1 dropped, 1 were gone already\n"
+    assert (await cli(rig.run_id, "results", "drop", "--all", answer="n\n")).code == 1
+    # No job in work is cancelled unless it is named.
+    assert (await cli(rig.run_id, "results", "drop", "--all", "--yes", "--json")).json == {"dropped": 1, "gone": 0}
+    assert await rig.length(rig.broker.keys.jobs) == 1
+    assert (await cli(rig.run_id, "results", "drop", "in-work")).out == "1 dropped\n"
+    assert await rig.length(rig.broker.keys.jobs) == 0
+    assert "nothing is held for clients" in (await cli(rig.run_id, "results", "list")).out
+
+
 async def test_pending_names_the_holders(cli: Cli, staged: Rig) -> None:
     rows = (await cli(staged.run_id, "pending", "--json")).json
     assert [row["holder"].partition("/")[0] for row in rows] == ["replica-0"] * 2
@@ -160,8 +189,8 @@ async def test_purge_needs_the_name_and_an_idle_run(cli: Cli, staged: Rig) -> No
         (["status"], "this broker knows no such run"),
         (["dead", "show", "nonsense"], "entry id 'nonsense': expected one like"),
         (["pending", "--after", "nonsense"], "entry id 'nonsense': expected one like"),
-        (["dead", "replay"], "name the entries"),
-        (["dead", "drop", "1-1", "--all"], "name the entries"),
+        (["dead", "replay"], "name them"),
+        (["dead", "drop", "1-1", "--all"], "name them"),
         ([], "no command; see dvp-queue --help"),
     ],
 )

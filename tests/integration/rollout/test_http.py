@@ -280,6 +280,16 @@ def test_return_text_false_holds_for_queued_jobs_too(replica: ReplicaProcess) ->
     assert group.metadata == {"a": 1}
 
 
+def test_a_job_is_deleted(replica: ReplicaProcess) -> None:
+    with replica.client() as client:
+        job_id = client.submit(prompt="1", sampling={"max_tokens": 2})
+        client.wait(job_id, timeout=WITHIN_S)
+    url = f"{replica.url}/v1/jobs/{job_id}"
+    assert web.delete(url).json() == {"status": "done", "group": None, "error": None}
+    problem(web.get(url), 404)
+    problem(web.delete(url), 404)
+
+
 def test_unknown_jobs_are_not_found(replica: ReplicaProcess) -> None:
     problem(web.get(f"{replica.url}/v1/jobs/never"), 404)
     with replica.client() as client, pytest.raises(NotFoundError, match="never"):

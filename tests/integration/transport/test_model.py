@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -143,13 +144,19 @@ MUTANTS = {
     "settle that keeps the job in flight": ("settle", "redis.call('SREM', IN_FLIGHT, ARGV[i])", ""),
     "acknowledge that keeps the books": ("acknowledge", "redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)", ""),
     "acknowledge that keeps the group": ("acknowledge", "redis.call('UNLINK', RESULT .. id)", ""),
+    "a deletion that leaves the job queued": ("delete", "drop(JOBS, REPLICA_GROUP, entry)", ""),
+    "a deletion that leaves the result": ("delete", "redis.call('UNLINK', RESULT .. id)", ""),
+    "a deletion that frees no memory": ("delete", "book(id, 0)\nif", "if"),
+    "a death that frees no memory": ("fail", "    book(job_id, 0)\n", ""),
+    "a result that takes no memory": ("commit", "book(id, #data, now_ms() + 1000 * RESULT_TTL_S)", ""),
+    "a replay that takes no memory": ("replay", "book(id, bytes)", ""),
     "a trainer that recovers nothing": ("takeover", "'(' .. after, '+', wanted", "'+', '+', 1"),
 }
 
 
 FEW = {
     *("commit without the owner check", "commit that cannot be repeated", "submit without the dedupe key"),
-    *("a death without a tombstone", "a trainer that recovers nothing"),
+    *("a death without a tombstone", "a trainer that recovers nothing", "a deletion that leaves the job queued"),
 }
 
 
@@ -175,9 +182,10 @@ async def test_the_walk_finds_an_acknowledgement_before_the_checkpoint(
 
 
 async def _expect_trouble(broker: Broker) -> None:
-    for faults in (1, 2):
+    """In a world of the trainer, or in one of a client."""
+    for faults, asked in itertools.product((1, 2), (0, 1)):
         try:
-            states = await walk(small_world(broker, faults=faults, max_deliveries=1))
+            states = await walk(small_world(broker, jobs=1 - asked, asked=asked, faults=faults, max_deliveries=1))
         except ViolationError:
             return
         if stuck(states):

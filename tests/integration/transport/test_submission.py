@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
-from services.contract.job import JobState, Sink
-from services.transport.broker import Broker
+from services.contract.job import Job, JobState, Sink
+from services.contract.keys import REPLICAS
+from services.transport.broker import CLIENT_SHARE, Broker
+from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
@@ -133,6 +135,100 @@ async def test_a_full_backlog_refuses_clients_with_a_reason(rig: Rig) -> None:
     # A job that a replica has read does not wait any more.
     await rig.replica("a").claim(1, BLOCK_MS)
     assert await rig.submission.submit_client(jobs[2], limit=2) is Submitted.NEW
+
+
+async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> None:
+    """And may be submitted again, under the same id."""
+    jobs = {name: client_job(rig, name) for name in ("done", "dead", "running", "read", "queued")}
+    replica = rig.replica("a")
+    for name, job in jobs.items():
+        await rig.submission.submit_client(job, limit=NO_LIMIT)
+        if name == "read":
+            await rig.broker.read_group(rig.broker.keys.jobs, REPLICAS, replica.consumer, 1, BLOCK_MS)
+        elif name != "queued":
+            (lease,) = await replica.claim(1, BLOCK_MS)
+            if name == "done":
+                await replica.commit(lease, make_group(job))
+            elif name == "dead":
+                await replica.fail(lease, "boom", fatal=True)
+    states = {name: await rig.submission.delete(job.job_id) for name, job in jobs.items()}
+    assert states == {name: "queued" if name == "read" else name for name in jobs}
+    assert await booked(rig) == ({}, 0)
+    assert await rig.length(rig.broker.keys.jobs) == 0
+    assert await rig.counter("cancelled") == 3
+    for job in jobs.values():
+        with pytest.raises(NotFoundError, match=f"'{job.job_id}': never submitted, deleted, or ended"):
+            await rig.submission.delete(job.job_id)
+        assert await rig.submission.submit_client(job, limit=NO_LIMIT) is Submitted.NEW
+    # Who was at work on it learns that it is not wanted any more, and cannot answer the new one.
+    assert await replica.renew([lease]) == [lease]
+    with pytest.raises(LeaseLostError):
+        await replica.commit(lease, make_group(lease.job))
+    assert len(await rig.finish(rig.replica("b"), 9)) == 5
+
+
+async def test_a_client_cannot_delete_what_is_the_trainers(rig: Rig) -> None:
+    (job,) = await rig.submit(1)
+    with pytest.raises(RequestError, match=f"job_id: '{job.job_id}' is the trainer's"):
+        await rig.submission.delete(job.job_id)
+    assert (await rig.submission.status(job.job_id)).state is JobState.QUEUED
+
+
+async def test_results_of_clients_have_their_share_of_the_memory(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
+        jobs = [client_job(rig, str(i), tokens=100_000) for i in range(3)]
+        size = jobs[0].max_bytes
+        await broker.redis.config_set("maxmemory", int(2.5 * size / CLIENT_SHARE))
+        for job in jobs[:2]:
+            await rig.submission.submit_client(job, limit=NO_LIMIT)
+
+        async def refused(job: Job) -> None:
+            with pytest.raises(OverloadedError, match=r"results of clients take, or may come to, .* of 3\.8 MiB"):
+                await rig.submission.submit_client(job, limit=NO_LIMIT)
+
+        await refused(jobs[2])
+        assert await rig.submission.submit_client(jobs[0], limit=NO_LIMIT) is Submitted.QUEUED
+        # A result takes what it takes, not what it might have come to.
+        replica = rig.replica("a")
+        (lease,) = await replica.claim(1, BLOCK_MS)
+        await replica.commit(lease, make_group(jobs[0]))
+        assert await rig.submission.submit_client(jobs[2], limit=NO_LIMIT) is Submitted.NEW
+        more = client_job(rig, "more", tokens=100_000)
+        await refused(more)
+        # A death makes room, and a replay takes it again.
+        (lease,) = await replica.claim(1, BLOCK_MS)
+        await replica.fail(lease, "boom", fatal=True)
+        assert await rig.submission.submit_client(more, limit=NO_LIMIT) is Submitted.NEW
+        letters = DeadLetters(broker)
+        assert await letters.replay(await letters.page()) == [Outcome.MEMORY]
+        await rig.submission.delete(more.job_id)
+        assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
+        await refused(more)
+        # What has expired makes room, too.
+        await rig.finish(replica, 2)
+        await broker.redis.zadd(broker.keys.client_expiry, {job.job_id: 1 for job in jobs})
+        assert await rig.submission.submit_client(more, limit=NO_LIMIT) is Submitted.NEW
+        assert await booked(rig) == ({more.job_id: more.max_bytes}, more.max_bytes)
+
+        large = client_job(rig, "large", n=3, tokens=100_000)
+        with pytest.raises(
+            RequestError, match=r"3 samples of up to 100000 tokens may come to 4\.6 MiB, allowed"
+        ) as error:
+            await rig.submission.submit_client(large, limit=NO_LIMIT)
+        assert error.value.errors[0]["field"] == "n"
+
+
+def client_job(rig: Rig, name: str, *, n: int = 1, tokens: int = 4) -> Job:
+    job = make_job(rig.run_id, sink=Sink.CLIENT)
+    sampling = job.sampling.model_copy(update={"max_tokens": tokens})
+    return job.model_copy(update={"job_id": name, "n": n, "sampling": sampling})
+
+
+async def booked(rig: Rig) -> tuple[dict[str, int], int]:
+    redis, keys = rig.broker.redis, rig.broker.keys
+    sizes = {job.decode(): int(size) for job, size in (await redis.hgetall(keys.client_bytes)).items()}
+    return sizes, int(await redis.get(keys.client_total) or 0)
 
 
 @pytest.fixture

@@ -33,7 +33,8 @@ class Node:
 async def walk(world: World, max_states: int = 10**6) -> dict[str, Node]:
     """All states, by their canonical text. Raises ViolationError with the steps that led there."""
     broker = world.broker
-    await _restore(broker, {}, world)
+    if keys := (await look(broker, world.job_ids)).keys:
+        await broker.redis.delete(*keys)
     await broker.ensure_groups()
     start = await look(broker, world.job_ids)
     first = Node(world, start, await _dump(broker, start), ())
@@ -99,6 +100,7 @@ def canonical(world: World, seen: Seen) -> str:
         (_token(world, seen, str(world.checkpoint.token)), *_books(world.checkpoint)),
         world.faults,
         seen.readable,
+        sorted(row for row in seen.booked.values()),
     )
     return _ranked(TOKEN, _ranked(ENTRY, repr(state)))
 
@@ -158,6 +160,7 @@ async def _dump(broker: Broker, seen: Seen) -> Dump:
 async def _restore(broker: Broker, dump: Dump, world: World) -> None:
     keys = broker.keys
     names = ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters")
+    names += ("client_bytes", "client_expiry", "client_total")
     known = [getattr(keys, name) for name in names]
     known += [name(job_id) for job_id in world.job_ids for name in (keys.job, keys.result)]
     async with broker.redis.pipeline(transaction=False) as pipeline:

@@ -60,7 +60,8 @@ local function readable(stream)
   local found = redis.pcall('XINFO', 'GROUPS', stream)
   return not found.err and #found == 1
 end
-local jobs, groups, dead, in_flight, uncheckpointed, fence, lease = unpack(KEYS)
+local jobs, groups, dead, in_flight, uncheckpointed, fence, lease, bytes, expiry, total = unpack(KEYS)
+local now, booked = redis.call('TIME'), {}
 local books = {}
 for i = 2, #ARGV do
   local hash = string.gsub(jobs, 'jobs$', 'job:' .. ARGV[i])
@@ -68,12 +69,16 @@ for i = 2, #ARGV do
   local result = redis.call('EXISTS', (string.gsub(jobs, 'jobs$', 'result:' .. ARGV[i])))
   books[i - 1] = {ARGV[i], state[1] or '', state[2] or '0', state[3] or '', result, redis.call('TTL', hash) > 0}
 end
+for i, id in ipairs(redis.call('HKEYS', bytes)) do
+  local ends = tonumber(redis.call('ZSCORE', expiry, id) or 0)
+  booked[i] = {id, tonumber(redis.call('HGET', bytes, id)), ends > 0, ends > 0 and ends <= now[1] * 1000}
+end
 local keys = redis.call('KEYS', ARGV[1])
 table.sort(keys)
 return cmsgpack.pack({
   rows(jobs), pending(jobs, 'replicas'), rows(groups), pending(groups, 'trainer'), rows(dead), sorted(in_flight),
   sorted(uncheckpointed), redis.call('GET', fence) or '', redis.call('HGET', lease, 'token') or '', books, keys,
-  {readable(jobs), readable(groups)},
+  {readable(jobs), readable(groups)}, booked, tonumber(redis.call('GET', total) or 0),
 })
 """
 
@@ -97,6 +102,16 @@ class Books(NamedTuple):
     """It has a time to live."""
 
 
+class Booked(NamedTuple):
+    """What a client's job counts for in the broker's memory."""
+
+    job_id: str
+    num_bytes: int
+    ends: bool
+    over: bool
+    """It has ended, and nobody has looked since."""
+
+
 class Seen(NamedTuple):
     """Everything that the broker holds of the run, and the scripts decide by."""
 
@@ -114,15 +129,19 @@ class Seen(NamedTuple):
     keys: tuple[str, ...]
     readable: tuple[bool, ...]
     """The streams of jobs and of groups have their consumer groups."""
+    booked: dict[str, Booked]
+    client_total: int
 
 
 async def look(broker: Broker, job_ids: list[str]) -> Seen:
     keys = broker.keys
     names = [keys.jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence, keys.lease]
+    names += [keys.client_bytes, keys.client_expiry, keys.client_total]
     packed: Any = await broker.redis.eval(LOOK, len(names), *names, f"dvp:{{{broker.run_id}}}:*", *job_ids)
-    jobs, owners, groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable = (
+    jobs, owners, groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, *rest = (
         msgpack.unpackb(packed)
     )
+    readable, booked, client_total = rest
     return Seen(
         tuple(Row(*row) for row in jobs),
         dict(owners),
@@ -136,6 +155,8 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
         {row[0]: Books(*row) for row in books},
         tuple(all_keys),
         tuple(readable),
+        {row[0]: Booked(*row) for row in booked},
+        client_total,
     )
 
 
@@ -245,6 +266,8 @@ class World:
                 yield Move(f"client submits {job_id}", False, partial(_ask, job_id=job_id))
             elif seen.books[job_id].ends:
                 yield Move(f"{job_id} is forgotten", True, partial(_forget, job_id=job_id))
+            if seen.books[job_id].state:
+                yield Move(f"client deletes {job_id}", True, partial(_delete, job_id=job_id))
 
     def _replica_moves(self, i: int, replica: Replica, seen: Seen) -> Iterator[Move]:
         name = replica.name
@@ -323,6 +346,7 @@ class World:
         for trainer in self.trainers:
             if trainer.restored and str(trainer.lease.token) == seen.fence == seen.lease:
                 self._check_books(trainer, seen)
+        self._check_memory(seen)
         self._check_keys(seen)
 
     def _check_job(self, books: Books, seen: Seen) -> None:
@@ -352,10 +376,22 @@ class World:
         assert not ghosts, f"counted as in flight, and nobody waits for it: {ghosts}"
         assert not seen.uncheckpointed & trainer.outstanding
 
+    def _check_memory(self, seen: Seen) -> None:
+        """What clients' jobs take is booked exactly as long as they take it."""
+        booked = {id: row for id, row in seen.booked.items() if not row.over}
+        states = {id: seen.books[id].state for id in self.asked}
+        assert {id: row.ends for id, row in booked.items()} == {
+            id: state == "done" for id, state in states.items() if state in ("queued", "running", "done")
+        }, f"{seen.booked} are booked for {states}"
+        for job_id, row in booked.items():
+            most = self.asked[job_id].max_bytes
+            assert 0 < row.num_bytes < most if row.ends else row.num_bytes == most, row
+        assert seen.client_total == sum(row.num_bytes for row in seen.booked.values())
+
     def _check_keys(self, seen: Seen) -> None:
         keys = self.broker.keys
         single = {getattr(keys, name) for name in ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")}
-        single |= {keys.fence, keys.lease, keys.counters}
+        single |= {keys.fence, keys.lease, keys.counters, keys.client_bytes, keys.client_expiry, keys.client_total}
         orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
         assert not orphans, f"nobody knows {orphans}"
 
@@ -385,7 +421,13 @@ async def _ask(world: World, before: Seen, job_id: str) -> None:
 
 async def _forget(world: World, before: Seen, job_id: str) -> None:
     """What its time to live does."""
-    await world.broker.redis.delete(world.broker.keys.job(job_id), world.broker.keys.result(job_id))
+    redis, keys = world.broker.redis, world.broker.keys
+    await redis.delete(keys.job(job_id), keys.result(job_id))
+    await redis.zadd(keys.client_expiry, {job_id: 1}, xx=True)
+
+
+async def _delete(world: World, before: Seen, job_id: str) -> None:
+    assert await Submission(world.broker).delete(job_id) == before.books[job_id].state
 
 
 # --- a replica --------------------------------------------------------------------------------------------------------
