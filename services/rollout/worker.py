@@ -124,7 +124,7 @@ class Worker:
         self._replica.metrics.jobs.labels(outcome).inc()
 
     def _rest(self) -> None:
-        """If the bug is this replica's and not the job's, it must not take whatever others leave for a moment: pauses
+        """If the fault is this replica's and not the job's, it must not take whatever others leave for a moment: pauses
         double up to the time of a lease, until something is committed."""
         self._rests_until = time.monotonic() + min(MAX_DELAY_S * 2 ** min(self._errors_in_a_row, 16), self._lease_s)
         self._errors_in_a_row += 1
@@ -140,7 +140,10 @@ class Worker:
         except RequestError as error:
             return await self._fail(lease, str(error), fatal=True)
         except EngineError as error:
-            return await self._fail(lease, str(error), fatal=_left_s(lease) <= 0)
+            overdue = _left_s(lease) <= 0
+            if not overdue:
+                self._rest()
+            return await self._fail(lease, str(error), fatal=overdue)
         except UnavailableError as error:
             logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
             await asyncio.sleep(MAX_DELAY_S)

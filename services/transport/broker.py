@@ -234,6 +234,8 @@ class Outage:
         self.where = ""
         self.reason = ""
         """What the last call that failed met."""
+        self.answered = False
+        """Some call has ended well."""
         self._since = self._told = 0.0
 
     def failed(self, error: Exception) -> None:
@@ -249,6 +251,7 @@ class Outage:
             logger.warning("Redis at %s has not answered for %.0f s (%s); waiting for it", self.where, passed_s, error)
 
     def end(self) -> None:
+        self.answered = True
         if self._since:
             logger.warning("Redis at %s answers again, after %.1f s", self.where, time.monotonic() - self._since)
             self._since = 0.0
@@ -263,12 +266,16 @@ class _Backoff(AbstractBackoff):
         return self._of_few.compute(min(failures, 16))
 
 
+_TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+"""What a server that goes away leaves behind. Before the first answer, every other error of TLS is a mistake."""
+
+
 class _RefusedError(RedisError):
-    """The user, the password or the server's certificate is wrong."""
+    """The user, the password or something about TLS is wrong."""
 
 
 class _Retry(Retry):
-    """redis-py takes a refused password or certificate for a connection error; trying it again helps nobody."""
+    """redis-py takes a refused password, certificate or key for a connection error; trying it again helps nobody."""
 
     def __init__(self, outage: Outage) -> None:
         super().__init__(_Backoff(), sys.maxsize if outage.patience_s else NUM_RETRIES)
@@ -289,9 +296,12 @@ class _Retry(Retry):
                 self._outage.failed(error)
                 raise ConnectionError(str(error)) from error
             except (ConnectionError, TimeoutError) as error:
-                if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
+                cause = error.__cause__ or error.__context__
+                if isinstance(cause, ssl.SSLCertVerificationError):
                     remedy = "rediss://...?ssl_ca_certs=FILE names the authority to trust"
                     raise _RefusedError(f"shows a certificate that cannot be trusted: {error}; {remedy}") from None
+                if isinstance(cause, ssl.SSLError) and not isinstance(cause, _TLS_ENDED) and not self._outage.answered:
+                    raise _RefusedError(f"cannot be spoken to over TLS: {error}; see redis_url's options") from None
                 self._outage.failed(error)
                 raise
 
@@ -320,9 +330,10 @@ def _client(url: str, outage: Outage) -> Redis:
             f"redis_url: {reason if isinstance(error, ValueError) else error}; expected "
             "redis://[:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for an authority of your own"
         ) from None
-    authority = client.connection_pool.connection_kwargs.get("ssl_ca_certs")
-    if authority is not None and not Path(authority).is_file():
-        raise ConfigError(f"redis_url: ssl_ca_certs={authority}: no such file; expected certificates in PEM")
+    for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        file = client.connection_pool.connection_kwargs.get(option)
+        if file is not None and not Path(file).is_file():
+            raise ConfigError(f"redis_url: {option}={file}: no such file; expected PEM")
     return client
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from services.cancellation import cancel
-from services.contract.errors import UnavailableError, WeightError
+from services.contract.errors import EngineError, UnavailableError, WeightError
 from services.contract.group import Group, Sample
 from services.contract.http import WeightStatus
 from services.contract.job import Job, JobState, Sink
@@ -217,14 +217,15 @@ async def test_an_unexpected_error_comes_back_to_the_only_replica_and_is_counted
     assert (await Submission(broker).status("poison")).error == "ValueError('b')"
 
 
-async def test_a_replica_with_a_bug_leaves_the_jobs_to_others(
-    broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), EngineError("CUDA error")])
+async def test_a_replica_that_always_fails_leaves_the_jobs_to_others(
+    broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """It is always idle, and would take each again until it is dead."""
     broken = fake(broker, capacity=2)
 
     async def fails(job: Job) -> tuple[Sample, ...]:
-        raise RuntimeError("CUDA error")
+        raise error
 
     monkeypatch.setattr(broken, "generate", fails)
     names = [f"job-{i}" for i in range(30)]

@@ -99,6 +99,9 @@ async def test_a_password_is_asked_for_over_tls_too(server: Server, run_id: str)
     ("options", "message"),
     [
         ("ssl_ca_certs=/no/such/file", "ssl_ca_certs=/no/such/file: no such file"),
+        ("ssl_certfile=/no/such/file", "ssl_certfile=/no/such/file: no such file"),
+        ("ssl_keyfile=/no/such/file", "ssl_keyfile=/no/such/file: no such file"),
+        ("ssl_ciphers=none", "cannot be spoken to over TLS: .*cipher"),
         ("ssl_cafile=x", "ssl_cafile"),
         ("ssl_cert_reqs=maybe", "maybe"),
     ],
@@ -106,6 +109,16 @@ async def test_a_password_is_asked_for_over_tls_too(server: Server, run_id: str)
 async def test_options_that_are_none(options: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await Broker.connect(f"rediss://localhost:1/0?{options}", "run")
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_certfile"])
+async def test_a_file_that_is_not_pem_is_not_waited_for(
+    option: str, broker_url: str, run_id: str, tmp_path: Path
+) -> None:
+    (tmp_path / "junk").write_text("junk")
+    url = f"{broker_url.replace('redis:', 'rediss:')}?{option}={tmp_path / 'junk'}"
+    with pytest.raises(ConfigError, match=r"cannot be spoken to over TLS: .*see redis_url's options"):
+        await Broker.connect(url, run_id, patience_s=600.0)
 
 
 async def test_tls_options_without_tls(tmp_path: Path) -> None:
