@@ -27,7 +27,8 @@ MAX_RETRIED = 10
 NUM_SLOWEST = 10
 BY_FILE = ("--dist", "loadfile")
 """In several processes. A test that kills its own process fails alone: xdist starts another for the rest."""
-SLOW = ("-n", "2", *BY_FILE, "-m", "slow and not long")
+SLOW = ("-n", "2", *BY_FILE, "--no-loadscope-reorder", "-m", "slow and not long")
+"""By name: xdist alone would leave the longest test of e2e, the only one of its file, to the end."""
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
 GROUPS = {
     "fast": ("-n", "3", *BY_FILE),

@@ -12,7 +12,7 @@ import httpx
 from pydantic import BaseModel
 
 from services.cancellation import finished, shielded
-from services.contract.errors import DvpError, NotFoundError, UnavailableError
+from services.contract.errors import NotFoundError, UnavailableError
 from services.contract.http import Health, JobStatus, QueueHealth, RolloutResponse, WeightStatus
 from services.contract.job import JobState
 from services.loopback import is_loopback
@@ -95,15 +95,12 @@ class Client(_Base):
     def job(self, job_id: str) -> JobStatus:
         return self.send(calls.job(job_id))
 
-    def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S, *, delete: bool = False) -> RolloutResponse:
-        """The finished group. With `delete` the broker's copy is deleted once it has arrived here.
-        Raises EngineError if the job died, UnavailableError after `timeout` seconds."""
+    def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S) -> RolloutResponse:
+        """The finished group, which the broker keeps until `delete`, or for an hour. Raises EngineError if the job
+        died, UnavailableError after `timeout` seconds."""
         poll = Poll(job_id, timeout)
         while (group := calls.finished(self.job(job_id))) is None:
             time.sleep(poll.pause())
-        if delete:
-            with suppress(DvpError):  # it expires by itself
-                self.delete(job_id)
         return group
 
     def delete(self, job_id: str) -> JobState | None:
@@ -178,13 +175,10 @@ class AsyncClient(_Base):
     async def job(self, job_id: str) -> JobStatus:
         return await self.send(calls.job(job_id))
 
-    async def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S, *, delete: bool = False) -> RolloutResponse:
+    async def wait(self, job_id: str, timeout: float = LONG_TIMEOUT_S) -> RolloutResponse:
         poll = Poll(job_id, timeout)
         while (group := calls.finished(await self.job(job_id))) is None:  # noqa: ASYNC110 - the event is elsewhere
             await asyncio.sleep(poll.pause())
-        if delete:
-            with suppress(DvpError):
-                await self.delete(job_id)
         return group
 
     async def delete(self, job_id: str) -> JobState | None:

@@ -22,7 +22,7 @@ MAX_METADATA_DEPTH = 32
 BYTES_PER_TOKEN = 16
 """Of a group, as msgpack: id, log-prob, kept mass, kept count."""
 OVERHEAD_BYTES = 1024
-"""More than a sample takes beside its tokens, and a group beside its job's prompt and metadata."""
+"""More than a sample takes beside its tokens (up to ten weight versions), and a group beside its job."""
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
@@ -85,7 +85,7 @@ class Job(Record):
 
     @property
     def max_bytes(self) -> int:
-        """Most that the broker holds of this job: first itself, then its group."""
+        """What the broker may hold of this job: first itself, then its group."""
         sample = BYTES_PER_TOKEN * self.sampling.max_tokens + OVERHEAD_BYTES
         return len(self.to_bytes()) + OVERHEAD_BYTES + self.n * sample
 

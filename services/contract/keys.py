@@ -104,19 +104,20 @@ class Keys:
         return self._key("closed")
 
     @property
-    def client_bytes(self) -> str:
-        """Hash: job id of a client to the bytes that its result takes, or may come to."""
-        return self._key("client_bytes")
+    def client_reserved(self) -> str:
+        """Hash: job id of a client, in work, to the bytes that it may come to; `:total` to their sum."""
+        return self._key("client_reserved")
+
+    @property
+    def client_held(self) -> str:
+        """Hash: job id of a client, done, to the bytes of its result; `:dead:ENTRY` to those of a client's dead letter;
+        `:total` to their sum."""
+        return self._key("client_held")
 
     @property
     def client_expiry(self) -> str:
         """Sorted set of clients' job ids that are done, by the end of their results (broker's clock, ms)."""
         return self._key("client_expiry")
-
-    @property
-    def client_total(self) -> str:
-        """Sum of client_bytes."""
-        return self._key("client_total")
 
     @property
     def transfers(self) -> str:
@@ -128,7 +129,7 @@ class Keys:
         return self._key(f"transfer:{request_id}")
 
     def job(self, job_id: str) -> str:
-        """Hash of one job's state: state, sink, entry of the jobs stream, deliveries, error. The dedupe key."""
+        """Hash of one job's state: state, sink, entry of the jobs stream, deliveries, error, letter. The dedupe key."""
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from heapq import nlargest
 from operator import attrgetter
@@ -15,13 +14,14 @@ import typer
 from rich.console import Console
 
 from services.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
+from services.contract.job import JobState
 from services.settings import user_errors
 from services.transport.admission import check_run, close_queue, open_queue, purge_run
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.health import queue_health, take_snapshot
 from services.transport.pending import Stream, pending
-from services.transport.results import ClientJob, client_jobs
+from services.transport.results import Held, client_jobs
 from services.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
@@ -214,13 +214,13 @@ def drop(
 
 
 @results.command(name="list")
-def list_results(context: typer.Context, count: Count = 20, as_json: Json = False) -> None:
-    """Largest first: results, and what those of jobs in work may come to."""
-
-    async def largest(broker: Broker) -> list[ClientJob]:
-        return nlargest(count, [job async for job in client_jobs(broker)], key=attrgetter("num_bytes"))
-
-    jobs = _run(context, largest)
+def list_results(
+    context: typer.Context,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Largest first: results, dead letters of clients, and what jobs in work may come to."""
+    jobs = nlargest(count, _run(context, client_jobs), key=attrgetter("num_bytes"))
     if as_json:
         typer.echo(json.dumps([job._asdict() for job in jobs], indent=2))
     else:
@@ -238,22 +238,21 @@ def drop_results(
     """Delete results, read or not. A job that is named and still in work is cancelled."""
     _confirm("Drop all results", jobs, everything, yes)
 
-    async def drop_them(broker: Broker) -> Counter[bool]:
-        wanted = [job.job_id async for job in client_jobs(broker) if job.expires_s is not None] if everything else jobs
-        return Counter([await _deleted(broker, job_id) for job_id in wanted or ()])
+    async def drop_them(broker: Broker) -> tuple[int, list[str]]:
+        submission, left, names = Submission(broker), list[str](), jobs or []
+        if everything:
+            names = [job.name for job in await client_jobs(broker) if job.held is Held.DONE]
+        for name in names:
+            try:
+                await submission.delete(name, only=JobState.DONE if everything else None)
+            except (NotFoundError, RequestError) as error:
+                left.append(str(error))
+        return len(names) - len(left), left
 
-    dropped = _run(context, drop_them)
-    gone = f", {dropped[False]} were gone already" if dropped[False] else ""
-    words = f"{dropped[True]} dropped{gone}"
-    typer.echo(json.dumps({"dropped": dropped[True], "gone": dropped[False]}) if as_json else words)
-
-
-async def _deleted(broker: Broker, job_id: str) -> bool:
-    try:
-        await Submission(broker).delete(job_id)
-    except NotFoundError:
-        return False
-    return True
+    dropped, left = _run(context, drop_them)
+    typer.echo(json.dumps({"dropped": dropped, "left": left}) if as_json else "\n".join([f"{dropped} dropped", *left]))
+    if left and not everything:
+        raise typer.Exit(1)
 
 
 def _change(

@@ -103,11 +103,12 @@ class Worker:
         gone = {lease.entry_id for lease in lost}
         for task, lease in list(self._running.items()):
             if lease.entry_id in gone - self._settling:
-                logger.warning("job %s: the lease is lost, its samples are dropped", lease.job.job_id)
+                logger.warning("job %s: its lease is lost or it was deleted; its samples go", lease.job.job_id)
                 task.cancel()
         await asyncio.sleep(self._lease_s / 4)
 
     async def _guarded(self, lease: Lease) -> None:
+        begin = time.monotonic()
         try:
             outcome = await self._run(lease)
         except (LeaseLostError, UnavailableError) as error:
@@ -116,22 +117,24 @@ class Worker:
         except Exception as error:  # a task boundary: counted like an engine's error, or it would come back for ever
             outcome = "error"
             logger.exception("job %s: unexpected error", lease.job.job_id)
-            self._rest()
+            self._rest(begin)
             with suppress(DvpError):
                 await self._fail(lease, repr(error), fatal=False)
         finally:
             self._queue.forget(lease)
         self._replica.metrics.jobs.labels(outcome).inc()
 
-    def _rest(self) -> None:
+    def _rest(self, begin: float) -> None:
         """If the fault is this replica's and not the job's, it must not take whatever others leave for a moment: pauses
-        double up to the time of a lease, until something is committed."""
-        self._rests_until = time.monotonic() + min(MAX_DELAY_S * 2 ** min(self._errors_in_a_row, 16), self._lease_s)
+        double up to the time of a lease, until something is committed. They count from when the job began: what took
+        long to fail was not taken from others."""
+        pause_s = min(MAX_DELAY_S * 2 ** min(self._errors_in_a_row, 16), self._lease_s)
+        self._rests_until = max(self._rests_until, begin + pause_s)
         self._errors_in_a_row += 1
 
     async def _run(self, lease: Lease) -> str:
         """How the job ended here. Only a commit or a fail settles it."""
-        trace = [lease.job.metadata]
+        trace, begin = [lease.job.metadata], time.monotonic()
         with tracing.span("wait in queue", trace, since=lease.job.submitted_at):
             pass
         try:
@@ -140,10 +143,8 @@ class Worker:
         except RequestError as error:
             return await self._fail(lease, str(error), fatal=True)
         except EngineError as error:
-            overdue = _left_s(lease) <= 0
-            if not overdue:
-                self._rest()
-            return await self._fail(lease, str(error), fatal=overdue)
+            self._rest(begin)
+            return await self._fail(lease, str(error), fatal=_left_s(lease) <= 0)
         except UnavailableError as error:
             logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
             await asyncio.sleep(MAX_DELAY_S)

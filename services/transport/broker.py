@@ -62,15 +62,17 @@ MEMORY_SHARE = 0.7
 RESULT_SHARE = 0.85
 """Above this one, results for clients are not stored any more: their jobs become dead letters."""
 CLIENT_SHARE = 0.25
-"""What clients' results may come to, of the broker's maxmemory: a job that could exceed it is not admitted."""
+"""What the jobs of a run's clients may take of the broker's maxmemory: no job is admitted that could exceed it."""
 CLIENT_MEMORY_SHARE = 0.5
-"""Above this one, no client's job is admitted: the rest is the trainer's."""
+"""No client's job is admitted that could bring the broker's memory above this one: the rest is the trainer's."""
+KEY_BYTES = 512
+"""What a key and the books of it take beside its value."""
 RETRY_AFTER_MEMORY_S = 5.0
 
 _KEYS = (
     *("jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
-    *("backlogs", "client_bytes", "client_expiry", "client_total"),
+    *("backlogs", "client_reserved", "client_held", "client_expiry"),
 )
 """What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 
@@ -357,6 +359,7 @@ def _source(name: str, run_id: str) -> str:
         "RESULT_SHARE": RESULT_SHARE,
         "CLIENT_SHARE": CLIENT_SHARE,
         "CLIENT_MEMORY_SHARE": CLIENT_MEMORY_SHARE,
+        "KEY_BYTES": KEY_BYTES,
     }
     header = [
         f"local {', '.join(names)} = unpack(KEYS)",

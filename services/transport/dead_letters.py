@@ -38,7 +38,9 @@ class Outcome(StrEnum):
     GONE = "gone"
     """Somebody else replayed or dropped it."""
     MEMORY = "memory"
-    """The broker's memory is too full to admit jobs."""
+    """The broker's memory is too full to admit jobs, or that of clients."""
+    LARGE = "large"
+    """Its result may come to more than those of all clients may take."""
     CLOSED = "closed"
     AGAIN = "again"
     NO_JOB = "no_job"
@@ -46,7 +48,8 @@ class Outcome(StrEnum):
 
 EXPLANATIONS = {
     Outcome.GONE: "replayed or dropped before",
-    Outcome.MEMORY: "the broker's memory is too full to admit jobs; try again later",
+    Outcome.MEMORY: "the broker's memory, or the clients' part of it, is too full to admit jobs; try again later",
+    Outcome.LARGE: "its result may come to more than those of all clients may take: drop it",
     Outcome.CLOSED: "the trainer has counted it as dead and drawn the next prompt; nobody would train on it: drop it",
     Outcome.AGAIN: "a job with the same id was submitted since: drop it",
     Outcome.NO_JOB: "it holds no readable job: drop it",

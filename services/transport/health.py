@@ -63,7 +63,7 @@ class Snapshot:
     counters: Mapping[str, int] = field(default_factory=dict)
     """What happened since the run began, by name."""
     client_bytes: int = 0
-    """What clients' results take, or may come to."""
+    """What the jobs of clients take, or may come to."""
     closed: str = ""
     """Why no jobs are admitted; "" when they are."""
     finished: bool = False
@@ -94,7 +94,7 @@ class Snapshot:
 def broker_memory(s: Snapshot) -> str:
     if s.maxmemory == 0 or s.used_memory < MEMORY_SHARE * s.maxmemory:
         return ""
-    clients = f"; clients' results take, or may come to, {s.client_bytes / s.maxmemory:.0%}" if s.client_bytes else ""
+    clients = f"; jobs of clients take, or may come to, {s.client_bytes / s.maxmemory:.0%}" if s.client_bytes else ""
     return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory{clients}"
 
 

@@ -1,33 +1,64 @@
-"""What the broker holds for HTTP clients: results until they expire, and room for those of jobs that are in work."""
+"""What the broker holds for HTTP clients: results, dead letters, and room for the results of jobs in work."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from .broker import Broker
 
 SCAN_COUNT = 1_000
+TOTAL, LETTER = ":total", ":dead:"
+"""Names that are no job ids."""
+
+
+class Held(StrEnum):
+    IN_WORK = "in work"
+    """Queued or running: the bytes that it may come to."""
+    DONE = "done"
+    DEAD = "dead letter"
 
 
 class ClientJob(NamedTuple):
-    job_id: str
+    name: str
+    """The job's id, or that of the dead letter."""
+    held: Held
     num_bytes: int
-    """What its result takes or, while it is in work, may come to."""
     expires_s: float | None
-    """Seconds until the result is forgotten; None while the job is in work."""
+    """Seconds until a result is forgotten."""
 
 
-async def client_jobs(broker: Broker) -> AsyncIterator[ClientJob]:
-    """All, in no order; one that changes meanwhile may come twice, or as it was."""
-    redis, keys = broker.redis, broker.keys
+async def client_jobs(broker: Broker) -> list[ClientJob]:
+    """All, in no order."""
+    keys = broker.keys
+    reserved, held = await _rows(broker, keys.client_reserved), await _rows(broker, keys.client_held)
+    ends: dict[str, float] = {}
+    names = list(held)
+    for start in range(0, len(names), SCAN_COUNT):
+        page = names[start : start + SCAN_COUNT]
+        async with broker.call():
+            found: Any = await broker.redis.zmscore(keys.client_expiry, page)
+        ends |= {name: end / 1000 for name, end in zip(page, found, strict=True) if end is not None}
+    async with broker.call():
+        seconds, microseconds = await broker.redis.time()
+    now = seconds + microseconds / 1e6
+    jobs = [ClientJob(name, Held.IN_WORK, size, None) for name, size in reserved.items()]
+    for name, size in held.items():
+        if name in ends:
+            jobs.append(ClientJob(name, Held.DONE, size, max(0.0, ends[name] - now)))
+        elif name.startswith(LETTER):
+            jobs.append(ClientJob(name.removeprefix(LETTER), Held.DEAD, size, None))
+    return jobs
+
+
+async def _rows(broker: Broker, key: str) -> dict[str, int]:
+    """Read a few at a time: one that changes meanwhile comes once, as it was or as it is."""
+    rows: dict[str, int] = {}
     cursor: int | None = None
     page: Any
     while cursor != 0:
         async with broker.call():
-            seconds, microseconds = await redis.time()
-            cursor, page = await redis.hscan(keys.client_bytes, cursor or 0, count=SCAN_COUNT)
-            ends = await redis.zmscore(keys.client_expiry, list(page)) if page else []
-        now = seconds + microseconds / 1e6
-        for (job_id, size), end in zip(page.items(), ends, strict=True):
-            yield ClientJob(job_id.decode(), int(size), None if end is None else max(0.0, end / 1000 - now))
+            cursor, page = await broker.redis.hscan(key, cursor or 0, count=SCAN_COUNT)
+        rows |= {name.decode(): int(size) for name, size in page.items()}
+    rows.pop(TOTAL, None)
+    return rows

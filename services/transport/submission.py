@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
-from services.contract.job import Job, JobState, Sink, own_prefix
+from services.contract.job import JOB_ID, Job, JobState, Sink, own_prefix
 
 from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
@@ -65,12 +66,11 @@ class Submission:
         return [Submitted(outcome.decode()) for outcome in reply]
 
     async def submit_client(self, job: Job, *, limit: int) -> Submitted:
-        """Admits while fewer than `limit` jobs wait unread, and what clients' jobs may come to stays within their share
-        of the broker's memory. Raises OverloadedError(reason, retry_after_s), RequestError if the job alone is more."""
+        """Admits while fewer than `limit` jobs wait unread, and the jobs of clients cannot exceed their share of the
+        broker's memory. Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could."""
         self._check(job, Sink.CLIENT)
-        reply, taken, allowed = await self.broker.script(
-            "submit_client", job.job_id, job.to_bytes(), limit, job.max_bytes
-        )
+        size = job.max_bytes
+        reply, taken, allowed = await self.broker.script("submit_client", job.job_id, job.to_bytes(), limit, size)
         match reply.decode():
             case "backlog":
                 raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
@@ -78,32 +78,32 @@ class Submission:
                 reason = "the queue is being drained: no new jobs until dvp-queue open"
                 raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
             case "memory":
-                reason = f"the broker's memory is {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
+                reason = f"the broker's memory would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "results":
                 reason = (
-                    f"results of clients take, or may come to, {_mib(taken)} of {_mib(allowed)}, and this job may come "
-                    f"to {_mib(job.max_bytes)}: delete what was read (DELETE /v1/jobs/...)"
+                    f"jobs of clients take, or may come to, {_mib(taken)} of {_mib(allowed)}, and this one may come to "
+                    f"{_mib(size)}: delete what was read (DELETE /v1/jobs/...)"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "large":
-                most = f"results of {_mib(allowed)} for all clients together, {CLIENT_SHARE:.0%} of the broker's memory"
+                most = f"{_mib(allowed)} for all clients together, {CLIENT_SHARE:.0%} of the broker's memory"
                 raise RequestError(
-                    f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens may come to {_mib(job.max_bytes)}, "
-                    f"allowed: {most}; lower n or sampling.max_tokens",
+                    f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens, and the prompt, may come to "
+                    f"{_mib(size)}, allowed: {most}; lower n or sampling.max_tokens",
                     [{"field": "n", "value": job.n, "allowed": most}],
                 )
             case state:
                 return Submitted(state)
 
-    async def delete(self, job_id: str) -> JobState:
-        """Forgets a client's job and its result; what is queued or running is cancelled. Returns the state that it had.
+    async def delete(self, job_id: str, only: JobState | None = None) -> JobState:
+        """Forgets a client's job, its result or its dead letter; what is queued or running is cancelled. With `only`,
+        not in another state. Returns the state that it had.
         Raises NotFoundError as `status` does, RequestError if the job is the trainer's."""
-        state = (await self.broker.script("delete", job_id)).decode()
-        if state == "unknown":
+        known = re.fullmatch(JOB_ID, job_id)
+        state = (await self.broker.script("delete", job_id, only or "")).decode() if known else "unknown"
+        if state in ("unknown", "other"):
             raise NotFoundError(UNKNOWN.format(job_id))
-        if state == "foreign":
-            raise RequestError(f"job_id: {job_id!r} is the trainer's; only jobs submitted over HTTP can be deleted")
         return JobState(state)
 
     def _check(self, job: Job, *sinks: Sink) -> None:

@@ -147,8 +147,9 @@ async def leftovers(layout: Layout, broker: EmbeddedBroker) -> list[str]:
         found["uncheckpointed"] = await redis.scard(keys.uncheckpointed)
         found["replicas"] = await redis.zcard(keys.replicas)
         found["lease"] = await redis.exists(keys.lease)
-        total, held = int(await redis.get(keys.client_total) or 0), await redis.hvals(keys.client_bytes)
-        found["bytes of clients that nobody holds"] = total - sum(map(int, held))
+        for key in (keys.client_reserved, keys.client_held):
+            rows = {name: int(size) for name, size in (await redis.hgetall(key)).items()}
+            found[f"bytes that nobody holds of {key}"] = rows.pop(b":total", 0) - sum(rows.values())
     return [f"left in the broker: {name} {count}" for name, count in found.items() if count and name != "jobs"]
 
 

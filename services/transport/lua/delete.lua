@@ -1,13 +1,26 @@
 #!lua flags=allow-oom
--- Forgets a client's job: what was queued or running is cancelled, a result is gone. ARGV: job id.
--- Answers the state that it had, 'unknown', or 'foreign' if it is the trainer's.
+-- Forgets a client's job: what was queued or running is cancelled, its result or dead letter is gone.
+-- ARGV: job id, the only state in which to do so ('': any). Answers the state that it had, 'unknown', or 'other'.
 local id = ARGV[1]
-local state, sink, entry = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'entry'))
+local state, sink, entry, letter = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'entry', 'letter'))
 if not state then return 'unknown' end
-if sink ~= 'client' then return 'foreign' end
-if entry then drop(JOBS, REPLICA_GROUP, entry) end
+if ARGV[2] ~= '' and state ~= ARGV[2] then return 'other' end
+if sink ~= 'client' then
+  return redis.error_reply('CONFLICT job ' .. id .. ' is the trainer\'s; only what was submitted over HTTP can be deleted')
+end
+if state == 'queued' or state == 'running' then
+  -- An older version queued it, and did not say where.
+  if not entry or not read(JOBS, entry) then
+    return redis.error_reply('CONFLICT job ' .. id .. ' cannot be found in the queue; delete it when it has ended')
+  end
+  drop(JOBS, REPLICA_GROUP, entry)
+  count('cancelled')
+elseif letter then
+  redis.call('XDEL', DEAD, letter)
+  hold(':dead:' .. letter, 0)
+end
 redis.call('UNLINK', RESULT .. id)
 redis.call('DEL', JOB .. id)
-book(id, 0)
-if state == 'queued' or state == 'running' then count('cancelled') end
+reserve(id, 0)
+hold(id, 0)
 return state

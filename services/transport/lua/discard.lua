@@ -3,5 +3,6 @@
 local answers = {}
 for i = 1, #ARGV do
   answers[i] = redis.call('XDEL', DEAD, ARGV[i]) == 1 and 'dropped' or 'gone'
+  hold(':dead:' .. ARGV[i], 0)
 end
 return answers

@@ -39,5 +39,5 @@ return cjson.encode({
   min_seq = tonumber(announced.min_seq or 0),
   backlogs = backlogs,
   closed = redis.call('GET', CLOSED) or '',
-  client_bytes = tonumber(redis.call('GET', CLIENT_TOTAL) or 0),
+  client_bytes = total(CLIENT_RESERVED) + total(CLIENT_HELD),
 })

@@ -87,19 +87,59 @@ local function memory_full()
   return memory_above(MEMORY_SHARE)
 end
 
--- Books what a client's job takes of the memory, or may come to: a result until `expires` (ms), 0 bytes for nothing more.
-local function book(job_id, bytes, expires)
-  local before = tonumber(redis.call('HGET', CLIENT_BYTES, job_id) or 0)
-  if bytes == 0 then redis.call('HDEL', CLIENT_BYTES, job_id) else redis.call('HSET', CLIENT_BYTES, job_id, bytes) end
-  if expires then redis.call('ZADD', CLIENT_EXPIRY, expires, job_id) else redis.call('ZREM', CLIENT_EXPIRY, job_id) end
-  redis.call('INCRBY', CLIENT_TOTAL, string.format('%.0f', bytes - before))
+-- The memory of clients: what jobs in work may come to (CLIENT_RESERVED), and what results and dead letters take
+-- (CLIENT_HELD, the letters by ':dead:' and their entry). ':total' is the sum of each; 0 bytes end a row.
+local function set_bytes(hash, name, bytes)
+  local before = tonumber(redis.call('HGET', hash, name) or 0)
+  if bytes == before then return end
+  if bytes == 0 then redis.call('HDEL', hash, name) else redis.call('HSET', hash, name, bytes) end
+  redis.call('HINCRBY', hash, ':total', string.format('%.0f', bytes - before))
 end
 
--- Bytes booked for clients now, and how many may be.
-local function client_memory()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now_ms(), 'LIMIT', 0, 1000)) do book(id, 0) end
-  local _, limit = memory()
-  return tonumber(redis.call('GET', CLIENT_TOTAL) or 0), limit > 0 and math.floor(CLIENT_SHARE * limit) or math.huge
+local function reserve(job_id, bytes)
+  set_bytes(CLIENT_RESERVED, job_id, bytes)
+end
+
+-- `expires`: when a result is forgotten, in ms.
+local function hold(name, bytes, expires)
+  set_bytes(CLIENT_HELD, name, bytes)
+  if expires then redis.call('ZADD', CLIENT_EXPIRY, expires, name) else redis.call('ZREM', CLIENT_EXPIRY, name) end
+end
+
+local function total(hash)
+  return tonumber(redis.call('HGET', hash, ':total') or 0)
+end
+
+-- Lets go of what has expired, and of a few rows at random whose job or letter is not there any more.
+local function let_go()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now_ms(), 'LIMIT', 0, 1000)) do hold(id, 0) end
+  for _, id in ipairs(redis.call('HRANDFIELD', CLIENT_RESERVED, 3)) do
+    if id ~= ':total' and (redis.call('EXISTS', JOB .. id) == 0 or ended(id)) then reserve(id, 0) end
+  end
+  for _, name in ipairs(redis.call('HRANDFIELD', CLIENT_HELD, 3)) do
+    local letter = string.match(name, '^:dead:(.+)')
+    local there = letter and read(DEAD, letter) or redis.call('ZSCORE', CLIENT_EXPIRY, name)
+    if name ~= ':total' and not there then hold(name, 0) end
+  end
+end
+
+-- Why no job of a client that may come to `bytes` is admitted: 'large', 'results', 'memory' or nil. Then what clients
+-- have taken, and how much they may.
+local function client_refusal(bytes)
+  let_go()
+  local used, limit = memory()
+  local reserved, allowed = total(CLIENT_RESERVED), math.floor(CLIENT_SHARE * limit)
+  local taken, refusal = reserved + total(CLIENT_HELD), nil
+  if limit == 0 then
+    refusal = nil
+  elseif bytes > allowed then
+    refusal = 'large'
+  elseif taken + bytes > allowed then
+    refusal = 'results'
+  elseif used + reserved + bytes > CLIENT_MEMORY_SHARE * limit then
+    refusal = 'memory'
+  end
+  return refusal, taken, allowed
 end
 
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
@@ -115,15 +155,16 @@ local function bury(stream, group, id, fields, message, replica_id)
   if job_id ~= '' and sink ~= 'client' then
     tombstone = redis.call('XADD', inbox(sink), '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'at', now)
   end
-  redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'job', fields.data or '',
-    'tombstone', tombstone, 'at', now)
+  local buried = redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter,
+    'job', fields.data or '', 'tombstone', tombstone, 'at', now)
   count('dead')
   drop(stream, group, id)
   if job_id == '' then return end
-  redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone)
+  redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone, 'letter', buried)
   redis.call('SREM', IN_FLIGHT, job_id)
+  reserve(job_id, 0)
   if sink == 'client' then
-    book(job_id, 0)
+    hold(':dead:' .. buried, KEY_BYTES + #(fields.data or ''))
     redis.call('EXPIRE', hash, RESULT_TTL_S)
   end
 end

@@ -61,13 +61,13 @@ def test_jobs(client: Client) -> None:
 
 def test_results_are_deleted_when_asked(client: Client) -> None:
     job_id = client.submit(prompt="1", n=2)
-    assert len(client.wait(job_id, timeout=WITHIN_S, delete=True).samples) == 2
+    assert len(client.wait(job_id, timeout=WITHIN_S).samples) == 2
+    assert client.delete(job_id) is JobState.DONE
     with pytest.raises(NotFoundError, match="deleted"):
         client.job(job_id)
     assert client.delete(job_id) is None
     assert client.submit(job_id=job_id, prompt="1", n=3) == job_id
     assert len(client.wait(job_id, timeout=WITHIN_S).samples) == 3
-    assert client.delete(job_id) is JobState.DONE
 
 
 def test_state(client: Client) -> None:
@@ -82,7 +82,7 @@ async def test_async_client(server: ReplicaThread) -> None:
         job_id = await client.submit(prompt="1")
         assert (await client.wait(job_id, timeout=WITHIN_S)).job_id == job_id
         assert (await client.job(job_id)).status is JobState.DONE
-        assert (await client.wait(job_id, timeout=WITHIN_S, delete=True)).job_id == job_id
+        assert await client.delete(job_id) is JobState.DONE
         assert await client.delete(job_id) is None
         assert (await client.ready()).status == "ok"
         assert await client.weights() == await client.reload_weights()

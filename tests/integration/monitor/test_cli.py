@@ -115,22 +115,29 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
         if name != "in-work":
             await rig.finish(rig.replica("a"), 1)
     listed = (await cli(rig.run_id, "results", "list", "--json")).json
-    assert [job["job_id"] for job in listed] == ["large", "in-work", "small"]
+    assert [job["name"] for job in listed] == ["large", "in-work", "small"]
     assert [job["expires_s"] is None for job in listed] == [False, True, False]
     assert 3500 < listed[0]["expires_s"] <= 3600
     (largest,) = (await cli(rig.run_id, "results", "list", "--count", "1", "--json")).json
-    assert largest["job_id"] == "large"
+    assert largest["name"] == "large"
     text = (await cli(rig.run_id, "results", "list")).out
     assert re.search(r"large +done +60 min +0\.0\d", text)
     assert re.search(r"in-work +in work +- +0\.0\d", text)
     assert "name them" in (await cli(rig.run_id, "results", "drop")).err
-    assert (await cli(rig.run_id, "results", "drop", "small", "never")).out == "1 dropped, 1 were gone already\n"
+    (own,) = await rig.submit(1)
+    ran = await cli(rig.run_id, "results", "drop", "small", "never", own.job_id, "\udcff")
+    assert (ran.code, ran.out.splitlines()[0]) == (1, "1 dropped")
+    assert [line.partition(":")[0] for line in ran.out.splitlines()[1:]] == [
+        "job 'never'",
+        f"job {rig.run_id}",
+        "job '\\udcff'",
+    ]
     assert (await cli(rig.run_id, "results", "drop", "--all", answer="n\n")).code == 1
     # No job in work is cancelled unless it is named.
-    assert (await cli(rig.run_id, "results", "drop", "--all", "--yes", "--json")).json == {"dropped": 1, "gone": 0}
-    assert await rig.length(rig.broker.keys.jobs) == 1
+    assert (await cli(rig.run_id, "results", "drop", "--all", "--yes", "--json")).json == {"dropped": 1, "left": []}
+    assert await rig.length(rig.broker.keys.jobs) == 2
     assert (await cli(rig.run_id, "results", "drop", "in-work")).out == "1 dropped\n"
-    assert await rig.length(rig.broker.keys.jobs) == 0
+    assert await rig.length(rig.broker.keys.jobs) == 1
     assert "nothing is held for clients" in (await cli(rig.run_id, "results", "list")).out
 
 

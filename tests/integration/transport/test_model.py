@@ -146,10 +146,13 @@ MUTANTS = {
     "acknowledge that keeps the group": ("acknowledge", "redis.call('UNLINK', RESULT .. id)", ""),
     "a deletion that leaves the job queued": ("delete", "drop(JOBS, REPLICA_GROUP, entry)", ""),
     "a deletion that leaves the result": ("delete", "redis.call('UNLINK', RESULT .. id)", ""),
-    "a deletion that frees no memory": ("delete", "book(id, 0)\nif", "if"),
-    "a death that frees no memory": ("fail", "    book(job_id, 0)\n", ""),
-    "a result that takes no memory": ("commit", "book(id, #data, now_ms() + 1000 * RESULT_TTL_S)", ""),
-    "a replay that takes no memory": ("replay", "book(id, bytes)", ""),
+    "a deletion that leaves the letter": ("delete", "redis.call('XDEL', DEAD, letter)", ""),
+    "a deletion that frees no result": ("delete", "\nhold(id, 0)\n", "\n"),
+    "a deletion that frees no room": ("delete", "\nreserve(id, 0)\n", "\n"),
+    "a death that frees no room": ("fail", "  reserve(job_id, 0)\n", ""),
+    "a result that takes no memory": ("commit", "hold(id, KEY_BYTES + #data, now_ms() + 1000 * RESULT_TTL_S)", ""),
+    "a replay that takes no room": ("replay", "reserve(id, bytes)", ""),
+    "a dropped letter that frees nothing": ("discard", "hold(':dead:' .. ARGV[i], 0)", ""),
     "a trainer that recovers nothing": ("takeover", "'(' .. after, '+', wanted", "'+', '+', 1"),
 }
 

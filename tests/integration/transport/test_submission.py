@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
 from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
+from services.contract.http import ReplicaState
 from services.contract.job import Job, JobState, Sink
 from services.contract.keys import REPLICAS
-from services.transport.broker import CLIENT_SHARE, Broker
+from services.transport.broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
+from services.transport.replicas import ReplicaBeat, ReplicaRegistry
+from services.transport.results import client_jobs
 from services.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_group, make_job
+from tests.kit.wait import until_async
 
 
 async def test_resubmitting_answers_the_state(rig: Rig) -> None:
@@ -153,7 +158,8 @@ async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> Non
                 await replica.fail(lease, "boom", fatal=True)
     states = {name: await rig.submission.delete(job.job_id) for name, job in jobs.items()}
     assert states == {name: "queued" if name == "read" else name for name in jobs}
-    assert await booked(rig) == ({}, 0)
+    assert await taken(rig) == {}
+    assert await rig.length(rig.broker.keys.dead) == 0
     assert await rig.length(rig.broker.keys.jobs) == 0
     assert await rig.counter("cancelled") == 3
     for job in jobs.values():
@@ -169,7 +175,7 @@ async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> Non
 
 async def test_a_client_cannot_delete_what_is_the_trainers(rig: Rig) -> None:
     (job,) = await rig.submit(1)
-    with pytest.raises(RequestError, match=f"job_id: '{job.job_id}' is the trainer's"):
+    with pytest.raises(RequestError, match=f"job {job.job_id} is the trainer's"):
         await rig.submission.delete(job.job_id)
     assert (await rig.submission.status(job.job_id)).state is JobState.QUEUED
 
@@ -184,7 +190,7 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
             await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         async def refused(job: Job) -> None:
-            with pytest.raises(OverloadedError, match=r"results of clients take, or may come to, .* of 3\.8 MiB"):
+            with pytest.raises(OverloadedError, match=r"jobs of clients take, or may come to, .* of 3\.8 MiB"):
                 await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         await refused(jobs[2])
@@ -209,14 +215,75 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
         await rig.finish(replica, 2)
         await broker.redis.zadd(broker.keys.client_expiry, {job.job_id: 1 for job in jobs})
         assert await rig.submission.submit_client(more, limit=NO_LIMIT) is Submitted.NEW
-        assert await booked(rig) == ({more.job_id: more.max_bytes}, more.max_bytes)
+        assert await taken(rig) == {more.job_id: more.max_bytes}
 
         large = client_job(rig, "large", n=3, tokens=100_000)
         with pytest.raises(
-            RequestError, match=r"3 samples of up to 100000 tokens may come to 4\.6 MiB, allowed"
+            RequestError, match=r"3 samples of up to 100000 tokens, and the prompt, may come to 4\.6 MiB, allowed"
         ) as error:
             await rig.submission.submit_client(large, limit=NO_LIMIT)
         assert error.value.errors[0]["field"] == "n"
+
+
+async def test_what_training_has_taken_clients_cannot_add_to(own_broker: EmbeddedBroker, run_id: str) -> None:
+    """However little of their own share they use: also what was admitted and is still to come counts."""
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
+        limit = 64 * 2**20
+        await broker.redis.config_set("maxmemory", limit)
+        for _ in range(400):
+            await broker.redis.rpush("groups", b"x" * (limit // 1000))
+
+        async def outcome(number: int) -> str:
+            try:
+                return await rig.submission.submit_client(client_job(rig, str(number), tokens=20_000), limit=NO_LIMIT)
+            except OverloadedError as error:
+                return str(error)
+
+        outcomes = Counter([await outcome(number) for number in range(30)])
+        used = (await broker.redis.info("memory"))["used_memory"]
+        full = "the broker's memory would be 50% full, the rest is for training"
+        assert outcomes == {Submitted.NEW: outcomes[Submitted.NEW], full: outcomes[full]}
+        assert min(outcomes.values()) > 1
+        assert used + sum((await taken(rig)).values()) < (CLIENT_MEMORY_SHARE + 0.01) * limit
+
+
+async def test_books_that_have_drifted_mend_themselves(rig: Rig) -> None:
+    """As after a rolling update from a version that kept none, or an entry that was made by hand."""
+    redis, keys = rig.broker.redis, rig.broker.keys
+    living = client_job(rig, "living")
+    await rig.submission.submit_client(living, limit=NO_LIMIT)
+    for key in (keys.client_reserved, keys.client_held):
+        for i in range(30):
+            await redis.hset(key, f"gone-{i}", 10**6)
+        await redis.hincrby(key, ":total", 30 * 10**6)
+    await redis.hset(keys.client_held, ":dead:1-1", 10**6)
+    await redis.hincrby(keys.client_held, ":total", 10**6)
+    registry, beat = ReplicaRegistry(rig.broker), ReplicaBeat("a", ReplicaState.SERVING, f"{rig.run_id}:0:aa", 0)
+
+    async def mended() -> bool:
+        await registry.beat(beat)
+        return await redis.hlen(keys.client_reserved) == 2 and await redis.hlen(keys.client_held) == 1
+
+    await until_async(mended)
+    assert await redis.hgetall(keys.client_held) == {b":total": b"0"}
+    size = str(living.max_bytes).encode()
+    assert await redis.hgetall(keys.client_reserved) == {b"living": size, b":total": size}
+
+
+async def test_a_letter_too_large_for_the_clients_share_is_not_replayed(
+    own_broker: EmbeddedBroker, run_id: str
+) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
+        await rig.submission.submit_client(client_job(rig, "large", tokens=1_000_000), limit=NO_LIMIT)
+        replica, letters = rig.replica("a"), DeadLetters(broker)
+        (lease,) = await replica.claim(1, BLOCK_MS)
+        await replica.fail(lease, "boom", fatal=True)
+        await broker.redis.config_set("maxmemory", 32 * 2**20)
+        assert await letters.replay(await letters.page()) == [Outcome.LARGE]
+        await broker.redis.config_set("maxmemory", 0)
+        assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
 
 
 def client_job(rig: Rig, name: str, *, n: int = 1, tokens: int = 4) -> Job:
@@ -225,10 +292,8 @@ def client_job(rig: Rig, name: str, *, n: int = 1, tokens: int = 4) -> Job:
     return job.model_copy(update={"job_id": name, "n": n, "sampling": sampling})
 
 
-async def booked(rig: Rig) -> tuple[dict[str, int], int]:
-    redis, keys = rig.broker.redis, rig.broker.keys
-    sizes = {job.decode(): int(size) for job, size in (await redis.hgetall(keys.client_bytes)).items()}
-    return sizes, int(await redis.get(keys.client_total) or 0)
+async def taken(rig: Rig) -> dict[str, int]:
+    return {job.name: job.num_bytes for job in await client_jobs(rig.broker)}
 
 
 @pytest.fixture

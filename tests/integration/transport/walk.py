@@ -100,7 +100,7 @@ def canonical(world: World, seen: Seen) -> str:
         (_token(world, seen, str(world.checkpoint.token)), *_books(world.checkpoint)),
         world.faults,
         seen.readable,
-        sorted(row for row in seen.booked.values()),
+        sorted(seen.memory),
     )
     return _ranked(TOKEN, _ranked(ENTRY, repr(state)))
 
@@ -160,7 +160,7 @@ async def _dump(broker: Broker, seen: Seen) -> Dump:
 async def _restore(broker: Broker, dump: Dump, world: World) -> None:
     keys = broker.keys
     names = ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters")
-    names += ("client_bytes", "client_expiry", "client_total")
+    names += ("client_reserved", "client_held", "client_expiry")
     known = [getattr(keys, name) for name in names]
     known += [name(job_id) for job_id in world.job_ids for name in (keys.job, keys.result)]
     async with broker.redis.pipeline(transaction=False) as pipeline:

@@ -60,8 +60,8 @@ local function readable(stream)
   local found = redis.pcall('XINFO', 'GROUPS', stream)
   return not found.err and #found == 1
 end
-local jobs, groups, dead, in_flight, uncheckpointed, fence, lease, bytes, expiry, total = unpack(KEYS)
-local now, booked = redis.call('TIME'), {}
+local jobs, groups, dead, in_flight, uncheckpointed, fence, lease, reserved, held, expiry = unpack(KEYS)
+local now, memory = redis.call('TIME'), {}
 local books = {}
 for i = 2, #ARGV do
   local hash = string.gsub(jobs, 'jobs$', 'job:' .. ARGV[i])
@@ -69,16 +69,19 @@ for i = 2, #ARGV do
   local result = redis.call('EXISTS', (string.gsub(jobs, 'jobs$', 'result:' .. ARGV[i])))
   books[i - 1] = {ARGV[i], state[1] or '', state[2] or '0', state[3] or '', result, redis.call('TTL', hash) > 0}
 end
-for i, id in ipairs(redis.call('HKEYS', bytes)) do
-  local ends = tonumber(redis.call('ZSCORE', expiry, id) or 0)
-  booked[i] = {id, tonumber(redis.call('HGET', bytes, id)), ends > 0, ends > 0 and ends <= now[1] * 1000}
+for _, hash in ipairs({reserved, held}) do
+  for _, name in ipairs(redis.call('HKEYS', hash)) do
+    local ends = tonumber(redis.call('ZSCORE', expiry, name) or 0)
+    local over = ends > 0 and ends <= now[1] * 1000
+    memory[#memory + 1] = {name, hash == held, tonumber(redis.call('HGET', hash, name)), ends > 0, over}
+  end
 end
 local keys = redis.call('KEYS', ARGV[1])
 table.sort(keys)
 return cmsgpack.pack({
   rows(jobs), pending(jobs, 'replicas'), rows(groups), pending(groups, 'trainer'), rows(dead), sorted(in_flight),
   sorted(uncheckpointed), redis.call('GET', fence) or '', redis.call('HGET', lease, 'token') or '', books, keys,
-  {readable(jobs), readable(groups)}, booked, tonumber(redis.call('GET', total) or 0),
+  {readable(jobs), readable(groups)}, memory,
 })
 """
 
@@ -102,10 +105,12 @@ class Books(NamedTuple):
     """It has a time to live."""
 
 
-class Booked(NamedTuple):
-    """What a client's job counts for in the broker's memory."""
+class Taken(NamedTuple):
+    """What a client's job, or dead letter, counts for in the broker's memory."""
 
-    job_id: str
+    name: str
+    is_held: bool
+    """It takes the memory; else room is reserved for what it may come to."""
     num_bytes: int
     ends: bool
     over: bool
@@ -129,19 +134,17 @@ class Seen(NamedTuple):
     keys: tuple[str, ...]
     readable: tuple[bool, ...]
     """The streams of jobs and of groups have their consumer groups."""
-    booked: dict[str, Booked]
-    client_total: int
+    memory: tuple[Taken, ...]
 
 
 async def look(broker: Broker, job_ids: list[str]) -> Seen:
     keys = broker.keys
     names = [keys.jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence, keys.lease]
-    names += [keys.client_bytes, keys.client_expiry, keys.client_total]
+    names += [keys.client_reserved, keys.client_held, keys.client_expiry]
     packed: Any = await broker.redis.eval(LOOK, len(names), *names, f"dvp:{{{broker.run_id}}}:*", *job_ids)
-    jobs, owners, groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, *rest = (
+    jobs, owners, groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable, memory = (
         msgpack.unpackb(packed)
     )
-    readable, booked, client_total = rest
     return Seen(
         tuple(Row(*row) for row in jobs),
         dict(owners),
@@ -155,8 +158,7 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
         {row[0]: Books(*row) for row in books},
         tuple(all_keys),
         tuple(readable),
-        {row[0]: Booked(*row) for row in booked},
-        client_total,
+        tuple(Taken(*row) for row in memory),
     )
 
 
@@ -377,21 +379,26 @@ class World:
         assert not seen.uncheckpointed & trainer.outstanding
 
     def _check_memory(self, seen: Seen) -> None:
-        """What clients' jobs take is booked exactly as long as they take it."""
-        booked = {id: row for id, row in seen.booked.items() if not row.over}
+        """What clients' jobs take is in the books exactly as long as they take it."""
         states = {id: seen.books[id].state for id in self.asked}
-        assert {id: row.ends for id, row in booked.items()} == {
-            id: state == "done" for id, state in states.items() if state in ("queued", "running", "done")
-        }, f"{seen.booked} are booked for {states}"
-        for job_id, row in booked.items():
-            most = self.asked[job_id].max_bytes
-            assert 0 < row.num_bytes < most if row.ends else row.num_bytes == most, row
-        assert seen.client_total == sum(row.num_bytes for row in seen.booked.values())
+        rows = [row for row in seen.memory if row.name != ":total" and not row.over]
+        reserved = {row.name: row.num_bytes for row in rows if not row.is_held}
+        most = {id: self.asked[id].max_bytes for id, state in states.items() if state in ("queued", "running")}
+        assert reserved == most, f"{reserved} are reserved for {states}"
+        held = {row.name: row for row in rows if row.is_held}
+        letters = {f":dead:{row.entry}" for row in seen.dead if row.job_id in self.asked}
+        done = {id for id, state in states.items() if state == "done"}
+        assert held.keys() == done | letters, f"{held} are held for {states} and {letters}"
+        assert {name for name, row in held.items() if row.ends} == done
+        for is_held in (False, True):
+            found = {row.name: row.num_bytes for row in seen.memory if row.is_held is is_held}
+            assert found.pop(":total", 0) == sum(found.values()), found
+            assert all(size > 0 for size in found.values())
 
     def _check_keys(self, seen: Seen) -> None:
         keys = self.broker.keys
         single = {getattr(keys, name) for name in ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")}
-        single |= {keys.fence, keys.lease, keys.counters, keys.client_bytes, keys.client_expiry, keys.client_total}
+        single |= {keys.fence, keys.lease, keys.counters, keys.client_reserved, keys.client_held, keys.client_expiry}
         orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
         assert not orphans, f"nobody knows {orphans}"
 
