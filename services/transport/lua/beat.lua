@@ -2,7 +2,18 @@
 -- ARGV: replica id, milliseconds between two measurements of the backlog, how many are kept, then field, value pairs.
 redis.call('ZADD', REPLICAS, now_ms(), ARGV[1])
 redis.call('HSET', REPLICA .. ARGV[1], unpack(ARGV, 4))
-let_go()
+
+-- Mends the books of clients: what has expired, and a few rows at random whose job or letter is not there any more.
+forget_expired()
+for _, id in ipairs(redis.call('HRANDFIELD', CLIENT_RESERVED, 3)) do
+  if id ~= ':total' and (redis.call('EXISTS', JOB .. id) == 0 or ended(id)) then reserve(id, 0) end
+end
+for _, name in ipairs(redis.call('HRANDFIELD', CLIENT_HELD, 3)) do
+  local letter = string.match(name, '^:dead:(.+)')
+  local there = letter and read(DEAD, letter) or redis.call('ZSCORE', CLIENT_EXPIRY, name)
+  if name ~= ':total' and not there then hold(name, 0) end
+end
+
 local last = redis.call('XREVRANGE', BACKLOGS, '+', '-', 'COUNT', 1)[1]
 if not last or now_ms() - string.match(last[1], '^%d+') >= tonumber(ARGV[2]) then
   redis.call('XADD', BACKLOGS, 'MAXLEN', ARGV[3], '*', 'length', unread(JOBS, REPLICA_GROUP))

@@ -110,29 +110,19 @@ local function total(hash)
   return tonumber(redis.call('HGET', hash, ':total') or 0)
 end
 
--- Lets go of what has expired, and of a few rows at random whose job or letter is not there any more.
-local function let_go()
+local function forget_expired()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now_ms(), 'LIMIT', 0, 1000)) do hold(id, 0) end
-  for _, id in ipairs(redis.call('HRANDFIELD', CLIENT_RESERVED, 3)) do
-    if id ~= ':total' and (redis.call('EXISTS', JOB .. id) == 0 or ended(id)) then reserve(id, 0) end
-  end
-  for _, name in ipairs(redis.call('HRANDFIELD', CLIENT_HELD, 3)) do
-    local letter = string.match(name, '^:dead:(.+)')
-    local there = letter and read(DEAD, letter) or redis.call('ZSCORE', CLIENT_EXPIRY, name)
-    if name ~= ':total' and not there then hold(name, 0) end
-  end
 end
 
 -- Why no job of a client that may come to `bytes` is admitted: 'large', 'results', 'memory' or nil. Then what clients
 -- have taken, and how much they may.
 local function client_refusal(bytes)
-  let_go()
+  forget_expired()
   local used, limit = memory()
   local reserved, allowed = total(CLIENT_RESERVED), math.floor(CLIENT_SHARE * limit)
   local taken, refusal = reserved + total(CLIENT_HELD), nil
-  if limit == 0 then
-    refusal = nil
-  elseif bytes > allowed then
+  if limit == 0 then return nil, taken, allowed end
+  if bytes > allowed then
     refusal = 'large'
   elseif taken + bytes > allowed then
     refusal = 'results'

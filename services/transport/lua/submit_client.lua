@@ -4,13 +4,13 @@
 local refusal, taken, allowed = client_refusal(tonumber(ARGV[4]))
 local outcome = redis.call('HGET', JOB .. ARGV[1], 'state')
 if outcome then
-  return {outcome, taken, allowed}
+  -- A no-op.
 elseif closed() then
   outcome = 'closed'
-elseif not refusal and unread(JOBS, REPLICA_GROUP) >= tonumber(ARGV[3]) then
-  outcome = 'backlog'
 elseif refusal then
   outcome = refusal
+elseif unread(JOBS, REPLICA_GROUP) >= tonumber(ARGV[3]) then
+  outcome = 'backlog'
 else
   enqueue(ARGV[1], 'client', ARGV[2], now_ms())
   reserve(ARGV[1], tonumber(ARGV[4]))
