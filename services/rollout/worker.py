@@ -103,14 +103,14 @@ class Worker:
         gone = {lease.entry_id for lease in lost}
         for task, lease in list(self._running.items()):
             if lease.entry_id in gone - self._settling:
-                logger.warning("job %s: its lease is lost or it was deleted; its samples go", lease.job.job_id)
+                logger.warning("job %s: lease lost, or job deleted; its samples are dropped", lease.job.job_id)
                 task.cancel()
         await asyncio.sleep(self._lease_s / 4)
 
     async def _guarded(self, lease: Lease) -> None:
         begin = time.monotonic()
         try:
-            outcome = await self._run(lease)
+            outcome = await self._run(lease, begin)
         except (LeaseLostError, UnavailableError) as error:
             outcome = "lost"
             logger.warning("job %s: %s", lease.job.job_id, error)
@@ -132,9 +132,9 @@ class Worker:
         self._rests_until = max(self._rests_until, begin + pause_s)
         self._errors_in_a_row += 1
 
-    async def _run(self, lease: Lease) -> str:
+    async def _run(self, lease: Lease, begin: float) -> str:
         """How the job ended here. Only a commit or a fail settles it."""
-        trace, begin = [lease.job.metadata], time.monotonic()
+        trace = [lease.job.metadata]
         with tracing.span("wait in queue", trace, since=lease.job.submitted_at):
             pass
         try:
