@@ -59,6 +59,7 @@ class Guard:
         refusal = (
             self._refusal(path, headers, hosts)
             or _foreign(scope["method"], headers, hosts)
+            or _ambiguous(headers)
             or self._too_large(headers)
             or self._too_many(path)
         )
@@ -126,6 +127,13 @@ def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> 
         return None
     detail = f"a page of {origin} may not change anything at {', '.join(hosts)}; a proxy in between must keep the Host"
     return HTTPException(403, detail)
+
+
+def _ambiguous(headers: dict[bytes, bytes]) -> HTTPException | None:
+    """A proxy may heed the one and this service the other, and find the next request at another place."""
+    if not {b"content-length", b"transfer-encoding"} <= headers.keys():
+        return None
+    return HTTPException(400, "Content-Length and Transfer-Encoding: send one of them", {"Connection": "close"})
 
 
 def _credential(authorization: bytes) -> bytes:

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -17,9 +19,17 @@ from fastapi import FastAPI
 
 from services.contract.errors import ConfigError
 
+from .connections import Connection, Waiting
+from .settings import MAX_REQUESTS
+
 logger = logging.getLogger(__name__)
 
-BACKLOG = 512
+BACKLOG = 256
+"""Connections that the kernel keeps until they are accepted, and that asyncio accepts at once."""
+MIN_CONNECTIONS = 128
+OTHER_FILES = 512
+"""What a service has open besides connections to it: its libraries, weights, the broker, an engine."""
+WANTED_FILES = 8192
 ANSWER_S = 2
 """Time to send the last answers after requests were ended."""
 
@@ -32,10 +42,15 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: FastAPI, drain_s: float) -> HttpServer:
-    """`drain_s`: how long requests may go on after `should_exit`."""
+def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) -> HttpServer:
+    """`drain_s`: how long requests may go on after `should_exit`. `max_requests`: answered at the same time; as many
+    connections may wait for a request. Raises ConfigError if the process may not open so many files."""
+    max_connections = max(2 * max_requests, MIN_CONNECTIONS)
+    _allow_files(max_connections + BACKLOG + OTHER_FILES)
     config = uvicorn.Config(
         app,
+        http=partial(Connection, Waiting(max_connections)),  # type: ignore[arg-type]
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -44,6 +59,22 @@ def http_server(app: FastAPI, drain_s: float) -> HttpServer:
         timeout_graceful_shutdown=math.ceil(drain_s) + ANSWER_S,
     )
     return HttpServer(config)
+
+
+def _allow_files(needed: int) -> None:
+    """Raises the soft limit: many systems set it to 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    endless = resource.RLIM_INFINITY
+    wanted = max(needed, WANTED_FILES)
+    allowed = wanted if hard == endless else min(wanted, hard)
+    if soft != endless and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft != endless and soft < needed:
+        raise ConfigError(
+            f"this process may open {soft} files, and needs {needed} for its connections: raise the limit (ulimit -n), "
+            "or lower max_requests where there is that setting"
+        )
 
 
 def stop_signals() -> asyncio.Event:

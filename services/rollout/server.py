@@ -29,7 +29,8 @@ async def serve(settings: RolloutSettings, context: LogContext, asked_to_stop: a
         port_file(settings.port_file, listener),
     ):
         service = Service(settings, context)
-        http = http_server(create_app(service, tokens, settings.max_requests), settings.drain_s)
+        app = create_app(service, tokens, settings.max_requests)
+        http = http_server(app, settings.drain_s, settings.max_requests)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
         await _run(service, http, listener, asked_to_stop)
 

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 
 from services.http.server import bound, http_server
+from services.http.settings import MAX_REQUESTS
 from services.logs import LogContext
 from services.monitor import app as monitor
 from services.monitor.poller import Poller
@@ -52,10 +53,10 @@ APPS: dict[str, AppMaker] = {
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: FastAPI, max_requests: int = MAX_REQUESTS) -> Iterator[str]:
     """Its URL, on loopback."""
     with bound("127.0.0.1", 0) as listener:
-        http = http_server(app, drain_s=0)
+        http = http_server(app, drain_s=0, max_requests=max_requests)
 
         async def serve(asked_to_stop: asyncio.Event) -> None:
             serving = asyncio.create_task(http.serve(sockets=[listener]))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.logs import LogFormat, configure
+from services import logs
+from services.logs import MAX_ALIKE, LogFormat, configure
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +46,29 @@ def test_text_is_for_people_and_foreign_loggers_are_quiet(capsys: pytest.Capture
     assert len(lines) == 1
     assert "hello" in lines[0]
     assert "replica=a" in lines[0]
+
+
+def test_nobody_fills_the_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    configure()
+    for number in range(3 * MAX_ALIKE):
+        logging.getLogger("asyncio").error("connection %d", number)
+        logging.getLogger("services.example").info("step %d", number)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("step" in line for line in lines) == 3 * MAX_ALIKE
+    assert sum("connection" in line for line in lines) == MAX_ALIKE
+    assert sum("20 lines like this within 60 s" in line for line in lines) == 1
+    monkeypatch.setattr(logs, "ALIKE_S", 0.0)
+    logging.getLogger("asyncio").error("from elsewhere")
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_log_says_how_much_it_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    configure()
+    for number in range(MAX_ALIKE + 6):
+        if number == MAX_ALIKE + 5:
+            monkeypatch.setattr(logs, "ALIKE_S", 0.0)
+            capsys.readouterr()
+        logging.getLogger("asyncio").error("connection %d", number)
+    told, line = capsys.readouterr().err.splitlines()
+    assert "left out 5 lines like the next" in told
+    assert f"connection {MAX_ALIKE + 5}" in line

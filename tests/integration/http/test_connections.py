@@ -1,0 +1,216 @@
+"""Clients that connect and say nothing, begin and do not end, or ask and do not read: nobody else notices."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from fastapi import FastAPI, Response
+
+from services.contract.errors import ConfigError
+from services.http import connections
+from services.http.server import http_server
+from tests.integration.http.served import serving
+from tests.kit import web
+from tests.kit.processes import PYTHON, process, run
+from tests.kit.wait import WITHIN_S, until
+
+ANSWER_BYTES = 64 << 20
+NUM_HALF_OPEN = 3_000
+MAX_FILES = 2_048
+BEGUN = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+def _app() -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/healthz")
+    def small() -> Response:
+        return Response("here")
+
+    @app.get("/large")
+    def large() -> Response:
+        return Response(bytes(ANSWER_BYTES))
+
+    return app
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server with little patience."""
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.3)
+    with serving(_app()) as url:
+        yield url
+
+
+def _connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=WITHIN_S)
+
+
+def _closed(client: socket.socket) -> bool:
+    """Waits for the end of the connection, and throws away what comes before it."""
+    try:
+        while client.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /hea",
+        BEGUN,
+        BEGUN + b"\r\n" + BEGUN,
+        # The answer does not wait for this body.
+        BEGUN.replace(b"GET", b"POST") + b"Transfer-Encoding: chunked\r\n\r\n5\r\n12",
+    ],
+    ids=["nothing", "half a line", "half of the headers", "a second request by half", "half a body that nobody reads"],
+)
+def test_who_sends_no_whole_request_is_not_waited_for(url: str, sent: bytes) -> None:
+    with _connect(url) as client:
+        client.sendall(sent)
+        assert _closed(client)
+
+
+def test_who_sends_a_little_now_and_then_is_not_waited_for_either(url: str) -> None:
+    with _connect(url) as client:
+        client.sendall(BEGUN)
+
+        def write() -> bool:
+            try:
+                client.sendall(b"a")
+            except OSError:
+                return True
+            return False
+
+        until(write, "the server closes the connection")
+
+
+def test_headers_without_an_end_take_no_memory(url: str) -> None:
+    before = psutil.Process().memory_info().rss
+    with _connect(url) as client:
+        client.sendall(BEGUN)
+        endless = (b"A: " + b"b" * (1 << 18) for _ in range(1_024))
+        with pytest.raises(ConnectionError):
+            all(client.sendall(part) is None for part in endless)
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_who_does_not_read_is_not_waited_for(url: str) -> None:
+    with _connect(url) as client:
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        until(lambda: _server_side(client) is None, "the server closes the connection")
+
+
+def test_who_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at by hand, so that no clock decides."""
+    looks: queue.Queue[Callable[[], object]] = queue.Queue()
+
+    def watch(self: connections.Connection, unread: int) -> None:
+        self._unread = self.loop.call_later(WITHIN_S, self.transport.abort)
+        looks.put(lambda: self.loop.call_soon_threadsafe(self._check_read, unread))
+
+    monkeypatch.setattr(connections.Connection, "_watch", watch)
+    with serving(_app()) as url, _connect(url) as client, client.makefile("rb") as answer:
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        for _ in range(2):
+            look = looks.get(timeout=WITHIN_S)
+            # More than the kernel holds for the two of them, so that the server has written some of it.
+            assert len(answer.read(ANSWER_BYTES // 4)) == ANSWER_BYTES // 4
+            look()
+        look = looks.get(timeout=WITHIN_S)
+        assert len(answer.read()) > ANSWER_BYTES // 2
+        look()
+
+
+def test_the_oldest_that_asks_nothing_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With connections that are answered meanwhile, which stay."""
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", WITHIN_S)
+    with serving(_app(), max_requests=1) as url, ExitStack() as stack:
+        clients = [stack.enter_context(_connect(url)) for _ in range(200)]
+        assert all(_closed(client) for client in clients[:72])
+        assert web.get(f"{url}/healthz").text == "here"
+        assert _closed(clients[72])
+        clients[-1].sendall(BEGUN + b"\r\n")
+        assert clients[-1].recv(1 << 10).startswith(b"HTTP/1.1 200")
+
+
+def test_thousands_that_say_nothing_stop_no_replica(small_model: Path, broker_url: str, tmp_path: Path) -> None:
+    """More than it may open files, as in the audit that found it: /healthz hung, and asyncio logged 400 MB a minute."""
+    port_file, log = tmp_path / "port", tmp_path / "log"
+    arguments = ["--model", str(small_model), "--engine", "fake", "--redis-url", broker_url, "--run-id", "half-open"]
+    command = _limited(MAX_FILES, [*arguments, "--port", "0", "--port-file", str(port_file), "--token", "secret"])
+    with _many_files(), process(command, log) as replica, ExitStack() as stack:
+        until(port_file.exists)
+        url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+        until(lambda: web.get(f"{url}/readyz").status_code == 200)
+        for _ in range(NUM_HALF_OPEN):
+            stack.enter_context(_connect(url)).sendall(BEGUN)
+            assert replica.poll() is None
+        headers = {"Authorization": "Bearer secret"}
+        assert web.get(f"{url}/healthz").status_code == 200
+        job = {"prompt": "1", "job_id": "one"}
+        assert web.post(f"{url}/v1/jobs", json=job, headers=headers).status_code == 202
+        until(lambda: web.get(f"{url}/v1/jobs/one", headers=headers).json()["status"] == "done")
+        assert psutil.Process(replica.pid).num_fds() < MAX_FILES
+    assert "closed the one that sends no request for longest" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert log.stat().st_size < 20_000
+
+
+def test_a_limit_on_files_that_cannot_do_is_refused_by_name(small_model: Path) -> None:
+    answer = run(_limited(512, ["--model", str(small_model), "--engine", "fake", "--port", "0"]))
+    assert answer.returncode == 2
+    assert "may open 512 files" in answer.stderr
+    assert "ulimit -n" in answer.stderr
+
+
+def test_a_low_soft_limit_is_raised() -> None:
+    with _files(soft=256):
+        http_server(_app(), drain_s=0)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1_792
+    with _files(soft=256), pytest.raises(ConfigError, match="needs 2000768"):
+        http_server(_app(), drain_s=0, max_requests=1_000_000)
+
+
+def _limited(max_files: int, arguments: Sequence[str]) -> list[str]:
+    """A replica that cannot raise its limit."""
+    return ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *PYTHON, "services.rollout", *arguments]
+
+
+@contextmanager
+def _files(soft: int) -> Iterator[None]:
+    """This process's own limit, restored."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def _many_files() -> Iterator[None]:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 2 * NUM_HALF_OPEN:
+        pytest.skip(f"this process may open {hard} files only")
+    with _files(soft=2 * NUM_HALF_OPEN):
+        yield
+
+
+def _server_side(client: socket.socket) -> psutil._common.pconn | None:
+    """This process's own end of the other side."""
+    here = client.getsockname()
+    sides = psutil.Process().net_connections("tcp")
+    return next((side for side in sides if side.raddr and tuple(side.raddr) == here), None)
