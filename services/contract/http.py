@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .arrays import Float32Array, Int32Array
-from .group import EngineFacts, FinishReason, Group, VersionSpan
+from .group import EngineFacts, FinishReason, Sample, VersionSpan
 from .job import JOB_ID, MAX_SAMPLES, JobState
 from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
 
@@ -97,6 +97,10 @@ class SampleBody(Body):
     text: str | None = None
     """For people: without special tokens, cut before a stop string. null when return_text is false."""
 
+    @classmethod
+    def of(cls, sample: Sample, text: str | None) -> SampleBody:
+        return cls(**{name: getattr(sample, name) for name in type(sample).model_fields}, text=text)
+
 
 class RolloutResponse(Body):
     job_id: str
@@ -105,15 +109,6 @@ class RolloutResponse(Body):
     engine: EngineFacts
     samples: tuple[SampleBody, ...]
     metadata: dict[str, Any] = Field(default_factory=dict)
-
-    @classmethod
-    def from_group(cls, group: Group, texts: tuple[str | None, ...]) -> RolloutResponse:
-        bodies = tuple(
-            SampleBody(**{name: getattr(sample, name) for name in type(sample).model_fields}, text=text)
-            for sample, text in zip(group.samples, texts, strict=True)
-        )
-        fields = ("job_id", "run_id", "prompt_ids", "engine", "metadata")
-        return cls(**{name: getattr(group, name) for name in fields}, samples=bodies)
 
 
 class JobAccepted(Body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -25,6 +26,7 @@ from services.http import problems
 from services.http.counted import CountedRequests
 from services.http.guard import Guard
 
+from .answers import Streamed
 from .loops import race
 from .service import Service
 
@@ -56,8 +58,8 @@ Served = Annotated[Service, Depends(_service)]
 @router.post("/v1/rollouts", response_model=RolloutResponse)
 async def rollout(body: RolloutRequest, request: Request, service: Served) -> Response:
     """Samples now, on this replica. Stops when the client disconnects."""
-    response = await race(service.rollout(body), _disconnected(request))
-    return Response(status_code=CLIENT_GONE) if response is None else _json(response)
+    pieces = await race(service.rollout(body), _disconnected(request))
+    return Response(status_code=CLIENT_GONE) if pieces is None else Streamed(nullcontext(pieces))
 
 
 @router.post("/v1/jobs", status_code=202, response_model=JobAccepted)
@@ -69,7 +71,7 @@ async def submit(body: JobRequest, service: Served) -> Response:
 @router.get("/v1/jobs/{job_id}", response_model=JobStatus)
 async def job(job_id: str, service: Served) -> Response:
     """The state of a job submitted over HTTP. Results are kept one hour, or until they are deleted."""
-    return _json(await service.job(job_id))
+    return Streamed(service.job(job_id))
 
 
 @router.delete("/v1/jobs/{job_id}", response_model=JobStatus)

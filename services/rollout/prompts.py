@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
 from services.contract.errors import RequestError
-from services.contract.group import Group
-from services.contract.http import JobRequest, RolloutRequest, RolloutResponse
+from services.contract.group import Group, Sample
+from services.contract.http import JobRequest, RolloutRequest, RolloutResponse, SampleBody
 from services.contract.job import Job, Sink
 from services.contract.record import describe
 from services.engines.limits import check_size
+
+from .answers import in_pieces
 
 if TYPE_CHECKING:
     from services.engines.protocol import Engine
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 R = TypeVar("R")
 
+PIECE_TOKENS = 8_192
+"""About a megabyte of JSON, and some ten milliseconds."""
 NO_TEXT = "dvp:no_text"
 """Metadata key by which a queued job remembers `return_text: false`; it never leaves the service."""
 
@@ -63,13 +68,19 @@ class Prompts:
         check_size(job, self._engine.context_length)
         return job
 
-    async def response(self, group: Group) -> RolloutResponse:
-        if group.metadata.get(NO_TEXT):
-            texts: tuple[str | None, ...] = (None,) * len(group.samples)
-        else:
-            texts = await self._in_thread(self._texts, group)
+    def response(self, group: Group) -> AsyncIterator[bytes]:
+        """A RolloutResponse as JSON."""
         metadata = {key: value for key, value in group.metadata.items() if key != NO_TEXT}
-        return RolloutResponse.from_group(group.model_copy(update={"metadata": metadata}), texts)
+        fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "engine")}
+        return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", self._samples(group))
+
+    async def _samples(self, group: Group) -> AsyncIterator[bytes]:
+        stops = None if group.metadata.get(NO_TEXT) else group.sampling.stop
+        separator = b"["
+        for few in _few_tokens(group.samples):
+            yield separator + await self._in_thread(partial(self._encode_samples, stops), few)
+            separator = b","
+        yield b"]"
 
     async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
         """Off the event loop, on one thread: the fast tokenizers are not re-entrant."""
@@ -91,9 +102,27 @@ class Prompts:
         if max(prompt_ids) >= self._engine.vocab_size:
             raise _refused(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
 
-    def _texts(self, group: Group) -> tuple[str, ...]:
-        stops = group.sampling.stop
-        return tuple(trim(self._tokenizer.decode(sample.token_ids.tolist()), stops) for sample in group.samples)
+    def _encode_samples(self, stops: Sequence[str] | None, samples: Sequence[Sample]) -> bytes:
+        return b",".join(
+            SampleBody.of(sample, self._text(sample, stops)).model_dump_json().encode() for sample in samples
+        )
+
+    def _text(self, sample: Sample, stops: Sequence[str] | None) -> str | None:
+        return None if stops is None else trim(self._tokenizer.decode(sample.token_ids.tolist()), stops)
+
+
+def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Some of them at a time: those that together have PIECE_TOKENS."""
+    few: list[Sample] = []
+    num_tokens = 0
+    for sample in samples:
+        few.append(sample)
+        num_tokens += len(sample.token_ids)
+        if num_tokens >= PIECE_TOKENS:
+            yield few
+            few, num_tokens = [], 0
+    if few:
+        yield few
 
 
 def trim(text: str, stops: Sequence[str]) -> str:

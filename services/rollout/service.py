@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from services.contract.errors import UnavailableError
 from services.contract.http import (
@@ -12,7 +14,6 @@ from services.contract.http import (
     JobStatus,
     QueueHealth,
     RolloutRequest,
-    RolloutResponse,
     WeightStatus,
 )
 from services.logs import LogContext
@@ -20,6 +21,7 @@ from services.transport.health import queue_health
 from services.transport.submission import Submission
 
 from .admission import Slots
+from .answers import Room, in_pieces, nothing
 from .engine import build
 from .loops import race
 from .metrics import Metrics
@@ -30,6 +32,9 @@ from .weight_folders import WeightFolders
 from .weights import WeightSwap
 
 logger = logging.getLogger(__name__)
+
+MAX_RESULTS_BYTES = 64 << 20
+"""Of results that are read and sent at the same time. In memory they take some three times as much."""
 
 
 class Service:
@@ -42,6 +47,7 @@ class Service:
         self._replica: Replica | None = None
         self._swap: WeightSwap | None = None
         self._uplink: Uplink | None = None
+        self._room = Room(MAX_RESULTS_BYTES)
         self._stopping = False
         self._cut_off = asyncio.Event()
 
@@ -76,8 +82,8 @@ class Service:
         if self._replica is not None:
             await self._replica.engine.close()
 
-    async def rollout(self, request: RolloutRequest) -> RolloutResponse:
-        """Generates here and now, past the queue. Cancelling stops the samples."""
+    async def rollout(self, request: RolloutRequest) -> AsyncIterator[bytes]:
+        """A RolloutResponse as JSON. Generates here and now, past the queue. Cancelling stops the samples."""
         replica = self.replica
         job = await replica.prompts.job(request, replica.run_id)
         replica.slots.admit(job.n)
@@ -85,7 +91,7 @@ class Service:
             group = await race(replica.generate(job, self.settings.job_timeout_s), self._cut_off.wait())
         if group is None:
             raise UnavailableError("this replica is stopping")
-        return await replica.prompts.response(group)
+        return replica.prompts.response(group)
 
     async def submit(self, request: JobRequest) -> str:
         """The id of the queued job."""
@@ -94,10 +100,18 @@ class Service:
         await Submission(uplink.broker).submit_client(job, limit=self.settings.max_queued)
         return job.job_id
 
-    async def job(self, job_id: str) -> JobStatus:
-        report = await Submission(self.uplink.broker).status(job_id)
-        group = None if report.group is None else await self.replica.prompts.response(report.group)
-        return JobStatus(status=report.state, group=group, error=report.error)
+    @asynccontextmanager
+    async def job(self, job_id: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """A JobStatus as JSON. Raises OverloadedError if too many results are being read."""
+        submission = Submission(self.uplink.broker)
+        report = await submission.status(job_id)
+        status = JobStatus(status=report.state, error=report.error)
+        if report.num_bytes is None:
+            yield in_pieces(status, "group", nothing())
+            return
+        async with self._room.hold(report.num_bytes):
+            group = await submission.result(job_id)
+            yield in_pieces(status, "group", self.replica.prompts.response(group))
 
     async def delete_job(self, job_id: str) -> JobStatus:
         return JobStatus(status=await Submission(self.uplink.broker).delete(job_id))

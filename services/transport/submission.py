@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -35,9 +36,9 @@ class Submitted(StrEnum):
 
 class JobReport(NamedTuple):
     state: JobState
-    group: Group | None
-    """Only for sink `client` and state done."""
-    error: str | None
+    error: str | None = None
+    num_bytes: int | None = None
+    """Of the result, which only a client's job has that is done."""
 
 
 class Submission:
@@ -118,18 +119,24 @@ class Submission:
 
     async def status(self, job_id: str) -> JobReport:
         """Raises NotFoundError for an id nobody submitted, or whose result has expired."""
-        redis, keys = self.broker.redis, self.broker.keys
-        result: Any = None
-        async with self.broker.call():
-            stored: Any = await redis.hgetall(keys.job(job_id))
-            fields = {name.decode(): value.decode() for name, value in stored.items()}
-            wants_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
-            if wants_result:
-                result = await redis.get(keys.result(job_id))
-        if "state" not in fields or (wants_result and result is None):
+        keys = self.broker.keys
+        async with self.broker.call(), self.broker.redis.pipeline() as both:
+            both.hgetall(keys.job(job_id))
+            both.strlen(keys.result(job_id))
+            stored, num_bytes = await both.execute()
+        fields = {name.decode(): value.decode() for name, value in stored.items()}
+        has_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
+        if "state" not in fields or (has_result and not num_bytes):
             raise NotFoundError(UNKNOWN.format(job_id))
-        group = None if result is None else Group.from_bytes(result)
-        return JobReport(JobState(fields["state"]), group, fields.get("error"))
+        return JobReport(JobState(fields["state"]), fields.get("error"), num_bytes if has_result else None)
+
+    async def result(self, job_id: str) -> Group:
+        """What a client's job that is done came to. Raises NotFoundError."""
+        async with self.broker.call():
+            result: Any = await self.broker.redis.get(self.broker.keys.result(job_id))
+        if result is None:
+            raise NotFoundError(UNKNOWN.format(job_id))
+        return await asyncio.to_thread(Group.from_bytes, result)
 
 
 def _mib(num_bytes: int) -> str:

@@ -41,19 +41,18 @@ RECORDS: tuple[Record, ...] = (
     Announcement(version=f"{RUN}:1:ab", step=1, folder="/w", min_seq=1, announced_at=1.0),
     Manifest(run_id=RUN, seq=1, step=1, files=(WeightFile(name="a", size=1, sha256="0" * 64),)),
 )
+GROUP = make_group(JOB)
+RESPONSE = http.RolloutResponse(
+    **{name: getattr(GROUP, name) for name in ("job_id", "run_id", "prompt_ids", "engine", "metadata")},
+    samples=tuple(http.SampleBody.of(sample, text) for sample, text in zip(GROUP.samples, ("a", None), strict=True)),
+)
 BODIES: tuple[tuple[type[BaseModel], dict[str, Any]], ...] = (
     (http.RolloutRequest, {"prompt": "1", "n": 2, "sampling": {"stop": ["x"], "seed": 1}, "metadata": {"a": [1]}}),
     (http.RolloutRequest, {"prompt_ids": [1, 2], "return_text": False}),
     (http.JobRequest, {"messages": [{"role": "user", "content": "hi"}], "job_id": "a"}),
     (Selection, {"entry_ids": ["1-0", "2-0"]}),
     (http.Problem, {"title": "t", "status": 400, "detail": "d", "errors": [{"field": "f", "allowed": "a"}]}),
-    (
-        http.JobStatus,
-        {
-            "status": "done",
-            "group": http.RolloutResponse.from_group(make_group(JOB), ("a", None)).model_dump(mode="json"),
-        },
-    ),
+    (http.JobStatus, {"status": "done", "group": RESPONSE.model_dump(mode="json")}),
 )
 MAX_GROWTH = 256 * 2**20
 NESTED: Any = [[]]

@@ -1,14 +1,25 @@
-"""The table of limits in services/rollout/README.md says what the code does."""
+"""The tables of limits in the READMEs say what the code does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
+from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE
 
 from services.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
 from services.contract.job import MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
 from services.contract.sampling import Sampling
+from services.http.connections import MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
 from services.http.guard import BODY_TIMEOUT_S
+from services.http.server import BACKLOG, MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
+from services.http.settings import MAX_REQUESTS
+from services.logs import ALIKE_S, MAX_ALIKE
 from services.rollout.admission import RETRY_AFTER_S
+from services.rollout.answers import RETRY_AFTER_S as RETRY_AFTER_ROOM_S
+from services.rollout.answers import SEND_TIMEOUT_S, WAIT_S
+from services.rollout.service import MAX_RESULTS_BYTES
 from services.rollout.settings import RolloutSettings
 from services.transport.broker import (
     CLIENT_MEMORY_SHARE,
@@ -21,7 +32,7 @@ from services.transport.broker import (
 from services.transport.submission import RETRY_AFTER_BACKLOG_S, RETRY_AFTER_CLOSED_S
 from trainer.config import BatchSection, CheckpointSection
 
-README = Path(__file__).parents[2] / "services/rollout/README.md"
+SERVICES = Path(__file__).parents[2] / "services"
 
 
 def default(name: str) -> int:
@@ -46,6 +57,7 @@ def table() -> str:
     batch, checkpoint = BatchSection(), CheckpointSection()
     memory = "of its maxmemory"
     samples = f"{default('max_batch')} + {default('max_waiting')}"
+    results = f"waits {WAIT_S:.0f} s, then {busy(RETRY_AFTER_ROOM_S)}"
     num_in_flight = batch.groups * (1 + batch.max_staleness)
     rows = [
         ("Body", f"{MAX_BODY_BYTES >> 20} MiB", "413, before it is parsed"),
@@ -68,12 +80,36 @@ def table() -> str:
         ("What one of them may come to", f"{CLIENT_SHARE:.0%} {memory}", "422"),
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
+        ("Results of POST /v1/jobs that are read at the same time", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
+        ("", f"each sent within {SEND_TIMEOUT_S:.0f} s", "closed"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),
         ("Trained groups in the broker", f"checkpoint.interval: {checkpoint.interval} batches", "a checkpoint"),
     ]  # fmt: skip
+    return markdown(rows)
+
+
+def table_of_connections() -> str:
+    max_connections = max(2 * MAX_REQUESTS, MIN_CONNECTIONS)
+    files = max_connections + BACKLOG + OTHER_FILES
+    rows = [
+        ("Requests that are answered at the same time", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
+        ("Connections", f"twice as many: {max_connections:,}", "the one that sends no request for longest is closed"),
+        ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),
+        ("Their size", f"{DEFAULT_MAX_INCOMPLETE_EVENT_SIZE >> 10} KiB", "400"),
+        ("Time for a request's body", f"{BODY_TIMEOUT_S:.0f} s", "408"),
+        (f"Time to take {MIN_READ_BYTES >> 10} KiB of an answer, or all of it", f"{READ_TIMEOUT_S:.0f} s", "closed"),
+        ("Warnings and errors from one line of code", f"{MAX_ALIKE} in {ALIKE_S:.0f} s", "counted, not written"),
+        ("Open files", f"raised to {WANTED_FILES:,}", f"no start with less than {files:,}"),
+    ]  # fmt: skip
+    return markdown(rows)
+
+
+def markdown(rows: Iterable[tuple[str, ...]]) -> str:
     lines = ["| What | Limit, defaults of settings | Beyond it |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 
-def test_the_table_of_limits_is_true() -> None:
-    assert table() in README.read_text(), f"services/rollout/README.md should say\n\n{table()}"
+@pytest.mark.parametrize(("package", "expected"), [("rollout", table()), ("http", table_of_connections())])
+def test_the_table_of_limits_is_true(package: str, expected: str) -> None:
+    readme = SERVICES / package / "README.md"
+    assert expected in readme.read_text(), f"{readme} should say\n\n{expected}"

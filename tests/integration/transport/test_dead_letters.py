@@ -81,7 +81,7 @@ async def test_a_replayed_job_is_as_if_it_had_never_died(rig: Rig, sink: Sink) -
     (lease,) = await rig.finish(rig.replica("b"), 4)
     assert (lease.job, lease.deliveries) == (letter.job, 0)
     if sink is Sink.CLIENT:
-        assert (await rig.submission.status(lease.job.job_id)).group == make_group(lease.job, "b")
+        assert await rig.submission.result(lease.job.job_id) == make_group(lease.job, "b")
     else:
         (delivery,) = await rig.groups.read(4, BLOCK_MS, sink)
         assert isinstance(delivery.item, Group)

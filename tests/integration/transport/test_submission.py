@@ -118,7 +118,9 @@ async def test_a_client_gets_its_result(rig: Rig) -> None:
     assert await rig.submission.status(job.job_id) == (JobState.QUEUED, None, None)
     await rig.finish(rig.replica("a"), 1)
     report = await rig.submission.status(job.job_id)
-    assert report == (JobState.DONE, make_group(job, "a"), None)
+    result = make_group(job, "a")
+    assert report == (JobState.DONE, None, len(result.to_bytes()))
+    assert await rig.submission.result(job.job_id) == result
     for key in (rig.broker.keys.job(job.job_id), rig.broker.keys.result(job.job_id)):
         assert 0 < await rig.broker.redis.ttl(key) <= 3600
     assert await rig.length(rig.broker.keys.groups) == 0
@@ -127,6 +129,8 @@ async def test_a_client_gets_its_result(rig: Rig) -> None:
 async def test_an_unknown_job_is_not_found(rig: Rig) -> None:
     with pytest.raises(NotFoundError, match="'nobody'"):
         await rig.submission.status("nobody")
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        await rig.submission.result("nobody")
 
 
 async def test_a_full_backlog_refuses_clients_with_a_reason(rig: Rig) -> None:

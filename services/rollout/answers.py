@@ -1,0 +1,97 @@
+"""Answers that may be large: made while they are sent, a few thousand tokens at a time, and only so many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from services.contract.errors import OverloadedError
+
+logger = logging.getLogger(__name__)
+
+JSON = "application/json"
+SMALL_BYTES = 64 * 1024
+WAIT_S = 10.0
+"""For other answers to end."""
+RETRY_AFTER_S = 5.0
+SEND_TIMEOUT_S = 600.0
+
+
+class Room:
+    """Bytes of results, as the broker holds them, that may be read and sent at the same time."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._size = self._free = num_bytes
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        """What is larger than the room has it alone. Raises OverloadedError after WAIT_S."""
+        held = min(num_bytes, self._size)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while self._free < held:
+                    await self._freed.wait()
+        except TimeoutError:
+            reason = f"other results of {(self._size - self._free) >> 20} MiB are being read"
+            raise OverloadedError(reason, RETRY_AFTER_S) from None
+        self._free -= held
+        try:
+            yield
+        finally:
+            self._free += held
+            self._freed.set()
+            self._freed = asyncio.Event()
+
+
+async def in_pieces(body: BaseModel, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """`body` as JSON, with `pieces` as the value of the field `name`, which comes last. One call into pydantic cannot
+    be interrupted: for megabytes of numbers the event loop would stand still."""
+    yield body.model_dump_json(exclude={name}).encode().removesuffix(b"}") + f',"{name}":'.encode()
+    async for piece in pieces:
+        yield piece
+    yield b"}"
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    yield b"null"
+
+
+class Streamed(Response):
+    """JSON that comes in pieces, from a context that is left when the last one was sent, or the client is gone, or too
+    slow. What goes wrong before there are SMALL_BYTES is answered as an error."""
+
+    def __init__(self, pieces: AbstractAsyncContextManager[AsyncIterator[bytes]]) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._pieces as pieces:
+            answer = await _answer(pieces)
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await answer(scope, receive, send)
+            except TimeoutError:
+                logger.warning("gave up on a client that did not read its answer within %g s", SEND_TIMEOUT_S)
+
+
+async def _answer(pieces: AsyncIterator[bytes]) -> Response:
+    begin = b""
+    async for piece in pieces:
+        begin += piece
+        if len(begin) > SMALL_BYTES:
+            return StreamingResponse(_joined(begin, pieces), media_type=JSON)
+    return Response(begin, media_type=JSON)
+
+
+async def _joined(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield begin
+    async for piece in rest:
+        yield piece

@@ -1,0 +1,192 @@
+"""Large results: made in pieces, so many bytes at a time, and never waiting for ever for who does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.contract.errors import OverloadedError
+from services.contract.group import Group
+from services.contract.http import JobStatus, Problem
+from services.contract.job import JobState, Sink
+from services.engines.fake import FakeEngine
+from services.engines.tokenizer import load_tokenizer
+from services.rollout import answers, service
+from services.rollout.answers import Room
+from services.rollout.prompts import NO_TEXT, PIECE_TOKENS, Prompts
+from services.transport.broker import Broker
+from tests.kit import web
+from tests.kit.records import make_group, make_job, make_sample
+from tests.kit.replicas import ReplicaThread
+from tests.kit.wait import WITHIN_S, until
+
+NUM_SAMPLES, NUM_TOKENS = 100, 3_000
+METADATA = {"samples": [], "text": '"samples":[', "null": None}
+"""Looks like what the pieces are put between."""
+
+
+def _group(run_id: str, name: str, num_samples: int = NUM_SAMPLES) -> Group:
+    job = make_job(run_id, sink=Sink.CLIENT).model_copy(update={"job_id": name, "metadata": METADATA})
+    token_ids = np.arange(NUM_TOKENS) % 80 + 10
+    sample = make_sample(token_ids.tolist(), np.linspace(-9, 0, NUM_TOKENS).tolist(), run_id=run_id)
+    return make_group(job, samples=[sample] * num_samples).model_copy(update={"metadata": METADATA})
+
+
+async def _store(broker: Broker, group: Group) -> None:
+    await broker.redis.hset(broker.keys.job(group.job_id), mapping={"state": JobState.DONE, "sink": Sink.CLIENT})
+    await broker.redis.set(broker.keys.result(group.job_id), group.to_bytes())
+
+
+@pytest.fixture
+async def broker(broker_url: str) -> AsyncIterator[Broker]:
+    async with await Broker.connect(broker_url, f"answers-{secrets.token_hex(6)}") as broker:
+        yield broker
+
+
+@pytest.fixture
+def strict(
+    model: Path, broker: Broker, broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ReplicaThread]:
+    """Has room for one large result, and nobody waits for it."""
+    monkeypatch.setattr(service, "MAX_RESULTS_BYTES", 1)
+    monkeypatch.setattr(answers, "WAIT_S", 0.0)
+    args = ["--model", str(model), "--engine", "fake", "--redis-url", broker_url, "--run-id", broker.run_id]
+    with ReplicaThread(tmp_path, *args) as replica:
+        yield replica
+
+
+def _ask(replica: ReplicaThread, name: str) -> socket.socket:
+    """For the result, of which nothing is read but that it comes."""
+    client = socket.create_connection(("127.0.0.1", replica.port), timeout=WITHIN_S)
+    client.sendall(f"GET /v1/jobs/{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+    assert client.recv(15) == b"HTTP/1.1 200 OK"
+    return client
+
+
+async def test_a_large_result_arrives_whole(strict: ReplicaThread, broker: Broker) -> None:
+    for name, metadata in ("with", METADATA), ("without", {**METADATA, NO_TEXT: True}):
+        group = _group(broker.run_id, name).model_copy(update={"metadata": metadata})
+        await _store(broker, group)
+        answer = await asyncio.to_thread(web.get, f"{strict.url}/v1/jobs/{name}")
+        assert answer.headers["content-type"] == "application/json"
+        status = JobStatus.model_validate_json(answer.content)
+        assert status.group is not None
+        assert (status.status, status.error, status.group.metadata) == (JobState.DONE, None, METADATA)
+        assert len(status.group.samples) == NUM_SAMPLES
+        assert len(answer.content) > 10 * answers.SMALL_BYTES
+        for sent, stored in zip(status.group.samples, group.samples, strict=True):
+            assert np.array_equal(sent.token_ids, stored.token_ids)
+            assert np.array_equal(sent.logprobs, stored.logprobs)
+            assert (sent.text is None) is (name == "without")
+
+
+async def test_no_piece_takes_the_event_loop_for_long(model: Path) -> None:
+    """Each is bounded in size, and others get their turn before it is made."""
+    prompts = Prompts(load_tokenizer(model), FakeEngine())
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    waiting = asyncio.create_task(others())
+    sizes, turns_by_piece = [], []
+    async for piece in prompts.response(_group("run", "a")):
+        sizes.append(len(piece))
+        turns_by_piece.append(turns)
+    waiting.cancel()
+    assert sum(sizes) > 8_000_000
+    assert max(sizes) < 60 * (PIECE_TOKENS + NUM_TOKENS)
+    assert len(sizes) > NUM_SAMPLES * NUM_TOKENS / (PIECE_TOKENS + NUM_TOKENS)
+    assert len(set(turns_by_piece[1:-2])) == len(sizes) - 3
+
+
+async def test_so_many_bytes_are_sent_at_a_time(strict: ReplicaThread, broker: Broker) -> None:
+    for name in "ab":
+        await _store(broker, _group(broker.run_id, name))
+    await _store(broker, _group(broker.run_id, "queued"))
+    await broker.redis.hset(broker.keys.job("queued"), "state", JobState.QUEUED)
+
+    def ask() -> None:
+        with _ask(strict, "a") as slow:
+            refused = web.get(f"{strict.url}/v1/jobs/b")
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "5"
+            assert "results of" in Problem.model_validate_json(refused.content).detail
+            assert web.get(f"{strict.url}/v1/jobs/queued").json()["status"] == "queued"
+            assert web.get(f"{strict.url}/healthz").status_code == 200
+            while slow.recv(1 << 20):
+                pass
+        until(lambda: web.get(f"{strict.url}/v1/jobs/b").status_code == 200)
+
+    await asyncio.to_thread(ask)
+
+
+async def test_who_goes_away_takes_no_room(strict: ReplicaThread, broker: Broker) -> None:
+    await _store(broker, _group(broker.run_id, "a"))
+
+    def ask() -> None:
+        _ask(strict, "a").close()
+        until(lambda: web.get(f"{strict.url}/v1/jobs/a").status_code == 200)
+
+    await asyncio.to_thread(ask)
+
+
+async def test_who_does_not_read_takes_room_for_a_while_only(
+    strict: ReplicaThread, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _store(broker, _group(broker.run_id, "a"))
+    await _store(broker, _group(broker.run_id, "small", num_samples=1))
+
+    def ask() -> None:
+        with _ask(strict, "a"):
+            until(lambda: web.get(f"{strict.url}/v1/jobs/small").status_code == 200)
+
+    monkeypatch.setattr(answers, "SEND_TIMEOUT_S", 1.0)
+    await asyncio.to_thread(ask)
+
+
+async def test_a_result_that_cannot_be_read_is_an_error(strict: ReplicaThread, broker: Broker) -> None:
+    await _store(broker, _group(broker.run_id, "a"))
+    await broker.redis.set(broker.keys.result("a"), b"damaged")
+    answer = await asyncio.to_thread(web.get, f"{strict.url}/v1/jobs/a")
+    assert answer.status_code == 422
+    assert "not a msgpack record" in Problem.model_validate_json(answer.content).detail
+
+
+async def test_the_room_is_given_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(10)
+    order: list[str] = []
+
+    async def hold(name: str, num_bytes: int, until: asyncio.Event) -> None:
+        async with room.hold(num_bytes):
+            order.append(name)
+            await until.wait()
+
+    ends = [asyncio.Event() for _ in range(3)]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(hold("first", 6, ends[0]))
+        await asyncio.sleep(0)
+        group.create_task(hold("larger than the room", 100, ends[1]))
+        group.create_task(hold("small", 4, ends[2]))
+        await asyncio.sleep(0)
+        assert order == ["first", "small"]
+        ends[2].set()
+        ends[0].set()
+        ends[1].set()
+    assert order[-1] == "larger than the room"
+    monkeypatch.setattr(answers, "WAIT_S", 0.0)
+    async with room.hold(7):
+        with pytest.raises(OverloadedError):
+            async with room.hold(4):
+                raise AssertionError
+        async with room.hold(3):
+            pass
