@@ -1,7 +1,8 @@
 """Everything a trainer needs to go on as if nothing had happened.
 
-A checkpoint is a folder `step-NNNNNNNN`, written beside and renamed into place, of `progress.json` (for people too) and
-`state` (tensors, see state.py). It is created owner-only and trusted.
+A checkpoint is a folder `step-NNNNNNNN`, written beside and renamed into place, of `progress.json` (for people too),
+`state` (tensors, see state.py) and `SHA256SUMS` of both, which `sha256sum --check` reads, too. It is created
+owner-only, and used only if every byte is what was written.
 
 Every trainer writes in a folder of its own, `.work-TOKEN-*`, out of which and into which everything is renamed, and
 first removes those of its predecessors: one that was stopped, and replaced, changes nothing when it wakes up.
@@ -9,11 +10,13 @@ first removes those of its predecessors: one that was stopped, and replaced, cha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from services.transport.failpoints import failpoint
 
 from .disk import unwritable, writing
 
-PROGRESS, STATE, CLAIM = "progress.json", "state", "claim"
+PROGRESS, STATE, SUMS, CLAIM = "progress.json", "state", "SHA256SUMS", "claim"
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,8 @@ class Checkpoints:
         partial.mkdir(mode=0o700)
         try:
             write_state(partial / STATE)
-            with (partial / PROGRESS).open("w") as file:
-                json.dump(asdict(progress), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(partial / PROGRESS, json.dumps(asdict(progress), indent=1))
+            _write(partial / SUMS, _sums(partial))
             failpoint("checkpoint.before")
             if not self._is_ours:  # write_state makes missing folders anew
                 raise FileNotFoundError(self._work)
@@ -150,13 +151,14 @@ class Checkpoints:
             raise ConfigError(f"{self.root}: no checkpoint of step {step}; there are {steps}")
         folder = self.folder(steps[-1] if step is None else step)
         try:
+            _check_sums(folder)
             fields = json.loads((folder / PROGRESS).read_text())
-        except (OSError, ValueError) as error:
+            fields["outstanding"] = tuple(fields["outstanding"])
+            fields["retries"] = tuple((position, attempt) for position, attempt in fields["retries"])
+            fields["best"] = tuple(fields["best"]) if fields["best"] else None
+            return Progress(**fields), folder / STATE
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise unreadable(folder, error) from error
-        fields["outstanding"] = tuple(fields["outstanding"])
-        fields["retries"] = tuple((position, attempt) for position, attempt in fields["retries"])
-        fields["best"] = tuple(fields["best"]) if fields["best"] else None
-        return Progress(**fields), folder / STATE
 
     def _sweep(self, best: int | None) -> None:
         for step in self.steps()[: -self.keep]:
@@ -166,6 +168,35 @@ class Checkpoints:
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{folder}: unreadable checkpoint ({error}). Move the folder away to resume from the one before")
+
+
+def _sums(folder: Path) -> str:
+    """A line for each file in it, as sha256sum writes them. Each file is read on a thread of its own."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    with ThreadPoolExecutor() as threads:
+        digests = threads.map(_digest, (folder / name for name in names))
+        return "".join(f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_sums(folder: Path) -> None:
+    """Raises OSError, ValueError naming a file that is not what was written."""
+    written, found = (folder / SUMS).read_bytes().decode(), _sums(folder)
+    if written != found:
+        differing = set(written.split("\n")) ^ set(found.split("\n"))
+        names = sorted({line.partition("  ")[2] for line in differing})
+        raise ValueError(f"{', '.join(names)}: not what {SUMS} says was written")
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for folder in ("services", "trainer", "deploy") for file in (ROOT / folder).rglob("*.py"))
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+RESTRICTED = {"trainer/state.py": ["imports pickle"]}
+"""To narrow what PyTorch unpickles: tests/unit/trainer/test_checkpoint.py."""
 RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 
@@ -48,7 +50,7 @@ def _call_offences(call: ast.Call) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_nothing_is_unpickled_or_run(file: Path) -> None:
-    assert list(offences(ast.parse(file.read_text()))) == []
+    assert list(offences(ast.parse(file.read_text()))) == RESTRICTED.get(str(file.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(
