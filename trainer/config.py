@@ -91,6 +91,9 @@ class RewardSection(Section):
     """`math`, `exact_match`, `arithmetic`, or `module:function` found from the working directory."""
     workers: Positive = 1
     timeout_s: Seconds = 10.0
+    """For one sample; then it fails."""
+    memory_mib: Positive = 2048
+    """A worker may take so much more than it has when the function is imported; then the sample fails. Linux only."""
     on_error: OnError = OnError.ZERO
     overlong: Overlong = Overlong.KEEP
     overlong_buffer: NonNegative = 0

@@ -1,7 +1,7 @@
-"""Runs reward functions in worker processes, with a time limit per sample.
+"""Runs reward functions in worker processes, with a time limit per sample and a memory limit per worker.
 
 Every worker is a fresh interpreter (reward_worker.py) behind a pair of pipes that carry JSON lines: chunks of requests
-down, one line per sample up. A sample that raises, returns no number or passes the limit costs itself. One that hangs
+down, one line per sample up. A sample that raises, returns no number or passes a limit costs itself. One that hangs
 in code which notices no signal, or takes its process down, costs itself and a worker, which is replaced; the rest of
 its chunk goes on from there.
 """
@@ -38,7 +38,7 @@ CLOSED = "the reward pool was closed"
 # -P and the parent's own sys.path: `-m` would put the working directory first, where a user's folders shadow ours.
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from trainer.reward_worker import main; main(sys.argv[2], float(sys.argv[3]))"
+    "from trainer.reward_worker import main; main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))"
 )
 
 
@@ -70,15 +70,16 @@ class _Chunk(NamedTuple):
 class RewardPool:
     """`async with RewardPool("math", workers=2, timeout_s=10) as pool: results = await pool.score(requests)`."""
 
-    def __init__(self, reward: str, *, workers: int = 1, timeout_s: float = 10.0) -> None:
-        self._reward, self._timeout_s, self._num_workers = reward, timeout_s, workers
+    def __init__(self, reward: str, *, workers: int = 1, timeout_s: float = 10.0, memory_mib: int = 2048) -> None:
+        """`timeout_s` per sample; `memory_mib` per worker."""
+        self._reward, self._timeout_s, self._memory_mib, self._num_workers = reward, timeout_s, memory_mib, workers
         self._chunks: asyncio.Queue[_Chunk] = asyncio.Queue(maxsize=2 * workers)
         self._workers: list[_Worker] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Raises ConfigError if the reward function cannot be imported."""
-        self._workers = [_Worker(self._reward, self._timeout_s) for _ in range(self._num_workers)]
+        self._workers = [_Worker(self._reward, self._timeout_s, self._memory_mib) for _ in range(self._num_workers)]
         try:
             await asyncio.gather(*(worker.start() for worker in self._workers))
         except BaseException:
@@ -146,13 +147,14 @@ class WorkerLostError(Exception):
 class _Worker:
     """One process, started again whenever a sample takes it down."""
 
-    def __init__(self, reward: str, timeout_s: float) -> None:
-        self._reward, self._timeout_s = reward, timeout_s
+    def __init__(self, reward: str, timeout_s: float, memory_mib: int) -> None:
+        self._reward, self._timeout_s, self._memory_mib = reward, timeout_s, memory_mib
         self._process: Process | None = None
         self._unread = b""
 
     async def start(self) -> None:
-        command = (sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(sys.path), self._reward, str(self._timeout_s))
+        limits = (str(self._timeout_s), str(self._memory_mib))
+        command = (sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(sys.path), self._reward, *limits)
         # A session of its own: Ctrl-C at the terminal is the trainer's business, and killing takes grandchildren along.
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._unread = b""

@@ -6,16 +6,24 @@ reward function prints goes to stderr.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
+import resource
 import signal
+import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from services.contract.errors import ConfigError
 
 from .rewards import Reward, as_number, describe_error, resolve_reward
+
+PR_SET_PDEATHSIG = 1
+MEMORY_LIMIT = "needed more memory than reward.memory_mib allows"
 
 
 class TimeLimitError(BaseException):
@@ -53,6 +61,8 @@ def score(reward: Reward, alarm: Alarm, request: list[Any]) -> tuple[float | Non
             alarm.stop()
     except TimeLimitError:
         return None, TIME_LIMIT
+    except MemoryError:
+        return None, MEMORY_LIMIT
     except Exception as error:  # noqa: BLE001 - a user's function can raise anything
         return None, TIME_LIMIT if alarm.expired else describe_error(error)
     return (None, TIME_LIMIT) if alarm.expired else (value, None)
@@ -70,7 +80,23 @@ def _private_pipes() -> tuple[int, int]:
     return requests, results
 
 
-def main(name: str, limit_s: float) -> None:
+def _end_with_the_trainer() -> None:
+    """Also where code that never looks at a pipe is running. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _limit_memory(memory_mib: int) -> None:
+    """On top of what the process has by now: threads of a numeric library may have reserved gigabytes. Linux only."""
+    if sys.platform == "linux":
+        (kib,) = re.findall(r"^VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = (int(kib) << 10) + (memory_mib << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def main(name: str, limit_s: float, memory_mib: int) -> None:
+    _end_with_the_trainer()
     requests, results = _private_pipes()
 
     def send(message: Any) -> None:
@@ -85,6 +111,7 @@ def main(name: str, limit_s: float) -> None:
         reward = resolve_reward(name)
     except ConfigError as refusal:
         return send({"error": str(refusal)})
+    _limit_memory(memory_mib)
     send({"ready": os.getpid()})
     alarm = Alarm(limit_s)
     with os.fdopen(requests, "rb") as lines:

@@ -98,7 +98,7 @@ async def _assemble(
             await Broker.connect(url, settings.run_id, patience_s=settings.broker.stall_timeout_s)
         )
         pool = await stack.enter_async_context(
-            RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s)
+            RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib)
         )
         lease = TrainerLease(
             broker,

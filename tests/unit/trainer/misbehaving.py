@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -29,7 +30,11 @@ def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str,
             return 1.0
         case "deaf":  # as C code that never returns to the interpreter
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+            if "mark" in extra:
+                Path(extra["mark"]).touch()
             wait_for_ever()
+        case "hoard":  # never written to, so that a machine without the limit survives the test
+            return float(len(bytearray(4 << 30)))
         case "exit":
             os._exit(3)
         case "sys.exit":

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from services.contract.errors import ConfigError, UnavailableError
+from tests.kit.wait import until_async
 from trainer.reward_pool import RewardPool, RewardRequest, RewardResult, settle
 from trainer.rewards import OnError
 
@@ -73,6 +74,7 @@ async def test_the_function_sees_answer_prompt_and_extra(pool: RewardPool) -> No
         ("sleep", "row 7: took longer than the time limit"),
         ("swallow", "row 7: took longer than the time limit"),
         ("deaf", "row 7: took longer than the time limit and had to be killed"),
+        ("hoard", "row 7: needed more memory than reward.memory_mib allows"),
         ("exit", "row 7: its process ended with exit status 3"),
         ("sys.exit", "row 7: its process ended with exit status 4"),
         ("crash", "row 7: its process ended by SIGSEGV"),
@@ -164,24 +166,27 @@ async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None
 
 
 TRAINER = """
-import asyncio
+import asyncio, sys
+from tests.kit.wait import until_async
 from trainer.reward_pool import RewardPool, RewardRequest
 
 async def main():
-    async with RewardPool("misbehaving:reward", timeout_s=0.3) as pool:
+    async with RewardPool("misbehaving:reward", timeout_s=600) as pool:
         print(int((await pool.score([RewardRequest(0, "pid", None, "", {})]))[0].value), flush=True)
-        await pool.score([RewardRequest(0, "sleep", None, "", {})] * 10**6)
+        await pool.score([RewardRequest(0, "deaf", None, "", {"mark": sys.argv[1]})])
 
 asyncio.run(main())
 """
 
 
-async def test_workers_end_when_the_trainer_is_killed(misbehaving: str) -> None:
-    path = os.pathsep.join(sys.path)
-    command = (sys.executable, "-c", TRAINER)
+async def test_workers_end_when_the_trainer_is_killed(misbehaving: str, tmp_path: Path) -> None:
+    """Though they are busy in code that looks at nothing."""
+    path, mark = os.pathsep.join(sys.path), tmp_path / "busy"
+    command = (sys.executable, "-c", TRAINER, str(mark))
     trainer = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env=os.environ | {"PYTHONPATH": path})
     assert trainer.stdout is not None
     worker = int(await trainer.stdout.readline())
+    await until_async(mark.exists)
     trainer.kill()
     await trainer.wait()
     await gone(worker)
