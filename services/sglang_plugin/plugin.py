@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .checksum import receive_checked
 from .kept import meta_info
 from .pruning import prune
-from .versions import installed_version, refusal
+from .versions import ANY_VERSION, installed_version, refusal
 
 SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 RECEIVE = (
@@ -42,10 +44,23 @@ def register() -> None:
         raise SystemExit(reason)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    for target in (SAMPLER, RECEIVE, CHECK):
+        _find(target)
     HookRegistry.register(SAMPLER, constrain_sampler, HookType.AROUND)
     HookRegistry.register(RECEIVE, receive_checked, HookType.AROUND)
     HookRegistry.register(CHECK, refuse_bypasses, HookType.BEFORE)
     logger.info("dvp-sglang: min_p gives constrained log-probs, kept_mass and kept_count")
+
+
+def _find(target: str) -> None:
+    """SGLang only logs that a hook's target is missing, and serves on without the hook."""
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(
+            f"dvp-sglang finds no {target} in SGLang {installed_version()} ({error}): {ANY_VERSION}=1 does not help. "
+            "Install a tested version, or set SGLANG_PLUGINS=none to serve without dvp-sglang"
+        ) from None
 
 
 def constrain_sampler(
@@ -56,6 +71,7 @@ def constrain_sampler(
     Grammar masks, penalties and logit biases are in the logits by now; custom logit processors are applied here, so
     that the set is taken from what is really sampled. top_k and top_p act on the pruned distribution and, as in SGLang
     without the plugin, do not enter the log-probs. A batch without min_p goes through as it is.
+    Log-probs are float32 whatever the server's arguments are.
     """
     if not sampling_info.need_min_p_sampling:
         return forward(sampler, logits_output, sampling_info, *args, **kwargs)
@@ -67,7 +83,19 @@ def constrain_sampler(
     kept = prune(logits, sampling_info.min_ps, sampling_info.temperatures)
     logits_output.customized_info = (logits_output.customized_info or {}) | meta_info(kept)
     pruned = dataclasses.replace(sampling_info, need_min_p_sampling=False, has_custom_logit_processor=False)
-    return forward(sampler, logits_output, pruned, *args, **kwargs)
+    with _in_float32(sampler):
+        return forward(sampler, logits_output, pruned, *args, **kwargs)
+
+
+@contextmanager
+def _in_float32(sampler: Any) -> Iterator[None]:
+    """With --rl-on-policy-target SGLang rounds logits to bfloat16 before it samples, to be like a trainer that does."""
+    before = sampler.rl_on_policy_target, sampler.use_log_softmax_logprob
+    sampler.rl_on_policy_target, sampler.use_log_softmax_logprob = None, False
+    try:
+        yield
+    finally:
+        sampler.rl_on_policy_target, sampler.use_log_softmax_logprob = before
 
 
 def refuse_bypasses(server_args: Any) -> None:

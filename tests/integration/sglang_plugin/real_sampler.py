@@ -34,12 +34,13 @@ def hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 HASH.impl("murmur_hash32_cpu", hash32, "CPU")
 
 
-def make_sampler() -> Sampler:
-    """Without the distributed state that its constructor wants."""
+def make_sampler(target: str | None) -> Sampler:
+    """Without the distributed state that its constructor wants. `target`: --rl-on-policy-target, which wants a GPU."""
     sampler = Sampler.__new__(Sampler)
     torch.nn.Module.__init__(sampler)
-    sampler.rl_on_policy_target = None
-    sampler.enable_deterministic = sampler.use_log_softmax_logprob = sampler.use_ascend_backend = False
+    sampler.rl_on_policy_target = target
+    sampler.enable_deterministic = sampler.use_log_softmax_logprob = target is not None
+    sampler.use_ascend_backend = False
     sampler.output_logprob_processor = OutputLogprobProcessor()
     return sampler
 
@@ -62,23 +63,25 @@ def make_info(min_ps: Tensor, **settings: Any) -> SamplingBatchInfo:
     )
 
 
-def draw(forward: Any, logits: Tensor, info: SamplingBatchInfo) -> tuple[Tensor, Tensor, Any]:
+def draw(
+    forward: Any, logits: Tensor, info: SamplingBatchInfo, target: str | None = None
+) -> tuple[Tensor, Tensor, Any]:
     output = LogitsProcessorOutput(next_token_logits=logits.clone())
     nothing: list[Any] = [None] * ROWS
-    token_ids = forward(make_sampler(), output, info, True, [0] * ROWS, nothing, torch.arange(ROWS))
+    token_ids = forward(make_sampler(target), output, info, True, [0] * ROWS, nothing, torch.arange(ROWS))
     return token_ids.long(), output.next_token_logprobs, output.customized_info
 
 
-def check_seeds(logits: Tensor, min_ps: Tensor) -> None:
+def check_seeds(logits: Tensor, min_ps: Tensor, target: str | None) -> None:
     """Reproducible; rows without min_p as without the plugin; the others from the constrained policy."""
-    token_ids, logprobs, info = draw(Sampler.forward, logits, make_info(min_ps))
-    again = draw(Sampler.forward, logits, make_info(min_ps))
+    token_ids, logprobs, info = draw(Sampler.forward, logits, make_info(min_ps), target)
+    again = draw(Sampler.forward, logits, make_info(min_ps), target)
     assert torch.equal(token_ids, again[0])
     assert torch.equal(logprobs, again[1])
 
     stock_ids, stock_logprobs, _ = draw(Sampler.forward.__wrapped__, logits, make_info(torch.zeros(ROWS)))
     assert torch.equal(token_ids[1::2], stock_ids[1::2])
-    assert torch.equal(logprobs[1::2], stock_logprobs[1::2])
+    torch.testing.assert_close(logprobs[1::2], stock_logprobs[1::2], atol=1e-6 if target else 0, rtol=0)
     assert not torch.equal(token_ids[::2], stock_ids[::2])
 
     scaled = logits.double() / torch.linspace(0.5, 1.5, ROWS).view(-1, 1)
@@ -89,6 +92,16 @@ def check_seeds(logits: Tensor, min_ps: Tensor) -> None:
     torch.testing.assert_close(logprobs[rows].double(), exact[rows, token_ids[rows]], atol=1e-5, rtol=0)
     counts = [None if row % 2 else int(count) for row, count in enumerate(keep.sum(-1))]
     assert [info["kept_count"][row] for row in range(ROWS)] == counts
+
+
+def check_batches_without_min_p(logits: Tensor) -> None:
+    """As without the plugin, also where that is bfloat16: only there the difference shows."""
+    info = make_info(torch.zeros(ROWS))
+    token_ids, logprobs, _ = draw(Sampler.forward, logits, info, "fsdp")
+    stock_ids, stock_logprobs, _ = draw(Sampler.forward.__wrapped__, logits, info, "fsdp")
+    assert logprobs.dtype is torch.bfloat16
+    assert torch.equal(token_ids, stock_ids)
+    assert torch.equal(logprobs, stock_logprobs)
 
 
 def check_custom_processors(logits: Tensor, min_ps: Tensor) -> None:
@@ -118,7 +131,9 @@ def main() -> None:
     logits = 3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
     min_ps = torch.zeros(ROWS)
     min_ps[::2] = torch.tensor(LOG_MIN_P).exp()
-    check_seeds(logits, min_ps)
+    check_seeds(logits, min_ps, target=None)
+    check_seeds(logits, min_ps, target="fsdp")
+    check_batches_without_min_p(logits)
     check_custom_processors(logits, min_ps)
 
 

@@ -55,6 +55,15 @@ def test_both_ways_out_of_the_refusal(
     assert f"hooked {hooked}" in done.stdout
 
 
+def test_no_version_is_served_unpatched(sglang_python: Path, tmp_path: Path) -> None:
+    """SGLang would log that a target is gone, and serve on."""
+    moved = "import dvp_sglang.sglang_plugin.plugin as p; p.SAMPLER = p.SAMPLER.replace('forward', 'moved'); "
+    done = run(sglang_python, "-c", UNTESTED + moved + LOAD, folder=tmp_path, **{ANY_VERSION: "1"})
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert all(part in last for part in ("sampler.Sampler.moved", "0.5.23", ANY_VERSION, "SGLANG_PLUGINS"))
+
+
 @pytest.mark.parametrize(
     ("used", "flags", "environment"),
     [
