@@ -169,6 +169,8 @@ class ReplicaHealth(Body):
     version: str
     in_flight: int
     last_seen_s: float
+    up_s: float | None = None
+    """Since its first heartbeat; null if its version does not tell."""
 
 
 class TrainerHealth(Body):

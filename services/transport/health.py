@@ -31,7 +31,7 @@ STALLED_S = 300.0
 STARVED_S = 15.0
 """Waiting shorter than this is the normal alternation of generating and training."""
 MISSED_S = 300.0
-"""For so long a lost replica is missed. Afterwards it only stays on the list: it may have come back as another one."""
+"""For so long a lost replica is missed if none came after it. Afterwards it only stays on the list."""
 NAMED = 5
 """Replicas that a detail names."""
 
@@ -135,10 +135,19 @@ def replicas_behind(s: Snapshot) -> str:
 
 
 def replicas_lost(s: Snapshot) -> str:
-    lost = tuple(replica for replica in s.replicas if LOST_S < replica.last_seen_s <= MISSED_S)
+    lost = _not_replaced([r for r in s.replicas if LOST_S < r.last_seen_s <= MISSED_S], s.live)
     if not lost or not s.live:
         return ""
     return f"{len(lost)} of {len(s.live) + len(lost)} replicas went silent without a farewell: {_named(lost)}"
+
+
+def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) -> tuple[ReplicaHealth, ...]:
+    """A supervisor starts another one under another name: each that came later stands for one that had gone."""
+    for age in sorted((replica.up_s for replica in live if replica.up_s is not None), reverse=True):
+        gone_before = [replica for replica in lost if replica.last_seen_s >= age]
+        if gone_before:
+            lost.remove(min(gone_before, key=lambda replica: replica.last_seen_s))
+    return tuple(lost)
 
 
 def dead_letters(s: Snapshot) -> str:
@@ -358,6 +367,7 @@ def _replica(fields: dict[str, Any]) -> ReplicaHealth:
         version=fields["version"],
         in_flight=int(fields["in_flight"]),
         last_seen_s=last_seen_s,
+        up_s=fields["up_ms"] / 1000 if "up_ms" in fields else None,
     )
 
 

@@ -2,6 +2,7 @@
 -- ARGV: replica id, milliseconds between two measurements of the backlog, how many are kept, then field, value pairs.
 redis.call('ZADD', REPLICAS, now_ms(), ARGV[1])
 redis.call('HSET', REPLICA .. ARGV[1], unpack(ARGV, 4))
+redis.call('HSETNX', REPLICA .. ARGV[1], 'since', now_ms())
 
 -- Mends the books of clients: what has expired, and a few rows at random whose job or letter is not there any more.
 forget_expired()

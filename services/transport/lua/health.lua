@@ -14,7 +14,7 @@ local replicas = {}
 local seen = redis.call('ZREVRANGE', REPLICAS, 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #seen, 2 do
   local fields = fields_of(redis.call('HGETALL', REPLICA .. seen[i]))
-  fields.id, fields.age_ms = seen[i], now - seen[i + 1]
+  fields.id, fields.age_ms, fields.up_ms = seen[i], now - seen[i + 1], fields.since and now - fields.since
   replicas[#replicas + 1] = fields
 end
 local backlogs = {}

@@ -46,6 +46,11 @@ async def _age_replica(rig: Rig, name: str, seconds: float) -> None:
     await rig.broker.redis.zincrby(rig.broker.keys.replicas, -seconds * 1000, name)
 
 
+async def _came_earlier(rig: Rig, seconds: float, *names: str) -> None:
+    for name in names:
+        await rig.broker.redis.hincrby(rig.broker.keys.replica(name), "since", -int(seconds * 1000))
+
+
 async def _age_jobs(rig: Rig, stream: str, seconds: float) -> None:
     """Puts every entry of a stream back under an older time."""
     for entry_id, fields in await rig.broker.redis.xrange(stream):
@@ -174,6 +179,7 @@ async def test_replicas_behind(rig: Rig) -> None:
 async def test_replicas_lost(rig: Rig) -> None:
     await _beat(rig, "here")
     await _beat(rig, "gone")
+    await _came_earlier(rig, MISSED_S * 2, "here", "gone")
     await _beat_trainer(rig)
     await rig.submit(1)
     await _age_replica(rig, "gone", LOST_S + 1)
@@ -183,6 +189,23 @@ async def test_replicas_lost(rig: Rig) -> None:
     assert "gone (lost" in health.reasons[0].detail
     await _age_replica(rig, "gone", MISSED_S)
     assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_replicas_that_came_back_under_another_name_are_not_missed(rig: Rig) -> None:
+    for name in ("here", "gone", "too"):
+        await _beat(rig, name)
+        await _came_earlier(rig, MISSED_S, name)
+    await _beat_trainer(rig)
+    await rig.submit(1)
+    for name in ("gone", "too"):
+        await _age_replica(rig, name, LOST_S + 1)
+    assert "2 of 3" in (await _health(rig)).reasons[0].detail
+    await _beat(rig, "another")
+    assert "1 of 3" in (await _health(rig)).reasons[0].detail
+    await _beat(rig, "one more")
+    assert (await _health(rig)).verdict is Verdict.OK
+    await _came_earlier(rig, LOST_S + 5, "another", "one more")
+    assert "2 of 5" in (await _health(rig)).reasons[0].detail, "those were there before"
 
 
 async def test_growing_backlog(rig: Rig) -> None:
