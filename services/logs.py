@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -15,8 +16,10 @@ from typing import TextIO
 
 MAX_ALIKE = 20
 ALIKE_S = 60.0
-"""So many warnings and errors from one place in the code in this time; more are counted. Others must not be able to
-fill a disk: asyncio alone wrote 400 MB a minute about connections that it could not accept."""
+MAX_KEY_CHARS = 80
+FROM_OUTSIDE = ("asyncio", "uvicorn", "services.http")
+"""What these loggers say, strangers can make them say: asyncio alone wrote 400 MB a minute about connections that it
+could not accept. At most MAX_ALIKE such lines that begin alike are written in ALIKE_S seconds."""
 
 
 class LogFormat(StrEnum):
@@ -74,7 +77,7 @@ class JsonFormatter(logging.Formatter):
 
 @dataclass
 class _Alike:
-    """Lines from one place in the code."""
+    """Lines that begin alike."""
 
     begin: float
     num_written: int = 0
@@ -82,30 +85,36 @@ class _Alike:
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
+    """Nobody can fill a disk through it. What it leaves out it counts."""
+
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._by_place: dict[tuple[str, int], _Alike] = {}
+        self._alike: dict[str, _Alike] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING:
+        if not record.name.startswith(FROM_OUTSIDE):
             super().emit(record)
             return
-        place, now = (record.pathname, record.lineno), time.monotonic()
-        alike = self._by_place.setdefault(place, _Alike(now))
-        if now - alike.begin >= ALIKE_S:
-            if alike.num_left_out:
-                self._tell(record, f"left out {alike.num_left_out} lines like the next")
-            alike = self._by_place[place] = _Alike(now)
+        self._report(ended_by=time.monotonic() - ALIKE_S)
+        # asyncio puts everything into the message; its first line says what happened.
+        begin = str(record.msg).splitlines()[:1]
+        line = f"{record.pathname}:{record.lineno} {''.join(begin)[:MAX_KEY_CHARS]}"
+        alike = self._alike.setdefault(line, _Alike(time.monotonic()))
         if alike.num_written == MAX_ALIKE:
             alike.num_left_out += 1
             return
         alike.num_written += 1
         super().emit(record)
-        if alike.num_written == MAX_ALIKE:
-            self._tell(record, f"{MAX_ALIKE} lines like this within {ALIKE_S:g} s: leaving out more")
 
-    def _tell(self, about: logging.LogRecord, message: str) -> None:
-        super().emit(logging.LogRecord(about.name, about.levelno, about.pathname, about.lineno, message, (), None))
+    def close(self) -> None:
+        self._report(ended_by=math.inf)
+        super().close()
+
+    def _report(self, ended_by: float) -> None:
+        for line in [line for line, alike in self._alike.items() if alike.begin <= ended_by]:
+            if left_out := self._alike.pop(line).num_left_out:
+                message = f"left out {left_out} lines like {line!r}"
+                super().emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (), None))
 
 
 def configure(log_format: LogFormat = LogFormat.TEXT, log_level: LogLevel = LogLevel.INFO) -> LogContext:

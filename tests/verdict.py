@@ -27,14 +27,15 @@ MAX_RETRIED = 10
 NUM_SLOWEST = 10
 BY_FILE = ("--dist", "loadfile")
 """In several processes. A test that kills its own process fails alone: xdist starts another for the rest."""
-SLOW = ("-n", "2", *BY_FILE, "--no-loadscope-reorder", "-m", "slow and not long")
-"""By name: xdist alone would leave the longest test of e2e, the only one of its file, to the end."""
+TWO_SLOW = ("-n", "2", "-m", "slow and not long")
+SLOW = (*TWO_SLOW, *BY_FILE, "--no-loadscope-reorder")
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
 GROUPS = {
     "fast": ("-n", "3", *BY_FILE),
     "slow": (*SLOW, "--ignore=tests/e2e", *(f"--ignore={folder}" for folder in SGLANG)),
     "sglang": (*SLOW, *SGLANG),
-    "e2e": (*SLOW, "tests/e2e"),
+    # Not by file: one file's only test, chaos, takes as long as all others, which the other process can do meanwhile.
+    "e2e": (*TWO_SLOW, "--dist", "worksteal", "tests/e2e"),
 }
 OK, SOME_FAILED = 0, 1
 """Exit codes of pytest."""

@@ -6,64 +6,84 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
-"""For the line and the headers of a request, from the connection or the last answer on."""
+"""For the line and the headers of a request, and for the rest of a request that is answered already."""
 READ_TIMEOUT_S = 60.0
 """A client takes MIN_READ_BYTES of its answer in this time, or all of it."""
 MIN_READ_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers."""
 
 
-class Waiting:
-    """The connections of one server that have sent no complete request, the oldest first."""
+class Idle:
+    """The connections of one server that wait for their clients: for a request, or to be read. Oldest first."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
-        self._since: dict[Connection, asyncio.TimerHandle] = {}
+        self.silent: dict[Connection, asyncio.TimerHandle] = {}
+        self.unread: dict[Connection, asyncio.TimerHandle] = {}
 
-    def add(self, connection: Connection) -> None:
-        if connection not in self._since:
-            loop = asyncio.get_running_loop()
-            self._since[connection] = loop.call_later(REQUEST_TIMEOUT_S, connection.transport.abort)
-
-    def remove(self, connection: Connection) -> None:
-        if timer := self._since.pop(connection, None):
-            timer.cancel()
-
-    def make_room(self, num_connections: int) -> None:
-        """Closes the oldest if there are too many: whoever has something to ask does so at once."""
-        if num_connections > self.max_connections and self._since:
-            oldest = next(iter(self._since))
-            logger.warning("%d connections: closed the one that sends no request for longest", num_connections)
-            self.remove(oldest)
-            oldest.transport.abort()
+    def make_room(self, num_connections: int, newest: Connection) -> None:
+        """Closes one if there are too many, for whoever has something to ask does so at once, and reads at once."""
+        if num_connections <= self.max_connections:
+            return
+        oldest = next((other for other in (*self.silent, *self.unread) if other is not newest), newest)
+        does = "sends no request" if oldest in self.silent else "reads no answer"
+        logger.warning("%d connections: closed the one that %s for longest", num_connections, does)
+        oldest.end()
 
 
-class Connection(H11Protocol):
-    """uvicorn's own, without its patience with clients that do not write, or do not read. h11 bounds the headers, too;
-    uvicorn's faster parser does not."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's own, without its patience with clients that do not write, or do not read. It is unread (there are bytes
+    that the client has not taken), or silent, or being answered."""
 
-    def __init__(self, waiting: Waiting, **known: Any) -> None:
+    def __init__(self, idle: Idle, **known: Any) -> None:
         super().__init__(**known)
-        self._waiting = waiting
-        self._unread: asyncio.TimerHandle | None = None
+        self._idle = idle
+        self._in_head = False
+        self._head_bytes = 0
+
+    def end(self) -> None:
+        """Now, whatever has not been read."""
+        self._forget()
+        self.transport.abort()
+
+    # --- what asyncio and uvicorn tell ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # pause_writing as soon as anything is unread, resume_writing when nothing is.
+        transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         self._note()
-        self._waiting.make_room(len(self.connections))
+        self._idle.make_room(len(self.connections), self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._waiting.remove(self)
-        self._stop_watching()
+        self._forget()
 
     def data_received(self, data: bytes) -> None:
+        goes_on = self._in_head
         super().data_received(data)
+        self._head_bytes = self._head_bytes + len(data) if goes_on and self._in_head else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {MAX_HEAD_BYTES} bytes.")
         self._note()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else after the body, where uvicorn would keep them for ever
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -71,34 +91,38 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch(self.transport.get_write_buffer_size())
-        self._note()
+        self._forget()
+        self._watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_watching()
+        self._forget()
         self._note()
 
-    def _note(self) -> None:
-        """Waits for a request, or not any longer."""
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering or self._unread is not None:
-            self._waiting.remove(self)
-        else:
-            self._waiting.add(self)
+    # --------------------------------------------------------------------------------------------------------------
 
-    def _watch(self, unread: int) -> None:
-        self._unread = self.loop.call_later(READ_TIMEOUT_S, self._check_read, unread)
+    def _note(self) -> None:
+        if self in self._idle.unread or self not in self.connections:
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and not self.transport.is_closing():
+            self._forget()
+        elif self not in self._idle.silent:
+            self._idle.silent[self] = self.loop.call_later(REQUEST_TIMEOUT_S, self.end)
+
+    def _watch(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._idle.unread[self] = self.loop.call_later(READ_TIMEOUT_S, self._check_read, unread)
 
     def _check_read(self, before: int) -> None:
-        unread = self.transport.get_write_buffer_size()
-        if before - unread < MIN_READ_BYTES:
-            logger.warning("closed a connection: its client took %d bytes in %g s", before - unread, READ_TIMEOUT_S)
-            self.transport.abort()
+        taken = before - self.transport.get_write_buffer_size()
+        if taken < MIN_READ_BYTES:
+            logger.warning("closed a connection: its client took %d bytes in %g s", taken, READ_TIMEOUT_S)
+            self.end()
         else:
-            self._watch(unread)
+            self._watch()
 
-    def _stop_watching(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _forget(self) -> None:
+        for connections in self._idle.silent, self._idle.unread:
+            if timer := connections.pop(self, None):
+                timer.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import hmac
+import logging
 from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
@@ -15,8 +16,11 @@ from services.contract.errors import OverloadedError
 from services.contract.http import MAX_BODY_BYTES
 from services.loopback import is_loopback
 
-from .problems import respond
+from .connections import MAX_HEAD_BYTES
+from .problems import MAX_VALUE_CHARS, respond
 from .settings import MAX_REQUESTS
+
+logger = logging.getLogger(__name__)
 
 BUSY_S = 1.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -59,6 +63,7 @@ class Guard:
         refusal = (
             self._refusal(path, headers, hosts)
             or _foreign(scope["method"], headers, hosts)
+            or _too_long(scope)
             or _ambiguous(headers)
             or self._too_large(headers)
             or self._too_many(path)
@@ -66,14 +71,16 @@ class Guard:
         app = self._app if refusal is None else respond(refusal)
         self._in_progress += 1
         try:
-            await app(scope, self._bounded(receive), send)
+            await app(scope, *self._bounded(receive, send))
+        except asyncio.CancelledError:
+            logger.info("%s %s was cut off: the service stops", scope["method"], path[:MAX_VALUE_CHARS])
         finally:
             self._in_progress -= 1
 
     def _refusal(self, path: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
         if not self._tokens:
             names = [host if host.endswith("]") else host.rsplit(":", 1)[0] for host in hosts]
-            host = ", ".join(hosts)
+            host = ", ".join(hosts)[:MAX_VALUE_CHARS]
             detail = f"Host {host!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
             return None if names and all(map(is_loopback, names)) else HTTPException(403, detail)
         if path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
@@ -100,10 +107,15 @@ class Guard:
     def _limit(self, size: str) -> HTTPException:
         return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, send: Send) -> tuple[Receive, Send]:
         """Counts while the body streams in, for requests that do not state their length, and ends one that never
         comes. After the body there are only disconnects to wait for."""
-        seen, deadline, complete = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, False
+        seen, deadline, complete, answered = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, False, False
+
+        async def noticed(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
 
         async def counted() -> Message:
             nonlocal seen, complete
@@ -111,6 +123,8 @@ class Guard:
                 async with asyncio.timeout_at(None if complete else deadline):
                     message = await receive()
             except TimeoutError:
+                if answered:
+                    return {"type": "http.disconnect"}
                 raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
             complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
@@ -118,15 +132,22 @@ class Guard:
                 raise self._limit(f"more than {self._max_body}")
             return message
 
-        return counted
+        return counted, noticed
 
 
 def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
     origin = headers.get(b"origin", b"").decode("latin-1")
     if not origin or method in READING or [origin.partition("://")[2]] == hosts:
         return None
-    detail = f"a page of {origin} may not change anything at {', '.join(hosts)}; a proxy in between must keep the Host"
+    host = ", ".join(hosts)[:MAX_VALUE_CHARS]
+    detail = f"a page of {origin[:MAX_VALUE_CHARS]} may not change anything at {host}; a proxy must keep the Host"
     return HTTPException(403, detail)
+
+
+def _too_long(scope: Scope) -> HTTPException | None:
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(a) + len(b) for a, b in scope["headers"])
+    detail = f"the line and the headers of the request have {size} bytes, at most {MAX_HEAD_BYTES} allowed"
+    return HTTPException(431, detail, {"Connection": "close"}) if size > MAX_HEAD_BYTES else None
 
 
 def _ambiguous(headers: dict[bytes, bytes]) -> HTTPException | None:

@@ -19,16 +19,17 @@ from fastapi import FastAPI
 
 from services.contract.errors import ConfigError
 
-from .connections import Connection, Waiting
+from .connections import Connection, Idle
 from .settings import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 256
+BACKLOG = 128
 """Connections that the kernel keeps until they are accepted, and that asyncio accepts at once."""
-MIN_CONNECTIONS = 128
-OTHER_FILES = 512
-"""What a service has open besides connections to it: its libraries, weights, the broker, an engine."""
+MIN_CONNECTIONS = 64
+OTHER_FILES = 3 * BACKLOG + 512
+"""Connections just accepted and just closed (1,801 files were seen with 1,024 connections and a BACKLOG of 256), and
+what else a service has open: libraries, weights, the broker, an engine."""
 WANTED_FILES = 8192
 ANSWER_S = 2
 """Time to send the last answers after requests were ended."""
@@ -43,13 +44,12 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) -> HttpServer:
-    """`drain_s`: how long requests may go on after `should_exit`. `max_requests`: answered at the same time; as many
-    connections may wait for a request. Raises ConfigError if the process may not open so many files."""
-    max_connections = max(2 * max_requests, MIN_CONNECTIONS)
-    _allow_files(max_connections + BACKLOG + OTHER_FILES)
+    """`drain_s`: how long requests may go on after `should_exit`. `max_requests`: answered at the same time; twice as
+    many connections are kept, if the process may open so many files. Raises ConfigError if it may open too few."""
+    max_connections = _connections(2 * max_requests)
     config = uvicorn.Config(
         app,
-        http=partial(Connection, Waiting(max_connections)),  # type: ignore[arg-type]
+        http=partial(Connection, Idle(max_connections)),  # type: ignore[arg-type]
         backlog=BACKLOG,
         log_config=None,
         access_log=False,
@@ -61,20 +61,22 @@ def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) 
     return HttpServer(config)
 
 
-def _allow_files(needed: int) -> None:
-    """Raises the soft limit: many systems set it to 1,024."""
+def _connections(wanted: int) -> int:
+    """How many there may be. Raises the soft limit on open files, which many systems set to 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = resource.RLIM_INFINITY
-    wanted = max(needed, WANTED_FILES)
-    allowed = wanted if hard == endless else min(wanted, hard)
-    if soft != endless and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        soft = allowed
-    if soft != endless and soft < needed:
-        raise ConfigError(
-            f"this process may open {soft} files, and needs {needed} for its connections: raise the limit (ulimit -n), "
-            "or lower max_requests where there is that setting"
-        )
+    files = max(wanted + OTHER_FILES, WANTED_FILES)
+    files = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        files = soft
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    allowed = wanted if files == resource.RLIM_INFINITY else min(wanted, files - OTHER_FILES)
+    if allowed < min(wanted, MIN_CONNECTIONS):
+        needed = MIN_CONNECTIONS + OTHER_FILES
+        raise ConfigError(f"this process may open {files} files, and needs {needed}: raise the limit (ulimit -n)")
+    if allowed < wanted:
+        logger.warning("at most %d connections, not %d: this process may open %d files", allowed, wanted, files)
+    return allowed
 
 
 def stop_signals() -> asyncio.Event:

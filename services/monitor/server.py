@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from services.http.server import bound, http_server, port_file
+from services.http.settings import MAX_REQUESTS
 
 from .app import create_app
 from .poller import Poller
@@ -19,7 +20,7 @@ async def serve(settings: MonitorSettings, asked_to_stop: asyncio.Event) -> None
     tokens = settings.tokens()
     with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
         poller = Poller(settings, writable=bool(tokens))
-        http = http_server(create_app(poller, tokens), drain_s=0)
+        http = http_server(create_app(poller, tokens), drain_s=0, max_requests=poller.feed.max_viewers + MAX_REQUESTS)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         polling = asyncio.create_task(poller.run())

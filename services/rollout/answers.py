@@ -17,7 +17,7 @@ from services.contract.errors import OverloadedError
 logger = logging.getLogger(__name__)
 
 JSON = "application/json"
-SMALL_BYTES = 64 * 1024
+SMALL_BYTES = 256 * 1024
 WAIT_S = 10.0
 """For other answers to end."""
 RETRY_AFTER_S = 5.0
@@ -25,30 +25,36 @@ SEND_TIMEOUT_S = 600.0
 
 
 class Room:
-    """Bytes of results, as the broker holds them, that may be read and sent at the same time."""
+    """Bytes of results, as the broker holds them, that may be read and sent at the same time. Who comes first is served
+    first; small results pass."""
 
     def __init__(self, num_bytes: int) -> None:
         self._size = self._free = num_bytes
+        self._first = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
         """What is larger than the room has it alone. Raises OverloadedError after WAIT_S."""
-        held = min(num_bytes, self._size)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                while self._free < held:
-                    await self._freed.wait()
-        except TimeoutError:
-            reason = f"other results of {(self._size - self._free) >> 20} MiB are being read"
-            raise OverloadedError(reason, RETRY_AFTER_S) from None
-        self._free -= held
+        held = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._size)
+        if held:
+            await self._take(held)
         try:
             yield
         finally:
             self._free += held
             self._freed.set()
-            self._freed = asyncio.Event()
+
+    async def _take(self, num_bytes: int) -> None:
+        try:
+            async with asyncio.timeout(WAIT_S), self._first:
+                while self._free < num_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._free -= num_bytes
+        except TimeoutError:
+            reason = f"other results of {(self._size - self._free) / 2**20:.1f} MiB are being read"
+            raise OverloadedError(reason, RETRY_AFTER_S) from None
 
 
 async def in_pieces(body: BaseModel, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

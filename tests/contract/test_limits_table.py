@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE
 
 from services.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
 from services.contract.job import MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
 from services.contract.sampling import Sampling
-from services.http.connections import MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
+from services.http.connections import MAX_HEAD_BYTES, MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
 from services.http.guard import BODY_TIMEOUT_S
-from services.http.server import BACKLOG, MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
+from services.http.server import MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
 from services.http.settings import MAX_REQUESTS
 from services.logs import ALIKE_S, MAX_ALIKE
 from services.rollout.admission import RETRY_AFTER_S
@@ -81,7 +80,7 @@ def table() -> str:
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Results of POST /v1/jobs that are read at the same time", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
-        ("", f"each sent within {SEND_TIMEOUT_S:.0f} s", "closed"),
+        ("Time to send an answer with samples", f"{SEND_TIMEOUT_S:.0f} s", "closed"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),
         ("Trained groups in the broker", f"checkpoint.interval: {checkpoint.interval} batches", "a checkpoint"),
     ]  # fmt: skip
@@ -89,17 +88,17 @@ def table() -> str:
 
 
 def table_of_connections() -> str:
-    max_connections = max(2 * MAX_REQUESTS, MIN_CONNECTIONS)
-    files = max_connections + BACKLOG + OTHER_FILES
+    head, read = f"{MAX_HEAD_BYTES >> 10} KiB", f"{MIN_READ_BYTES >> 10} KiB"
+    fewest = MIN_CONNECTIONS + OTHER_FILES
     rows = [
         ("Requests that are answered at the same time", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
-        ("Connections", f"twice as many: {max_connections:,}", "the one that sends no request for longest is closed"),
+        ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that does nothing for longest is closed"),
         ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),
-        ("Their size", f"{DEFAULT_MAX_INCOMPLETE_EVENT_SIZE >> 10} KiB", "400"),
+        ("Their size", head, "431, or 400 if they do not end"),
         ("Time for a request's body", f"{BODY_TIMEOUT_S:.0f} s", "408"),
-        (f"Time to take {MIN_READ_BYTES >> 10} KiB of an answer, or all of it", f"{READ_TIMEOUT_S:.0f} s", "closed"),
-        ("Warnings and errors from one line of code", f"{MAX_ALIKE} in {ALIKE_S:.0f} s", "counted, not written"),
-        ("Open files", f"raised to {WANTED_FILES:,}", f"no start with less than {files:,}"),
+        (f"Time to take {read} of an answer, or all of it", f"{READ_TIMEOUT_S:.0f} s", "closed"),
+        ("Log lines about strangers that begin alike", f"{MAX_ALIKE} in {ALIKE_S:.0f} s", "counted"),
+        ("Open files", f"raised to {WANTED_FILES:,}", f"fewer connections; no start below {fewest:,}"),
     ]  # fmt: skip
     return markdown(rows)
 

@@ -146,12 +146,10 @@ def test_lengths_that_cannot_be(fake_replica: ReplicaProcess, head: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    ("hosts", "status"),
-    [(b"Host: evil.example", 403), (b"", 403), (b"Host: localhost\r\nHost: localhost", 400)],
-    ids=["another", "none", "two"],
+    "hosts", [b"Host: evil.example\r\nHost: localhost", b"Host: localhost\r\nHost: evil.example", b""]
 )
-def test_the_host_must_be_loopback(fake_replica: ReplicaProcess, hosts: bytes, status: int) -> None:
-    assert _raw(fake_replica.port, b"GET /v1/weights HTTP/1.0\r\n" + hosts + b"\r\n\r\n") == status
+def test_every_host_must_be_loopback(fake_replica: ReplicaProcess, hosts: bytes) -> None:
+    assert _raw(fake_replica.port, b"GET /v1/weights HTTP/1.0\r\n" + hosts + b"\r\n\r\n") == 403
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 50", b"Transfer-Encoding: chunked"])

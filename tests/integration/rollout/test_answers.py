@@ -17,6 +17,7 @@ from services.contract.http import JobStatus, Problem
 from services.contract.job import JobState, Sink
 from services.engines.fake import FakeEngine
 from services.engines.tokenizer import load_tokenizer
+from services.http import guard
 from services.rollout import answers, service
 from services.rollout.answers import Room
 from services.rollout.prompts import NO_TEXT, PIECE_TOKENS, Prompts
@@ -61,10 +62,11 @@ def strict(
         yield replica
 
 
-def _ask(replica: ReplicaThread, name: str) -> socket.socket:
+def _ask(replica: ReplicaThread, name: str, header: bytes = b"") -> socket.socket:
     """For the result, of which nothing is read but that it comes."""
     client = socket.create_connection(("127.0.0.1", replica.port), timeout=WITHIN_S)
-    client.sendall(f"GET /v1/jobs/{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+    head = f"GET /v1/jobs/{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n".encode()
+    client.sendall(head + header + b"\r\n")
     assert client.recv(15) == b"HTTP/1.1 200 OK"
     return client
 
@@ -112,6 +114,7 @@ async def test_no_piece_takes_the_event_loop_for_long(model: Path) -> None:
 async def test_so_many_bytes_are_sent_at_a_time(strict: ReplicaThread, broker: Broker) -> None:
     for name in "ab":
         await _store(broker, _group(broker.run_id, name))
+    await _store(broker, _group(broker.run_id, "small", num_samples=2))
     await _store(broker, _group(broker.run_id, "queued"))
     await broker.redis.hset(broker.keys.job("queued"), "state", JobState.QUEUED)
 
@@ -121,6 +124,7 @@ async def test_so_many_bytes_are_sent_at_a_time(strict: ReplicaThread, broker: B
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "5"
             assert "results of" in Problem.model_validate_json(refused.content).detail
+            assert web.get(f"{strict.url}/v1/jobs/small").status_code == 200
             assert web.get(f"{strict.url}/v1/jobs/queued").json()["status"] == "queued"
             assert web.get(f"{strict.url}/healthz").status_code == 200
             while slow.recv(1 << 20):
@@ -144,14 +148,29 @@ async def test_who_does_not_read_takes_room_for_a_while_only(
     strict: ReplicaThread, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await _store(broker, _group(broker.run_id, "a"))
-    await _store(broker, _group(broker.run_id, "small", num_samples=1))
+    await _store(broker, _group(broker.run_id, "b"))
 
     def ask() -> None:
         with _ask(strict, "a"):
-            until(lambda: web.get(f"{strict.url}/v1/jobs/small").status_code == 200)
+            until(lambda: web.get(f"{strict.url}/v1/jobs/b").status_code == 200)
 
     monkeypatch.setattr(answers, "SEND_TIMEOUT_S", 1.0)
     await asyncio.to_thread(ask)
+
+
+async def test_a_body_that_never_comes_breaks_the_answer_off_quietly(
+    strict: ReplicaThread, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It announces one, and gets its answer without it."""
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
+    await _store(broker, _group(broker.run_id, "a"))
+
+    def ask() -> None:
+        with _ask(strict, "a", b"Content-Length: 5\r\n"):
+            until(lambda: web.get(f"{strict.url}/v1/jobs/a").status_code == 200)
+
+    await asyncio.to_thread(ask)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_result_that_cannot_be_read_is_an_error(strict: ReplicaThread, broker: Broker) -> None:
@@ -162,7 +181,8 @@ async def test_a_result_that_cannot_be_read_is_an_error(strict: ReplicaThread, b
     assert "not a msgpack record" in Problem.model_validate_json(answer.content).detail
 
 
-async def test_the_room_is_given_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_comes_first_has_the_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SMALL_BYTES", 1)
     room = Room(10)
     order: list[str] = []
 
@@ -171,22 +191,21 @@ async def test_the_room_is_given_to_who_waits(monkeypatch: pytest.MonkeyPatch) -
             order.append(name)
             await until.wait()
 
-    ends = [asyncio.Event() for _ in range(3)]
+    end = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        group.create_task(hold("first", 6, ends[0]))
-        await asyncio.sleep(0)
-        group.create_task(hold("larger than the room", 100, ends[1]))
-        group.create_task(hold("small", 4, ends[2]))
+        for name, num_bytes in (("first", 6), ("larger than the room", 100), ("fits now", 4), ("small", 1)):
+            group.create_task(hold(name, num_bytes, end))
+            await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert order == ["first", "small"]
-        ends[2].set()
-        ends[0].set()
-        ends[1].set()
-    assert order[-1] == "larger than the room"
+        end.set()
+    assert order == ["first", "small", "larger than the room", "fits now"]
     monkeypatch.setattr(answers, "WAIT_S", 0.0)
     async with room.hold(7):
-        with pytest.raises(OverloadedError):
+        with pytest.raises(OverloadedError, match=r"0\.0 MiB"):
             async with room.hold(4):
                 raise AssertionError
-        async with room.hold(3):
+        async with room.hold(3), room.hold(1):
             pass
+    async with room.hold(10):
+        pass

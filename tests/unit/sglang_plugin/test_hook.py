@@ -25,10 +25,14 @@ class SamplingInfo:
 
 
 class Sampler:
-    """Keeps what reaches it."""
+    """Keeps what reaches it. Its server was started with --rl-on-policy-target fsdp."""
+
+    rl_on_policy_target: str | None = "fsdp"
+    use_log_softmax_logprob = True
 
     def forward(self, logits_output: Any, sampling_info: SamplingInfo, *args: Any, **kwargs: Any) -> str:
         self.seen = (logits_output, sampling_info, args, kwargs)
+        self.rounds = self.rl_on_policy_target is not None or self.use_log_softmax_logprob
         return "token ids"
 
 
@@ -45,6 +49,7 @@ def test_batch_without_min_p_goes_through_untouched() -> None:
     assert (seen_output is output, seen_info is info, args, kwargs) == (True, True, (True,), {"positions": 3})
     assert torch.equal(output.next_token_logits, before)
     assert output.customized_info is None
+    assert sampler.rounds
 
 
 def test_min_p_is_done_before_the_sampler_and_only_for_this_call() -> None:
@@ -54,6 +59,8 @@ def test_min_p_is_done_before_the_sampler_and_only_for_this_call() -> None:
     _, seen_info, args, kwargs = sampler.seen
     assert (seen_info.need_min_p_sampling, args, kwargs) == (False, (True,), {"positions": 3})
     assert info.need_min_p_sampling
+    assert not sampler.rounds
+    assert (sampler.rl_on_policy_target, sampler.use_log_softmax_logprob) == ("fsdp", True)
     assert output.next_token_logits.tolist() == [[0.0, -1.0, float("-inf")]]
     assert output.customized_info["theirs"] == [1]
     assert output.customized_info["kept_count"][0] == 2
