@@ -18,8 +18,8 @@ MAX_ALIKE = 20
 ALIKE_S = 60.0
 MAX_KEY_CHARS = 80
 FROM_OUTSIDE = ("asyncio", "uvicorn", "services.http")
-"""What these loggers say, strangers can make them say: asyncio alone wrote 400 MB a minute about connections that it
-could not accept. At most MAX_ALIKE such lines that begin alike are written in ALIKE_S seconds."""
+"""Strangers can make these loggers speak: asyncio logs a traceback for every connection that it cannot accept. At most
+MAX_ALIKE of their lines that begin alike are written in ALIKE_S seconds."""
 
 
 class LogFormat(StrEnum):

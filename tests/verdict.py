@@ -34,7 +34,7 @@ GROUPS = {
     "fast": ("-n", "3", *BY_FILE),
     "slow": (*SLOW, "--ignore=tests/e2e", *(f"--ignore={folder}" for folder in SGLANG)),
     "sglang": (*SLOW, *SGLANG),
-    # Not by file: one file's only test, chaos, takes as long as all others, which the other process can do meanwhile.
+    # Test by test: chaos, the only one of its file, takes as long as all others together.
     "e2e": (*TWO_SLOW, "--dist", "worksteal", "tests/e2e"),
 }
 OK, SOME_FAILED = 0, 1

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,21 +44,20 @@ from services.contract.errors import ConfigError
 from .lora import lora_scaling
 
 TRAINED = StateDictOptions(ignore_frozen_params=True)
-IN_AN_INDEX: tuple[Any, ...] = (
+_IN_AN_INDEX: tuple[Any, ...] = (
     *(Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, ChunkStorageMetadata),
     *(_StorageInfo, _MEM_FORMAT_ENCODING, torch.Size, PosixPath, _get_layout),
 )
+IN_AN_INDEX = {known.__name__: known for known in _IN_AN_INDEX}
 """Not BytesStorageMetadata: PyTorch would unpickle those bytes, whatever they are."""
 
 
 class _Index(pickle.Unpickler):
     """Of names in a pickle only its last part counts, so that nothing is imported for it."""
 
-    _known: ClassVar = {known.__name__: known for known in IN_AN_INDEX}
-
     def find_class(self, module: str, name: str) -> Any:
-        found = self._known.get(name) or getattr(torch, name, None)
-        if name in self._known or isinstance(found, torch.dtype):
+        found = IN_AN_INDEX.get(name, getattr(torch, name, None))
+        if name in IN_AN_INDEX or isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is nothing that an index of tensors needs")
 

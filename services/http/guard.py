@@ -72,7 +72,7 @@ class Guard:
         self._in_progress += 1
         try:
             await app(scope, *self._bounded(receive, send))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # only uvicorn cancels requests, and only when it stops
             logger.info("%s %s was cut off: the service stops", scope["method"], path[:MAX_VALUE_CHARS])
         finally:
             self._in_progress -= 1
@@ -146,8 +146,10 @@ def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> 
 
 def _too_long(scope: Scope) -> HTTPException | None:
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(a) + len(b) for a, b in scope["headers"])
+    if size <= MAX_HEAD_BYTES:
+        return None
     detail = f"the line and the headers of the request have {size} bytes, at most {MAX_HEAD_BYTES} allowed"
-    return HTTPException(431, detail, {"Connection": "close"}) if size > MAX_HEAD_BYTES else None
+    return HTTPException(431, detail, {"Connection": "close"})
 
 
 def _ambiguous(headers: dict[bytes, bytes]) -> HTTPException | None:

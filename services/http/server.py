@@ -28,8 +28,8 @@ BACKLOG = 128
 """Connections that the kernel keeps until they are accepted, and that asyncio accepts at once."""
 MIN_CONNECTIONS = 64
 OTHER_FILES = 3 * BACKLOG + 512
-"""Connections just accepted and just closed (1,801 files were seen with 1,024 connections and a BACKLOG of 256), and
-what else a service has open: libraries, weights, the broker, an engine."""
+"""Connections just accepted and just closed, a backlog each and one to spare, and what else a service has open:
+libraries, weights, the broker, an engine."""
 WANTED_FILES = 8192
 ANSWER_S = 2
 """Time to send the last answers after requests were ended."""

@@ -66,7 +66,7 @@ async def in_pieces(body: BaseModel, name: str, pieces: AsyncIterator[bytes]) ->
     yield b"}"
 
 
-async def nothing() -> AsyncIterator[bytes]:
+async def null() -> AsyncIterator[bytes]:
     yield b"null"
 
 

@@ -29,7 +29,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 PIECE_TOKENS = 8_192
-"""About half a megabyte of JSON. A single sample is never divided: 131,072 tokens are 5.5 MiB, made in some 50 ms."""
+"""A piece has so many or, with its last sample, more: a sample is never divided."""
 NO_TEXT = "dvp:no_text"
 """Metadata key by which a queued job remembers `return_text: false`; it never leaves the service."""
 

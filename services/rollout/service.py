@@ -21,7 +21,7 @@ from services.transport.health import queue_health
 from services.transport.submission import Submission
 
 from .admission import Slots
-from .answers import Room, in_pieces, nothing
+from .answers import Room, in_pieces, null
 from .engine import build
 from .loops import race
 from .metrics import Metrics
@@ -34,7 +34,7 @@ from .weights import WeightSwap
 logger = logging.getLogger(__name__)
 
 MAX_RESULTS_BYTES = 64 << 20
-"""Of results that are read and sent at the same time. In memory they take some three times as much."""
+"""Of results, as the broker holds them, that are read and sent at the same time."""
 
 
 class Service:
@@ -107,7 +107,7 @@ class Service:
         report = await submission.status(job_id)
         status = JobStatus(status=report.state, error=report.error)
         if report.num_bytes is None:
-            yield in_pieces(status, "group", nothing())
+            yield in_pieces(status, "group", null())
             return
         async with self._room.hold(report.num_bytes):
             group = await submission.result(job_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import resource
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fastapi import FastAPI, Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.http import connections, server
 from services.http.guard import Guard
@@ -109,14 +109,13 @@ def test_who_sends_a_little_now_and_then_is_not_waited_for_either(url: str) -> N
         until(write, "the server closes the connection")
 
 
-def test_headers_without_an_end_take_no_memory(url: str) -> None:
-    before = psutil.Process().memory_info().rss
-    with _connect(url) as client:
+def test_headers_without_an_end_are_refused(patient: str) -> None:
+    """Long before they are as many as the kernel and the server could take in without it."""
+    with _connect(patient) as client:
         client.sendall(BEGUN)
-        endless = (b"A: " + b"b" * (1 << 18) for _ in range(1_024))
+        parts = (b"A: " + b"b" * (1 << 18) for _ in range(128))
         with pytest.raises(ConnectionError):
-            all(client.sendall(part) is None for part in endless)
-    assert psutil.Process().memory_info().rss - before < 64 << 20
+            all(client.sendall(part) is None for part in parts)
 
 
 def test_who_does_not_read_is_not_waited_for(patient: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +161,7 @@ def test_the_oldest_that_asks_nothing_makes_room(monkeypatch: pytest.MonkeyPatch
 
 
 def test_thousands_that_say_nothing_stop_no_replica(small_model: Path, broker_url: str, tmp_path: Path) -> None:
-    """More than it may open files, as in the audit that found it: /healthz hung, and asyncio logged 400 MB a minute."""
+    """More than it may open files."""
     port_file, log = tmp_path / "port", tmp_path / "log"
     arguments = ["--model", str(small_model), "--engine", "fake", "--redis-url", broker_url, "--run-id", "half-open"]
     command = _limited(MAX_FILES, [*arguments, "--port", "0", "--port-file", str(port_file), "--token", "secret"])
@@ -184,7 +183,7 @@ def test_thousands_that_say_nothing_stop_no_replica(small_model: Path, broker_ur
     assert log.stat().st_size < 20_000
 
 
-def test_a_limit_on_files_that_cannot_do_is_refused_by_name(small_model: Path) -> None:
+def test_too_few_files_are_refused_by_name(small_model: Path) -> None:
     answer = run(_limited(512, ["--model", str(small_model), "--engine", "fake", "--port", "0"]))
     assert answer.returncode == 2
     assert "may open 512 files, and needs 960: raise the limit (ulimit -n)" in answer.stderr
@@ -222,15 +221,21 @@ def test_headers_that_are_complete_are_limited_too(patient: str) -> None:
         assert web.get(f"{patient}/healthz", headers={"A": "b" * size}).status_code == status
 
 
-def test_trailers_are_not_kept(url: str) -> None:
-    """Nor do they end the connection of who sends a body that nobody reads."""
-    before = psutil.Process().memory_info().rss
+def test_trailers_are_not_kept(patient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn would, though nobody reads that body any more."""
+    kept: list[bytes] = []
+    keep = HttpToolsProtocol.on_header
+
+    def on_header(self: HttpToolsProtocol, name: bytes, value: bytes) -> None:
+        kept.append(name)
+        keep(self, name, value)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_header", on_header)
     head = b"POST /large HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with _connect(url) as client:
-        client.sendall(head + b"5\r\n12345\r\n0\r\n")
-        with pytest.raises(ConnectionError):
-            all(client.sendall(b"a:b\r\n" * 50_000) is None for _ in range(100_000))
-    assert psutil.Process().memory_info().rss - before < 64 << 20
+    with _connect(patient) as client, client.makefile("rb") as answer:
+        client.sendall(head + b"5\r\n12345\r\n0\r\nTrailer: a\r\n\r\n" + BEGUN + b"\r\n")
+        assert any(b"HTTP/1.1 200 OK" in line for line in iter(answer.readline, b""))
+    assert kept == [b"Host", b"Transfer-Encoding", b"Host"]
 
 
 def test_a_request_that_is_refused_early_is_answered_and_its_body_taken(patient: str) -> None:
@@ -253,16 +258,20 @@ def test_who_reads_none_of_many_answers_makes_room() -> None:
             assert web.get(f"{url}/healthz").text == "here"
 
 
-def test_the_end_of_an_answer_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than a request is waited for."""
-    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.1)
-    with serving(_app()) as url, _connect(url) as client:
+def test_the_end_of_an_answer_waits_for_its_reader(patient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than for a request: another connection, begun later, is closed meanwhile."""
+    with _connect(patient) as client, client.makefile("rb") as answer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        client.sendall(b"GET /medium HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        with client.makefile("rb") as answer:
-            assert answer.readline() == b"HTTP/1.1 200 OK\r\n"
-            threading.Event().wait(0.5)
-            assert len(answer.read()) > MEDIUM_BYTES
+        client.sendall(BEGUN + b"\r\n")
+        while answer.readline() != b"\r\n":
+            pass
+        assert answer.read(4) == b"here"
+        monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.1)
+        client.sendall(b"GET /medium HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert answer.readline() == b"HTTP/1.1 200 OK\r\n"
+        with _connect(patient) as later:
+            assert _closed(later)
+        assert len(answer.read()) > MEDIUM_BYTES
 
 
 def _limited(max_files: int, arguments: Sequence[str]) -> list[str]:

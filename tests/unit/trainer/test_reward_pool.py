@@ -167,7 +167,6 @@ async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None
 
 TRAINER = """
 import asyncio, sys
-from tests.kit.wait import until_async
 from trainer.reward_pool import RewardPool, RewardRequest
 
 async def main():
