@@ -22,7 +22,7 @@ from tests.kit.forked import ROLLOUT, Service
 from trainer.checkpoint import Checkpoints
 
 from . import recorder
-from .traps import Role, Traps, is_at_stop
+from .traps import Role, Traps, is_at_stop, is_passed_once
 
 POLL_S = 0.03
 LEASE_S = 1.5
@@ -157,13 +157,12 @@ class System:
         self.counts[f"starts {role}"] += 1
         log = self.layout.logs / f"{slot}-{self.counts[f'starts {role}']:04d}.log"
         url, folder = self.broker.url, self.layout.folder
-        nth = 1 if role is Role.OPERATOR else self.rng.choice((1, 1, 2, 4))
         variables = {
             "DVP_ROLLOUT__REDIS_URL": url,
             "DVP_TRAIN__BROKER__URL": url,
             "DVP_QUEUE__REDIS_URL": url,
             recorder.VARIABLE: str(folder / "evidence"),
-            FAILPOINTS: "" if trap is None else f"{trap}:{nth}=kill",
+            FAILPOINTS: "" if trap is None else f"{trap}:{self.nth_pass(trap)}=kill",
         }
         match role:
             case Role.REPLICA:
@@ -177,6 +176,10 @@ class System:
         child = Child(role, slot, process, log, trap, time.monotonic())
         self.children.append(child)
         return child
+
+    def nth_pass(self, trap: str) -> int:
+        """At which the trap closes: the first, if there is no other or one before waited for another in vain."""
+        return 1 if is_passed_once(trap) or self.tired[trap] else self.rng.choice((1, 1, 2, 4))
 
     def bury(self) -> None:
         for child in [*self.children]:
