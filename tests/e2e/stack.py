@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from services.client import Client
-from services.transport.embedded import free_port
+from tests.kit.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 BUILD_S = 1500.0

@@ -17,8 +17,8 @@ import pytest
 
 from services.client import Client
 from services.contract.weights import WeightVersion
-from services.transport.embedded import free_port
 from tests.kit.manifests import REPOSITORY, Manifest, Rendered
+from tests.kit.ports import free_port
 
 from .stack import BUILD_S, COMMAND_S, require_engine
 

@@ -28,7 +28,7 @@ import pytest
 from services.client import Client
 from services.contract.errors import DvpError
 from services.transport.broker import Broker
-from services.transport.embedded import free_port
+from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until
 
 from .stack import require_compose

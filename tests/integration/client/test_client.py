@@ -26,7 +26,7 @@ from services.contract.errors import (
 )
 from services.contract.http import JobRequest, RolloutRequest, SamplingBody
 from services.contract.job import JobState
-from services.transport.embedded import free_port
+from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
 from tests.kit.wait import WITHIN_S
 

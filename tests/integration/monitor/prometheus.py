@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import yaml
 
-from services.transport.embedded import free_port
+from tests.kit.ports import free_port
 from tests.kit.processes import process
 from tests.kit.wait import WITHIN_S, until
 

@@ -20,9 +20,10 @@ from redis.asyncio import Redis
 
 from services.contract.http import Verdict
 from services.contract.keys import Keys
-from services.transport.embedded import EmbeddedBroker, free_port
+from services.transport.embedded import EmbeddedBroker
 from tests.integration.monitor import browser, prometheus
 from tests.kit.forked import MONITOR, ROLLOUT, Service, service
+from tests.kit.ports import free_port
 from tests.kit.runs import MODEL, config, trainer_process
 from tests.kit.wait import WITHIN_S, until
 

@@ -16,11 +16,12 @@ from services.contract.errors import ConfigError, OverloadedError, UnavailableEr
 from services.contract.http import Problem
 from services.contract.weights import Announcement
 from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker, free_port
+from services.transport.embedded import EmbeddedBroker
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.rollout.publishing import announce
 from tests.kit import web
+from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S, until
 

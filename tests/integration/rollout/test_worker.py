@@ -37,7 +37,6 @@ from services.rollout.weight_folders import WeightFolders
 from services.rollout.weights import WeightSwap
 from services.rollout.worker import Worker
 from services.transport.broker import Broker
-from services.transport.embedded import free_port
 from services.transport.groups import GroupQueue
 from services.transport.jobs import Committed, JobQueue, Lease
 from services.transport.lease import TrainerLease
@@ -48,6 +47,7 @@ from services.transport.weight_folder import folder_name, write_manifest
 from services.transport.weights import WeightRegistry
 from services.weights.app import create_app
 from tests.integration.rollout.publishing import announce, flip_a_bit
+from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
-from services.transport.embedded import free_port
 from tests.kit import processes
+from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until
 
 PYTHON = Path(__file__).parents[3] / ".sglang" / "bin" / "python"

@@ -11,7 +11,8 @@ import pytest
 from services.contract.errors import ConfigError, UnavailableError
 from services.transport import broker as broker_module
 from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker, free_port
+from services.transport.embedded import EmbeddedBroker
+from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
 
 SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")

@@ -12,8 +12,8 @@ import pytest
 
 from services.contract.errors import ConfigError
 from services.transport.broker import Broker
-from services.transport.embedded import free_port
 from services.transport.health import queue_health
+from tests.kit.ports import free_port
 from tests.kit.wait import until_async
 
 PASSWORD = "correct-horse"

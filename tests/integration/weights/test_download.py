@@ -10,12 +10,12 @@ import pytest
 from services.cancellation import cancel
 from services.contract.errors import UnavailableError, WeightError
 from services.contract.weights import Manifest, WeightFile
-from services.transport.embedded import free_port
 from services.transport.weight_download import WeightCache
 from services.transport.weight_folder import MANIFEST_NAME, folder_name, verify_folder
 from tests.integration.rollout.publishing import flip_a_bit
 from tests.integration.weights.conftest import LARGE, RUN_ID, Publish, in_use, serving
 from tests.integration.weights.proxy import Fault, Kind, Proxy
+from tests.kit.ports import free_port
 from tests.kit.wait import until_async
 
 HEADERS = 16_000

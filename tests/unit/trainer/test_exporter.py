@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from services.contract.errors import ConfigError
-from services.transport.embedded import free_port
+from tests.kit.ports import free_port
 from trainer.config import MetricsSection
 from trainer.exporter import exporting
 
