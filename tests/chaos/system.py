@@ -178,7 +178,7 @@ class System:
         return child
 
     def nth_pass(self, trap: str) -> int:
-        """At which the trap closes: the first, if there is no other or one before waited for another in vain."""
+        """The pass at which the trap closes: the first, where there is only one, or where a later one did not come."""
         return 1 if is_passed_once(trap) or self.tired[trap] else self.rng.choice((1, 1, 2, 4))
 
     def bury(self) -> None:

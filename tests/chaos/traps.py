@@ -41,7 +41,7 @@ def is_at_stop(point: str | None) -> bool:
 
 
 def is_passed_once(point: str) -> bool:
-    """By a process, in all its life: a trap at its second pass would never be met."""
+    """A process passes it once, as a rule: a trap at its second pass would hardly ever be met."""
     return point.rpartition(".")[0] in (*AT_START, *AT_STOP, *OPERATOR)
 
 

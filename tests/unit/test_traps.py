@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from random import Random
-
-from tests.chaos.traps import AT_START, AT_STOP, OPERATOR, REPLICA, Role, Traps, all_points, is_passed_once
+from tests.chaos.traps import AT_START, AT_STOP, OPERATOR, REPLICA, all_points, is_passed_once
 
 
 def test_every_name_belongs_to_a_fail_point() -> None:
     names = {point.rpartition(".")[0] for point in all_points()}
     assert not {*REPLICA, *OPERATOR, *AT_START, *AT_STOP} - names
-
-
-def test_every_point_is_set_for_some_role_until_it_was_hit() -> None:
-    traps = Traps(1, Random(0))
-    hit = set()
-    while traps.left:
-        for role in Role:
-            point = traps.take(role)
-            traps.give_back(point, hit=point is not None)
-            hit |= {point} - {None}
-    assert hit == set(all_points())
 
 
 def test_a_start_a_stop_and_an_operator_pass_their_points_once() -> None:

@@ -21,7 +21,6 @@ from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.rollout.publishing import announce
 from tests.kit import web
-from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S, until
 
@@ -100,7 +99,7 @@ def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path)
 
 @pytest.mark.usefixtures("impatient")
 def test_http_goes_on_while_the_broker_is_away(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    broker = EmbeddedBroker(tmp_path / "broker", port=free_port(), aof=True)
+    broker = EmbeddedBroker(tmp_path / "broker", aof=True)
     args = ["--model", str(model), "--engine", "fake", "--redis-url", broker.url, "--run-id", "outage"]
     with ReplicaThread(tmp_path / "replica", *args, wait_ready=False) as replica:
         with replica.client() as client:
