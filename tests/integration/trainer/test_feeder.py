@@ -217,6 +217,8 @@ async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, ope
     """A version is one batch older than the one before, however many optimizer steps lie between."""
     steps, updates = 4, 2 * GROUPS
     many = {"batch__groups": str(updates), "batch__updates": str(updates), "batch__max_staleness": "1"}
+    # Nothing is vetoed: an update without any sample is no step.
+    many |= {"sampling__log_min_p": "-80", "correction__veto": "1e-300"}
     async with opened(broker_url, steps=str(steps), **many) as (run, player):
 
         def drawn_now(lease: Lease) -> dict[str, Any]:
