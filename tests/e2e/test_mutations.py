@@ -29,12 +29,23 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "owner check": Mutant(
-        COMMIT, "if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then", "if false then", f"{TRANSPORT}/test_jobs.py"
+        COMMIT,
+        "if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then",
+        "if false then",
+        f"{TRANSPORT}/test_jobs.py::test_a_late_commit_after_the_lease_was_taken_changes_nothing",
     ),
     "dedupe key": Mutant(
-        PRELUDE, "return state == 'done' or state == 'dead'", "return false", f"{TRANSPORT}/test_jobs.py"
+        PRELUDE,
+        "return state == 'done' or state == 'dead'",
+        "return false",
+        f"{TRANSPORT}/test_jobs.py::test_a_second_entry_of_an_ended_job_is_dropped_and_counted",
     ),
-    "fencing token": Mutant(PRELUDE, "elseif newest ~= token then", "elseif false then", f"{TRANSPORT}/test_groups.py"),
+    "fencing token": Mutant(
+        PRELUDE,
+        "elseif newest ~= token then",
+        "elseif false then",
+        f"{TRANSPORT}/test_groups.py::test_a_fenced_trainer_changes_nothing",
+    ),
     "acknowledge after checkpoint": Mutant(
         LOOP,
         """        await asyncio.to_thread(self.checkpoints.save, progress, self.learner.save)
@@ -43,7 +54,7 @@ MUTANTS = {
         """        await self.feeder.acknowledge()
         await asyncio.to_thread(self.checkpoints.save, progress, self.learner.save)
 """,
-        "tests/integration/trainer/test_feeder.py",
+        "tests/integration/trainer/test_feeder.py::test_what_a_checkpoint_covers_is_not_trained_again",
     ),
     # The tests that notice these two leave room for rounding at the edge of a safe set, and for one look more or less.
     "a mask for each row": Mutant(

@@ -7,6 +7,7 @@ is enough.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+GC_THRESHOLD = 50_000
+"""Of new objects. By Python's own, 700, the collector goes again and again over all that an import makes."""
 DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",  # models are local folders
@@ -44,3 +47,4 @@ class DeclareOperators(MetaPathFinder):
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
 sys.meta_path.insert(0, DeclareOperators())
+gc.set_threshold(GC_THRESHOLD)

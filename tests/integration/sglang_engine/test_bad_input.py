@@ -15,9 +15,9 @@ import pytest
 
 from services.contract.errors import ConfigError, UnavailableError, WeightError
 from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch, LocalServer, Remote
+from services.engines.sglang_server import Launch, Remote
 from tests.integration.engines.jobs import make_job
-from tests.integration.engines.sglang_process import CONTEXT, sglang_python
+from tests.integration.engines.sglang_process import sglang_python
 
 
 def program(folder: Path, script: str) -> Path:
@@ -112,7 +112,7 @@ def test_servers_that_cannot_be_sent_weights(source: Launch | Remote, named: str
         SglangEngine(models["even"], source).transfer_request("run:1:aa")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_model_that_sglang_refuses(models: dict[str, Path], tmp_path: Path) -> None:
     """An architecture that it does not have."""
     folder = shutil.copytree(models["even"], tmp_path / "model")
@@ -122,25 +122,3 @@ async def test_a_model_that_sglang_refuses(models: dict[str, Path], tmp_path: Pa
     with pytest.raises(ConfigError, match=r"(?s)SGLang (ended|was killed).*The end of.*NoSuchForCausalLM"):
         await engine.start()
     await engine.close()
-
-
-@pytest.mark.slow
-async def test_a_server_without_the_plugin(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock SGLang, started as somebody else would; before it is asked for anything, its keys are."""
-    monkeypatch.setenv("SGLANG_PLUGINS", "none of those installed")
-    server = LocalServer(Launch(python=sglang_python(), threads=1), CONTEXT)
-    await server.start(models["even"], "default")
-    url, api_key, admin_key = server.client.url, server.client.api_key, server.client.admin_key
-    try:
-        for remote, named in (
-            (Remote(url), r"sglang.api_key"),
-            (Remote(url, api_key, "wrong"), "pip install dvp-sglang"),
-            (Remote(url, api_key, admin_key), r"lacks the dvp-sglang plugin.*pip install dvp-sglang"),
-        ):
-            engine = SglangEngine(models["even"], remote)
-            with pytest.raises(ConfigError, match=named):
-                await engine.start()
-            await engine.close()
-    finally:
-        await server.stop()
-        await server.client.close()

@@ -18,8 +18,6 @@ from trainer.model import load_model
 from trainer.weights import write_weights
 from trainer.world import World
 
-pytestmark = pytest.mark.slow
-
 
 def publish(source: Path, model: Path, folder: Path) -> Path:
     """The weights of `model` by the trainer, with the files of `source` beside them."""
@@ -32,7 +30,13 @@ def publish(source: Path, model: Path, folder: Path) -> Path:
 
 
 # Not qwen2_moe: its shared expert is a Triton kernel even on a CPU ("0 active drivers").
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        *(pytest.param(model_type, marks=pytest.mark.long) for model_type in ("mixtral", "olmoe")),
+    ],
+)
 async def test_sglang_serves_published_experts(tmp_path: Path, model_type: str) -> None:
     even, odd = (write_small_model(tmp_path / str(seed), model_type, seed=seed) for seed in (0, 1))
     published = publish(even, odd, tmp_path / "published")

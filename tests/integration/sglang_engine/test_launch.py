@@ -1,18 +1,20 @@
-"""The flags of a launch, read by SGLang's own parser."""
+"""What a launch hands to SGLang: flags, read by SGLang's own parser, and no WebSockets."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.config import WS_PROTOCOLS
 
+from services.engines.sglang_launch import refuse_websockets
 from services.engines.sglang_server import Launch
 from tests.integration.engines.sglang_process import sglang_python
 from tests.kit.wait import WITHIN_S
-
-pytestmark = pytest.mark.slow
 
 PARSE = """
 import argparse, json, sys
@@ -24,6 +26,7 @@ print(json.dumps({name: found[name] for name in json.loads(sys.argv[2])}))
 """
 
 
+@pytest.mark.slow
 def test_every_setting_arrives(tmp_path: Path) -> None:
     launch = Launch(
         python=sglang_python(),
@@ -68,3 +71,17 @@ def test_every_setting_arrives(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_websockets_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a library for them is installed, as here, a request for one would go past SGLang's keys."""
+
+    def protocol() -> Any:
+        config = uvicorn.Config(app=lambda: None)
+        config.load()
+        return config.ws_protocol_class
+
+    monkeypatch.setitem(WS_PROTOCOLS, "auto", WS_PROTOCOLS["auto"])
+    assert protocol() is not None
+    refuse_websockets()
+    assert protocol() is None

@@ -24,15 +24,19 @@ from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.http.table import check_table
 from tests.integration.rollout.publishing import announce
-from tests.kit import web
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.wait import WITHIN_S, until_async
+
+from .routes import answers
 
 pytestmark = pytest.mark.slow
 
 RUN = "sglang-engine"
 NUM_JOBS = 48
+OPEN = {"`GET /health`", "`GET /health_generate`", "`GET /ready`"}
+"""What answers without a key, and says no more than that the server runs."""
 
 
 @pytest.fixture(scope="module")
@@ -141,17 +145,6 @@ async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
     assert not (await queue_health(broker)).dead
 
 
-async def test_no_part_of_the_server_outlives_another(replica: ReplicaProcess, broker: Broker) -> None:
-    """SGLang's scheduler alone is killed: the rest goes too, and everything comes back."""
-    await until_state(broker, ReplicaState.SERVING)
-    everybody = sglang_processes(replica)
-    scheduler = next(p for p in everybody if "scheduler" in " ".join(p.cmdline()))
-    scheduler.kill()
-    await until_state(broker, ReplicaState.STARTING)
-    await until_state(broker, ReplicaState.SERVING)
-    assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]
-
-
 async def test_damaged_weights_are_refused_and_reported(
     replica: ReplicaProcess, broker: Broker, fence: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -181,11 +174,17 @@ def test_nothing_of_the_server_listens_beyond_loopback_and_its_keys_are_hidden(r
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {"127.0.0.1"}
-    command = sglang_processes(replica)[0].cmdline()
-    port = command[command.index("--port") + 1]
     assert not any("api-key" in part for process in sglang_processes(replica) for part in process.cmdline())
-    assert web.get(f"http://127.0.0.1:{port}/model_info").status_code == 401
-    assert web.post(f"http://127.0.0.1:{port}/pause_generation", json={}).status_code == 401
+
+
+def test_the_server_lets_nobody_in_without_its_keys(replica: ReplicaProcess, tmp_path: Path) -> None:
+    """By any route."""
+    command = sglang_processes(replica)[0].cmdline()
+    found = answers(f"http://127.0.0.1:{command[command.index('--port') + 1]}", tmp_path)
+    assert sum(map(len, found.values())) > 100
+    assert {call for both, calls in found.items() if both != ("401", "401") for call in calls} == OPEN
+    rows = [(*both, ", ".join(sorted(calls))) for both, calls in sorted(found.items())]
+    check_table("sglang", ("no key", "wrong key", "Calls"), rows)
 
 
 def test_a_killed_replica_leaves_no_server(replica: ReplicaProcess) -> None:

@@ -20,6 +20,8 @@ from tests.kit.wait import WITHIN_S
 
 pytestmark = pytest.mark.slow
 
+POISON = make_job("poison", n=8, max_tokens=1000)
+
 
 async def test_swaps_that_fail_leave_the_weights_served(
     models: dict[str, Path], oracles: dict[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -29,8 +31,10 @@ async def test_swaps_that_fail_leave_the_weights_served(
     await engine.start()
     try:
         await refused_by_sglang(engine, oracles["even"], tmp_path / "gone")
+        # Of these two deaths the same job is suspected.
+        monkeypatch.setattr(sglang, "MAX_DEATHS", 2)
         await dying_while_it_loads(engine, models["odd"], oracles, tmp_path / "half")
-        await a_job_that_it_always_dies_of(engine, monkeypatch)
+        await a_scheduler_that_dies_alone(engine)
     finally:
         await engine.close()
 
@@ -50,13 +54,18 @@ async def refused_by_sglang(engine: SglangEngine, oracle: Oracle, gone: Path) ->
 
 
 async def dying_while_it_loads(engine: SglangEngine, odd: Path, oracles: dict[str, Oracle], half: Path) -> None:
-    """SGLang dies of half a file, which the engine's own check would have refused."""
+    """SGLang dies of half a file, which the engine's own check would have refused. What is in flight goes back
+    uncounted, as it may be innocent."""
     shutil.copytree(odd, half)
     (half / "model.safetensors").write_bytes((half / "model.safetensors").read_bytes()[:-1000])
     with pytest.raises(WeightError, match="not a complete safetensors file"):
         await engine.load(half, "run:1:half")
+    running = asyncio.create_task(engine.generate(POISON))
+    await drawing(engine)
     with pytest.raises(WeightError, match="died while loading"):
         await engine._swap(half, "run:1:half")
+    with pytest.raises(UnavailableError, match="did not answer"):
+        await running
     await back(engine)
     assert engine.version == "run:0:even"
     job = make_job("after", n=2)
@@ -65,18 +74,18 @@ async def dying_while_it_loads(engine: SglangEngine, odd: Path, oracles: dict[st
     oracles["odd"].check_all(job, await engine.generate(job))
 
 
-async def a_job_that_it_always_dies_of(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes back uncounted at first, as it may be innocent; then it counts, or it would go round forever."""
-    monkeypatch.setattr(sglang, "MAX_DEATHS", 2)
-    job = make_job("poison", n=8, max_tokens=1000)
-    for expected in (UnavailableError, EngineError):
-        running = asyncio.create_task(engine.generate(job))
-        await drawing(engine)
-        server_of(engine).kill()
-        with pytest.raises(expected, match="did not answer" if expected is UnavailableError else "went away 2 times"):
-            await running
-        await back(engine)
+async def a_scheduler_that_dies_alone(engine: SglangEngine) -> None:
+    """The rest of the server goes too, and everything comes back. A job that was in flight at every death counts as
+    failed in the end, or it would go round forever."""
+    everybody = [server_of(engine), *server_of(engine).children(recursive=True)]
+    running = asyncio.create_task(engine.generate(POISON))
+    await drawing(engine)
+    next(process for process in everybody if "scheduler" in " ".join(process.cmdline())).kill()
+    with pytest.raises(EngineError, match="went away 2 times"):
+        await running
+    await back(engine)
     assert engine.version == "run:2:odd"
+    assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]
 
 
 def server_of(engine: SglangEngine) -> psutil.Process:

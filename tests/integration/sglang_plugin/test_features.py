@@ -1,4 +1,5 @@
-"""Everything that SGLang does around its sampler, together with min_p, on one server."""
+"""A real SGLang against a full forward of the same folder in float64: its constrained log-probs, and everything that it
+does around its sampler, together with min_p. As many tests as can be share one server."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from tests.kit.models import EOS_ID
 from tests.kit.wait import WITHIN_S
 
 from .checks import Answer, check_constrained, check_unconstrained, read
-from .server import Server, Servers
+from .server import API_KEY, Server, Servers
 
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
 LOG_MIN_P = -3.0
 RHO = {"min_p": math.exp(LOG_MIN_P)}
+LOG_MIN_PS = (-13.0, -6.0, -3.0, math.log(0.1))
+TEMPERATURES = (0.5, 0.7, 1.0, 1.3, 1.5)
+SAMPLES, TOKENS = 2, 96
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,39 @@ def server(servers: Servers, folders: dict[str, Path]) -> Server:
 
 def logits_of(oracle: Oracle, answer: Answer, prompt: list[int] = PROMPT) -> NDArray[np.float64]:
     return oracle.logits(np.array(prompt), read(answer).token_ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("qwen3", ()),
+        pytest.param("qwen2", (), marks=pytest.mark.long),
+        pytest.param("llama", ("--disable-overlap-schedule",), marks=pytest.mark.long),
+    ],
+)
+def test_every_number_equals_the_float64_oracle(
+    family: str, flags: tuple[str, ...], servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    """All settings in one batch, several prompt lengths, n = 2."""
+    settings = [(log_min_p, temperature) for log_min_p in LOG_MIN_PS for temperature in TEMPERATURES]
+    prompts = [list(range(5, 8 + i)) for i in range(len(settings))]
+    answers = servers.get(folders[family], *flags).generate(
+        prompts,
+        [
+            {"min_p": math.exp(log_min_p), "temperature": temperature, "max_new_tokens": TOKENS, "n": SAMPLES}
+            for log_min_p, temperature in settings
+        ],
+    )
+    assert len(answers) == SAMPLES * len(settings)
+    total, pruned = 0, 0.0
+    for i, answer in enumerate(answers):
+        prompt, (log_min_p, temperature) = prompts[i // SAMPLES], settings[i // SAMPLES]
+        reading = read(answer)
+        logits = oracles[family].logits(np.array(prompt), reading.token_ids)
+        total += check_constrained(answer, logits, log_min_p, temperature, at_least=0.9)
+        pruned += sum(count < logits.shape[-1] for count in reading.kept_count if count is not None)
+    assert total >= 0.98 * TOKENS * len(answers)
+    assert pruned >= 0.5 * TOKENS * len(answers)
 
 
 def test_mixed_batch(server: Server, oracle: Oracle) -> None:
@@ -136,7 +173,7 @@ def test_end_of_text_is_counted(server: Server, oracle: Oracle) -> None:
 OPENAI_CLIENT = """
 import json, sys
 from openai import OpenAI
-client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none")
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key=sys.argv[4])
 answer = client.completions.create(
     model="default", prompt=json.loads(sys.argv[2]), max_tokens=48, temperature=0.7, logprobs=0,
     extra_body={"min_p": float(sys.argv[3]), "ignore_eos": True},
@@ -150,7 +187,7 @@ def test_openai_sdk_gets_constrained_log_probs(
     server: Server, oracle: Oracle, sglang_python: Path, folders: dict[str, Path]
 ) -> None:
     """A client that nobody here wrote."""
-    arguments = [server.url, json.dumps(PROMPT), str(RHO["min_p"])]
+    arguments = [server.url, json.dumps(PROMPT), str(RHO["min_p"]), API_KEY]
     done = subprocess.run(
         [sglang_python, "-c", OPENAI_CLIENT, *arguments], capture_output=True, text=True, timeout=WITHIN_S, check=False
     )
@@ -167,3 +204,24 @@ def test_openai_sdk_gets_constrained_log_probs(
     expected = scaled[np.arange(48), token_ids] - np.log(kept)
     np.testing.assert_allclose(np.array(found["logprobs"])[clear], expected[clear], atol=5e-5, rtol=0)
     assert clear.sum() >= 40
+
+
+def test_bfloat16_differs_but_by_rounding(
+    servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
+) -> None:
+    """What a trainer in float32 has to correct; `dvp-lab signature` takes it apart."""
+    prompts = [list(range(5, 8 + i)) for i in range(16)]
+    setting = {"min_p": math.exp(-6.0), "temperature": 1.0, "max_new_tokens": TOKENS}
+    gaps, inside = list[float](), list[bool]()
+    answers = servers.get(folders["qwen3"], "--dtype", "bfloat16").generate(prompts, [setting] * len(prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        token_ids, logprobs, _, _ = read(answer)
+        logits = oracles["qwen3"].logits(np.array(prompt), token_ids)
+        shifted = logits - logits.max(-1, keepdims=True)
+        keep, chosen = shifted >= -6.0, (np.arange(len(token_ids)), token_ids)
+        gaps += np.abs(logprobs - shifted[chosen] + np.log((np.exp(shifted) * keep).sum(-1))).tolist()
+        inside += keep[chosen].tolist()
+    sizes = np.array(gaps)[inside]
+    assert 1e-3 < sizes.mean() < 0.1
+    assert np.quantile(sizes, 0.99) < 0.5
+    assert np.mean(inside) > 0.99

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import zipfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.sglang_plugin.plugin import ORIGINAL_LOGPROB
 from services.sglang_plugin.versions import ANY_VERSION
 from tests.kit.wait import WITHIN_S
 
@@ -21,6 +23,23 @@ PROJECT = REPOSITORY / "deploy" / "dvp-sglang"
 LAUNCH = ("-m", "sglang.launch_server")
 UNTESTED = "import dvp_sglang.sglang_plugin.versions as v; v.TESTED = ('0.0.1',); "
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); "
+IN_FORKS = """
+import json, os, sys
+import sglang.srt.layers.sampler, sglang.srt.plugins  # what takes long, once
+
+codes = []
+for case, (code, environment) in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        output = os.open(str(case), os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1), os.dup2(output, 2)
+        os.environ.update(environment)
+        exec(code)
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+"""Exit code of each case; what it wrote is in a file of its number."""
 IS_HOOKED = "from sglang.srt.layers.sampler import Sampler; print('hooked', hasattr(Sampler.forward, '__wrapped__'))"
 
 
@@ -46,44 +65,34 @@ def test_server_refuses_to_start_with_another_version(sglang_python: Path, tmp_p
     assert all(part in last for part in ("dvp-sglang", "0.5.23", "0.0.1", ANY_VERSION, "SGLANG_PLUGINS"))
 
 
-@pytest.mark.parametrize(("environment", "hooked"), [({ANY_VERSION: "1"}, True), ({"SGLANG_PLUGINS": "none"}, False)])
-def test_both_ways_out_of_the_refusal(
-    environment: dict[str, str], hooked: bool, sglang_python: Path, tmp_path: Path
-) -> None:
-    done = run(sglang_python, "-c", UNTESTED + LOAD + IS_HOOKED, folder=tmp_path, **environment)
-    assert done.returncode == 0, done.stderr
-    assert f"hooked {hooked}" in done.stdout
-
-
-def test_no_version_is_served_unpatched(sglang_python: Path, tmp_path: Path) -> None:
-    """SGLang would log that a target is gone, and serve on."""
+def test_ways_out_of_the_refusal(sglang_python: Path, tmp_path: Path) -> None:
+    """None of them serves a SGLang that has moved a target: it would only log that, and serve on unpatched."""
     moved = "import dvp_sglang.sglang_plugin.plugin as p; p.SAMPLER = p.SAMPLER.replace('forward', 'moved'); "
-    done = run(sglang_python, "-c", UNTESTED + moved + LOAD, folder=tmp_path, **{ANY_VERSION: "1"})
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    cases = [
+        (UNTESTED + LOAD + IS_HOOKED, {ANY_VERSION: "1"}),
+        (UNTESTED + LOAD + IS_HOOKED, {"SGLANG_PLUGINS": "none"}),
+        (UNTESTED + moved + LOAD, {ANY_VERSION: "1"}),
+    ]
+    done = run(sglang_python, "-c", IN_FORKS, json.dumps(cases), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0, 0, 1]
+    tested, without, refused = ((tmp_path / str(case)).read_text().strip() for case in range(len(cases)))
+    assert "hooked True" in tested
+    assert "hooked False" in without
+    last = refused.splitlines()[-1]
     assert all(part in last for part in ("sampler.Sampler.moved", "0.5.23", ANY_VERSION, "SGLANG_PLUGINS"))
 
 
-@pytest.mark.parametrize(
-    ("used", "flags", "environment"),
-    [
-        ("--speculative-algorithm", ("--speculative-algorithm", "NGRAM"), {}),
-        ("--enable-watermark", ("--enable-watermark",), {}),
-        ("SGLANG_RETURN_ORIGINAL_LOGPROB", (), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}),
-    ],
-)
 def test_server_refuses_settings_under_which_log_probs_would_be_wrong(
-    used: str,
-    flags: tuple[str, ...],
-    environment: dict[str, str],
-    sglang_python: Path,
-    folders: dict[str, Path],
-    tmp_path: Path,
+    sglang_python: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = ("--model-path", folders["qwen3"])
-    done = run(sglang_python, *LAUNCH, *model, *FLAGS, *flags, folder=tmp_path, **environment)
+    """Here all that a CPU server has at once; tests/unit/sglang_plugin/test_hook.py has each alone."""
+    launch = (*LAUNCH, "--model-path", folders["qwen3"], *FLAGS)
+    flags = ("--speculative-algorithm", "NGRAM", "--enable-watermark")
+    done = run(sglang_python, *launch, *flags, folder=tmp_path, **{ORIGINAL_LOGPROB: "1"})
     assert done.returncode == 1
-    assert f"does not work together with {used}:" in done.stderr.strip().splitlines()[-1]
+    named = f"does not work together with --speculative-algorithm, --enable-watermark, {ORIGINAL_LOGPROB}:"
+    assert named in done.stderr.strip().splitlines()[-1]
 
 
 def test_sampler_with_seeds_and_custom_processors(sglang_python: Path, tmp_path: Path) -> None:

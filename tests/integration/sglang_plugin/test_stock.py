@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.contract.errors import ConfigError
+from services.engines.sglang import SglangEngine
+from services.engines.sglang_server import Remote
 from tests.integration.engines.oracle import Oracle
 
 from .checks import Answer, check_constrained, check_unconstrained, read
-from .server import Server, Servers
+from .server import API_KEY, Server, Servers
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +97,18 @@ def test_stock_server_has_no_constrained_log_probs(
     check_unconstrained(answer, logits, 1.0)
     with pytest.raises(AssertionError):
         check_constrained(answer, logits, -3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("api_key", "named"),
+    [("", r"sglang\.api_key"), (API_KEY, r"lacks the dvp-sglang plugin.*pip install dvp-sglang")],
+)
+async def test_a_replica_refuses_a_stock_server(
+    api_key: str, named: str, servers: Servers, folders: dict[str, Path]
+) -> None:
+    """Before it is asked for anything, its key is."""
+    server = servers.get(folders["qwen3"], *FLAGS, SGLANG_PLUGINS="none")
+    engine = SglangEngine(folders["qwen3"], Remote(server.url, api_key, "not the admin key"))
+    with pytest.raises(ConfigError, match=named):
+        await engine.start()
+    await engine.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,7 @@ import torch
 
 from trainer.lab import chain
 from trainer.lab.cells import Outcome, run_cells
-from trainer.lab.collapse import CELLS, LOG_MIN_P, SMALL, Fate, Pair, candidates, choose, collapse
-from trainer.lab.page import write_study
+from trainer.lab.collapse import CELLS, LOG_MIN_P, Fate, Pair, candidates, choose
 from trainer.lab.precision import Format
 from trainer.lab.training import NOTHING_PRUNED, Mismatch, Run, Sampler
 from trainer.model import load_model
@@ -138,22 +135,3 @@ def test_a_run_is_made_once_and_again_if_it_is_another(model: Path, tmp_path: Pa
     assert other["a"] == made["a"]
     assert written()["a"] == first["a"]
     assert written()["b"] != first["b"]
-
-
-@pytest.mark.slow
-def test_the_study_in_small(tmp_path: Path) -> None:
-    said = []
-    study = collapse(tmp_path / "work", replace(SMALL, jobs=2), lambda done, total, what: said.append(what))
-    page = write_study(study, tmp_path)
-    numbers = json.loads((tmp_path / "collapse.json").read_text())
-    arms, mapped, screened = numbers["tables"]
-    assert len(screened["rows"]) == SMALL.candidates
-    assert arms["rows"][0][0] == "naive"
-    assert len(arms["rows"]) == 7
-    assert len(mapped["rows"]) == len(SMALL.cells)
-    assert all(0 <= row[3] <= 1 and math.isfinite(row[8] or 0.0) for row in arms["rows"])
-    assert page.read_text().count("<svg") == len(study.charts)
-    assert said[0] == "warm-starting the model"
-    before = len(said)
-    assert collapse(tmp_path / "work", replace(SMALL, jobs=2), lambda *args: said.append("")) == study
-    assert len(said) > before
