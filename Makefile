@@ -55,7 +55,7 @@ test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
 # What needs longer than a CI should take. Every one has a smaller sibling among the others.
-test-long: install
+test-long: install sglang-cpu
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) chaos soak
 
