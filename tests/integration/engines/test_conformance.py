@@ -31,7 +31,7 @@ from .oracle import Oracle
 
 MIN_PS = (-13.0, -6.0, math.log(0.1))
 TEMPERATURES = (0.7, 1.0, 1.3)
-# A start of SGLang takes half a minute of two cores.
+# SGLang starts anew for each family: one is enough for CI.
 ENGINES_AND_FAMILIES = [
     *(("transformers", family) for family in FAMILIES),
     pytest.param("sglang", "qwen3", marks=pytest.mark.slow),

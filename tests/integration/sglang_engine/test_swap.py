@@ -31,7 +31,7 @@ async def test_swaps_that_fail_leave_the_weights_served(
     await engine.start()
     try:
         await refused_by_sglang(engine, oracles["even"], tmp_path / "gone")
-        # Of these two deaths the same job is suspected.
+        # The same job is in flight at both deaths below.
         monkeypatch.setattr(sglang, "MAX_DEATHS", 2)
         await dying_while_it_loads(engine, models["odd"], oracles, tmp_path / "half")
         await a_scheduler_that_dies_alone(engine)

@@ -29,7 +29,7 @@ FLAGS = (
     *("--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
 )
 POLL_S, GRACE_S = 0.1, 2.0
-"""In which its helpers unlink what it shared in memory."""
+"""Seconds between two looks, and for SGLang's helpers to unlink what it shared in memory."""
 
 Answer: TypeAlias = dict[str, Any]
 

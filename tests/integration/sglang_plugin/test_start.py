@@ -66,7 +66,7 @@ def test_server_refuses_to_start_with_another_version(sglang_python: Path, tmp_p
 
 
 def test_ways_out_of_the_refusal(sglang_python: Path, tmp_path: Path) -> None:
-    """None of them serves a SGLang that has moved a target: it would only log that, and serve on unpatched."""
+    """Neither serves a SGLang whose sampler has moved: SGLang alone would only log that, and serve on unpatched."""
     moved = "import dvp_sglang.sglang_plugin.plugin as p; p.SAMPLER = p.SAMPLER.replace('forward', 'moved'); "
     cases = [
         (UNTESTED + LOAD + IS_HOOKED, {ANY_VERSION: "1"}),

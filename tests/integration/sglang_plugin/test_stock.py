@@ -106,7 +106,7 @@ def test_stock_server_has_no_constrained_log_probs(
 async def test_a_replica_refuses_a_stock_server(
     api_key: str, named: str, servers: Servers, folders: dict[str, Path]
 ) -> None:
-    """Before it is asked for anything, its key is."""
+    """The key is checked first, then the plugin."""
     server = servers.get(folders["qwen3"], *FLAGS, SGLANG_PLUGINS="none")
     engine = SglangEngine(folders["qwen3"], Remote(server.url, api_key, "not the admin key"))
     with pytest.raises(ConfigError, match=named):
