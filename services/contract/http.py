@@ -215,6 +215,9 @@ class Reason(Body):
 class QueueHealth(Body):
     run_id: str
     jobs: StreamHealth
+    """The trainer's."""
+    client_jobs: StreamHealth = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
+    """An older replica counts them among `jobs`."""
     groups: StreamHealth
     uncheckpointed: int
     dead: int

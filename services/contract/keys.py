@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REPLICAS = "replicas"
-"""Consumer group of the jobs stream."""
+"""Consumer group of the streams of jobs."""
 TRAINER = "trainer"
 """Consumer group of the groups and evals streams."""
 
@@ -24,8 +24,13 @@ class Keys:
 
     @property
     def jobs(self) -> str:
-        """Stream of Job, consumer group REPLICAS. Entries are deleted when acknowledged."""
+        """Stream of the trainer's Jobs, consumer group REPLICAS. Entries are deleted when acknowledged."""
         return self._key("jobs")
+
+    @property
+    def client_jobs(self) -> str:
+        """The same for sink `client`."""
+        return self._key("client_jobs")
 
     @property
     def groups(self) -> str:
@@ -129,7 +134,8 @@ class Keys:
         return self._key(f"transfer:{request_id}")
 
     def job(self, job_id: str) -> str:
-        """Hash of one job's state: state, sink, entry of the jobs stream, deliveries, error, letter. The dedupe key."""
+        """Hash of one job's state: state, sink, entry (for sink `client` client_entry) in its stream, deliveries,
+        error, letter. The dedupe key."""
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:

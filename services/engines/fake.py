@@ -47,6 +47,7 @@ class FakeEngine:
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.capacity = capacity
+        self.job_by_job = False
         self._service_time_s = service_time_s
         self._load_time_s = load_time_s
         self._num_tokens = num_tokens

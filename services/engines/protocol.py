@@ -22,6 +22,8 @@ class Engine(Protocol):
     vocab_size: int
     capacity: int
     """Samples that generate side by side; more than that only wait."""
+    job_by_job: bool
+    """One job generates at a time, however many samples it has, and gets other bits if it is divided."""
 
     @property
     def version(self) -> str:

@@ -23,6 +23,12 @@ def sample_seed(job: Job, index: int) -> int:
     return base if index == 0 else _hash63(f"{base}:{index}".encode())
 
 
+def alone(job: Job, index: int) -> Job:
+    """Sample `index` as a job of its own: the same draws under the same id."""
+    sampling = job.sampling.model_copy(update={"seed": sample_seed(job, index)})
+    return job.model_copy(update={"n": 1, "sampling": sampling})
+
+
 def _hash63(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +47,8 @@ MAX_UNHEALTHY = 3
 """Failed health checks in a row after which a server that still runs counts as dead."""
 MAX_DEATHS = 3
 """Deaths of the server with a job in flight after which it is the job that is to blame."""
+MAX_SUSPECTS = 10_000
+"""Jobs whose deaths are counted at the same time."""
 JOIN_S = 60.0
 """Longest time for SGLang to meet the trainer; it generates nothing meanwhile."""
 MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
@@ -59,6 +61,14 @@ class Flight(NamedTuple):
 
     job: Job
     request_ids: list[str]
+
+
+class Deaths(NamedTuple):
+    """Of the server, with one job in flight."""
+
+    number: int
+    last_at: float
+    """On the event loop's clock."""
 
 
 class Weights(NamedTuple):
@@ -91,6 +101,7 @@ class SglangEngine:
         self.context_length: int = max_context or own or 0
         self.vocab_size: int = config.vocab_size
         self.capacity = 1
+        self.job_by_job = False
         self._server = LocalServer(source, self.context_length) if isinstance(source, Launch) else RemoteServer(source)
         self._model_dtype = str(config.dtype).removeprefix("torch.")
         self._model = self._last_folder = Weights(model.absolute(), version)
@@ -101,7 +112,7 @@ class SglangEngine:
         self._optional: frozenset[str] = frozenset()
         self._dp, self._tp = (source.dp, source.tp) if isinstance(source, Launch) else (1, 1)
         self._flights: dict[asyncio.Task[Any], Flight] = {}
-        self._deaths: Counter[str] = Counter()
+        self._deaths: dict[str, Deaths] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._changing = asyncio.Lock()
         """Held while weights are swapped and while the server is started."""
@@ -235,6 +246,7 @@ class SglangEngine:
     async def generate(self, job: Job) -> tuple[Sample, ...]:
         self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
+        began = asyncio.get_running_loop().time()
         flight = Flight(job, [uuid4().hex for _ in range(job.n)])
         body = request_body(job, flight.request_ids, max_new_tokens(job, self.context_length), self._eos_ids)
         asking = asyncio.create_task(self._client.generate(body))
@@ -249,20 +261,23 @@ class SglangEngine:
         except UnavailableError as error:
             if self._supervisor is None:
                 raise EngineError("the engine was closed") from None
-            raise self._suspected(job) or error from None
+            raise self._suspected(job, began) or error from None
         finally:
             del self._flights[asking]
-        self._deaths.pop(job.job_id, None)
         return to_samples(job, answer)
 
-    def _suspected(self, job: Job) -> EngineError | None:
-        """A job that the server dies of again and again counts as delivered in the end: it would go round forever."""
-        self._deaths[job.job_id] += 1
-        if self._deaths[job.job_id] < MAX_DEATHS:
-            return None
-        return EngineError(
-            f"job {job.job_id}: SGLang went away {self._deaths.pop(job.job_id)} times while this was in flight"
-        )
+    def _suspected(self, job: Job, began: float) -> EngineError | None:
+        """A job that the server dies of again and again counts as delivered in the end: it would go round forever.
+        Parts of a job that were in flight together count once, and parts that ended well clear it of nothing."""
+        number, last_at = self._deaths.pop(job.job_id, Deaths(0, -math.inf))
+        if began > last_at:
+            number, last_at = number + 1, asyncio.get_running_loop().time()
+        if number >= MAX_DEATHS:
+            return EngineError(f"job {job.job_id}: SGLang went away {number} times while this was in flight")
+        self._deaths[job.job_id] = Deaths(number, last_at)
+        if len(self._deaths) > MAX_SUSPECTS:
+            del self._deaths[next(iter(self._deaths))]
+        return None
 
     async def _abort(self, request_ids: list[str]) -> None:
         with suppress(DvpError):  # a server that is away generates nothing

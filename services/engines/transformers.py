@@ -79,7 +79,7 @@ class TransformersEngine:
         check_full_attention(config, self.context_length)
         self._folder = model
         self._device = _device(device)
-        self._deterministic = deterministic
+        self.job_by_job = deterministic
         self._fixed_shape = fixed_shape
         self._threads = num_threads(threads, reproducible=deterministic or fixed_shape is not None)
         self._initial_version = version
@@ -106,7 +106,7 @@ class TransformersEngine:
             version=self._initial_version,
             max_batch=self.capacity,
             context_length=self.context_length,
-            deterministic=self._deterministic,
+            deterministic=self.job_by_job,
             threads=self._threads,
         )
         self._thread = threading.Thread(target=self._worker.run, name="transformers-engine", daemon=True)

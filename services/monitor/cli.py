@@ -287,12 +287,13 @@ async def _empty(broker: Broker, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 while (snapshot := await take_snapshot(broker)).num_jobs:
-                    line.update(f"{snapshot.jobs.backlog} jobs wait, {snapshot.jobs.pending} run")
+                    line.update(f"{snapshot.num_waiting} jobs wait, {snapshot.num_jobs - snapshot.num_waiting} run")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise UnavailableError(
                 f"{snapshot.num_jobs} jobs are still queued or running after {timeout_s:g} s, and no new ones are "
-                "admitted. dvp-queue pending says who holds them; dvp-queue open takes the drain back"
+                "admitted. dvp-queue pending says who holds them (clients' with --stream client_jobs); dvp-queue open "
+                "takes the drain back"
             ) from None
 
 

@@ -41,7 +41,7 @@ class _Queue(Collector):
 
 
 def _streams(seen: Snapshot) -> Iterator[Metric]:
-    streams = {"jobs": seen.jobs, "groups": seen.groups}
+    streams = {"jobs": seen.jobs, "client_jobs": seen.client_jobs, "groups": seen.groups}
     backlog = _gauge("backlog", "Entries that nobody has read", label="stream")
     pending = _gauge("pending", "Entries that were read and not yet finished", label="stream")
     oldest = _gauge("oldest_age_seconds", "Age of the oldest entry, 0 when there is none", label="stream")

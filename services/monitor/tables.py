@@ -26,7 +26,7 @@ def show_health(console: Console, health: QueueHealth) -> None:
         console.print(Text(f"  {reason.verdict}: {reason.detail}"))
         console.print(Text(f"    {reason.remedy}", style="dim"))
     streams = _table("", "waiting", "held", "oldest", "redelivered", numbers=4)
-    for name, stream in (("jobs", health.jobs), ("groups", health.groups)):
+    for name, stream in (("jobs", health.jobs), ("client jobs", health.client_jobs), ("groups", health.groups)):
         streams.add_row(name, *_stream(stream))
     console.print(streams)
     counts = ("in_flight", "uncheckpointed", "dead", "duplicates")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from services.contract.errors import EngineError
-from services.contract.group import Group
-from services.contract.job import Job
+from services.contract.group import Group, Sample
+from services.contract.job import Job, Sink
 from services.engines.protocol import Engine, Recovering
+from services.engines.seeds import alone
 
 from .admission import Slots
 from .metrics import Metrics
@@ -25,7 +27,7 @@ class Replica:
         self.prompts = prompts
         self.slots = slots
         self.metrics = metrics
-        metrics.in_flight.set_function(lambda: slots.in_use)
+        metrics.in_flight.set_function(lambda: slots.in_flight)
 
     @property
     def outage(self) -> str:
@@ -38,13 +40,9 @@ class Replica:
             await self.engine.recovered()
 
     async def generate(self, job: Job, timeout_s: float) -> Group:
-        """The finished group. Raises RequestError, EngineError (also when it takes longer than `timeout_s`)."""
+        """The finished group. Raises RequestError, EngineError (also when the engine takes longer than `timeout_s`)."""
         start = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                samples = await self.engine.generate(job)
-        except TimeoutError:
-            raise EngineError(f"generation took longer than {timeout_s:.0f} s") from None
+        samples = await (self._in_turn if job.sink is Sink.CLIENT else self._ask)(job, timeout_s)
         group = Group(
             **{name: getattr(job, name) for name in ("job_id", "run_id", "prompt_ids", "sampling", "sink", "metadata")},
             samples=samples,
@@ -55,3 +53,32 @@ class Replica:
         )
         self.metrics.observe(group)
         return group
+
+    async def _in_turn(self, job: Job, timeout_s: float) -> tuple[Sample, ...]:
+        """As many samples at a time as clients may generate: all of them together, or each alone. No limit in line."""
+        asked: list[asyncio.Task[tuple[Sample, ...]]] = []
+        begun = 0
+        try:
+            async with asyncio.TaskGroup() as group:
+                while begun < job.n:
+                    granted = await self.slots.clients.turn(job.n - begun)
+                    indices = range(begun, begun + granted)
+                    for part in [job] if granted == job.n else [alone(job, index) for index in indices]:
+                        task = group.create_task(self._ask(part, timeout_s))
+                        # Not in the task itself: one that is cancelled early never begins.
+                        task.add_done_callback(partial(self._ended, part.n))
+                        asked.append(task)
+                    begun += granted
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return tuple(sample for task in asked for sample in task.result())
+
+    def _ended(self, n: int, _: object) -> None:
+        self.slots.clients.ended(n)
+
+    async def _ask(self, job: Job, timeout_s: float) -> tuple[Sample, ...]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.engine.generate(job)
+        except TimeoutError:
+            raise EngineError(f"generation took longer than {timeout_s:.0f} s") from None

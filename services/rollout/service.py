@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.contract.errors import UnavailableError
+from services.contract.errors import EngineError, UnavailableError
+from services.contract.group import Group
 from services.contract.http import (
     Health,
     JobRequest,
@@ -16,6 +17,7 @@ from services.contract.http import (
     RolloutRequest,
     WeightStatus,
 )
+from services.contract.job import Job
 from services.logs import LogContext
 from services.transport.health import queue_health
 from services.transport.submission import Submission
@@ -59,7 +61,12 @@ class Service:
         except BaseException:
             await engine.close()
             raise
-        slots = Slots(engine.capacity, self.settings.max_waiting)
+        slots = Slots(
+            engine.capacity,
+            max_waiting=self.settings.max_waiting,
+            client_share=self.settings.client_share,
+            divides=not engine.job_by_job,
+        )
         self._swap = WeightSwap(engine, WeightFolders.of(self.settings), self.metrics, self._context)
         self._replica = Replica(self.settings.replica_id, self.settings.run_id, engine, prompts, slots, self.metrics)
         facts = engine.facts
@@ -86,12 +93,19 @@ class Service:
         """A RolloutResponse as JSON. Generates here and now, past the queue. Cancelling stops the samples."""
         replica = self.replica
         job = await replica.prompts.job(request, replica.run_id)
-        replica.slots.admit(job.n)
-        with replica.slots.hold(job.n):
-            group = await race(replica.generate(job, self.settings.job_timeout_s), self._cut_off.wait())
+        with replica.slots.clients.admit(job.n):
+            group = await race(self._generate(job), self._cut_off.wait())
         if group is None:
             raise UnavailableError("this replica is stopping")
         return replica.prompts.response(group)
+
+    async def _generate(self, job: Job) -> Group:
+        limit_s = self.settings.job_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.replica.generate(job, limit_s)
+        except TimeoutError:
+            raise EngineError(f"{job.n} samples took longer than {limit_s:.0f} s") from None
 
     async def submit(self, request: JobRequest) -> str:
         """The id of the queued job."""

@@ -132,15 +132,17 @@ class RolloutSettings(ListenSettings):
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
     """HTTP requests that are answered at the same time; more get 429."""
     max_waiting: Annotated[int, Field(ge=0)] = 128
-    """Samples that may wait beyond max_batch before HTTP answers 429."""
+    """Samples of HTTP requests that may wait before they get 429."""
+    client_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of max_batch for clients, jobs and HTTP requests, while a trainer holds the run; at least one sample."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
-    """Jobs that may wait unread in the queue before POST /v1/jobs answers 429."""
+    """Jobs of clients that may wait unread in the queue before POST /v1/jobs answers 429."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 60.0
     """A job whose replica was silent for so long goes to another one."""
     max_deliveries: Annotated[int, Field(ge=1, le=100)] = 3
     """Engine errors and unclean deaths after which a job is a dead letter."""
     job_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest time for one job, waiting for its weights included."""
+    """Longest time for one job, waiting for its weights included; of a client's job, for each part that generates."""
     trace_url: TraceUrl | None = None
     """Collector of OpenTelemetry traces, e.g. http://127.0.0.1:4318; needs the extra otel."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 3.0

@@ -33,7 +33,7 @@ class Uplink:
         self._settings = settings
         self._url = url
         self._broker: Broker | None = None
-        self._worker: Worker | None = None
+        self._workers: list[Worker] = []
         self._loops: list[asyncio.Task[None]] = []
         self._state = ReplicaState.STARTING
         self.error: str | None = "not connected to the broker yet"
@@ -50,25 +50,40 @@ class Uplink:
         """Connects, however long that takes, then starts everything. The engine is ready by now."""
         broker = await self._connect()
         registry = WeightRegistry(broker)
-        lease_ms = int(self._settings.lease_s * 1000)
-        queue = JobQueue(broker, self._replica.id, lease_ms=lease_ms, max_deliveries=self._settings.max_deliveries)
-        self._worker = Worker(
-            self._replica,
-            self._swap,
-            queue,
-            registry,
-            lease_s=self._settings.lease_s,
-            job_timeout_s=self._settings.job_timeout_s,
-        )
+        workers = [self._worker(broker, clients=clients) for clients in (False, True)]
         self._broker, self._state = broker, ReplicaState.SERVING
-        # Known before the first job is claimed: what may still take jobs. Following it retries.
+        # Known before the first job is claimed: what may still take jobs, and whether a trainer holds the run. Both are
+        # looked at again and again.
         with suppress(WeightError, UnavailableError):
             await self._swap.refresh(registry)
+        with suppress(DvpError):
+            await self._announce()
         self._loops = [
             asyncio.create_task(keep_doing("heartbeat", self._beat)),
             asyncio.create_task(keep_doing("following weights", lambda: self._swap.follow(registry))),
         ]
-        self._worker.start()
+        self._workers = workers
+        for worker in workers:
+            worker.start()
+
+    def _worker(self, broker: Broker, *, clients: bool) -> Worker:
+        settings, slots = self._settings, self._replica.slots
+        queue = JobQueue(
+            broker,
+            self._replica.id,
+            clients=clients,
+            lease_ms=int(settings.lease_s * 1000),
+            max_deliveries=settings.max_deliveries,
+        )
+        return Worker(
+            self._replica,
+            self._swap,
+            queue,
+            slots.clients if clients else slots.training,
+            WeightRegistry(broker),
+            lease_s=settings.lease_s,
+            job_timeout_s=settings.job_timeout_s,
+        )
 
     async def refresh_weights(self) -> WeightStatus:
         return await self._swap.refresh(WeightRegistry(self.broker))
@@ -80,8 +95,7 @@ class Uplink:
         with suppress(DvpError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._announce()
-        if self._worker is not None:
-            await self._worker.stop(self._settings.drain_s)
+        await asyncio.gather(*(worker.stop(self._settings.drain_s) for worker in self._workers))
         await cancel(self._loops)
         with suppress(DvpError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
@@ -123,13 +137,13 @@ class Uplink:
             id=self._replica.id,
             state=self._shown_state(status),
             version=status.version,
-            in_flight=self._replica.slots.in_use,
+            in_flight=self._replica.slots.in_flight,
             capacity=self._replica.slots.capacity,
             loading=status.loading or "",
             error=self._replica.outage or status.error or "",
             swaps_s=self._swap.spent_s,
         )
-        await ReplicaRegistry(self.broker).beat(beat)
+        self._replica.slots.trained = await ReplicaRegistry(self.broker).beat(beat)
 
     def _shown_state(self, status: WeightStatus) -> ReplicaState:
         if self._state is not ReplicaState.SERVING:

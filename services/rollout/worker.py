@@ -15,6 +15,7 @@ from services.contract.group import Group
 from services.transport.jobs import JobQueue, Lease
 from services.transport.weights import WeightRegistry
 
+from .admission import Side
 from .loops import MAX_DELAY_S, keep_doing, outlast
 from .replica import Replica
 from .weights import WeightSwap
@@ -29,13 +30,14 @@ GIVE_BACK_S = 2.0
 
 
 class Worker:
-    """Takes as many jobs as the engine has room for, and only while the weights served may take any."""
+    """Takes as many jobs from one queue as its side has room for, and only while the weights served may take any."""
 
     def __init__(
         self,
         replica: Replica,
         swap: WeightSwap,
         queue: JobQueue,
+        side: Side,
         registry: WeightRegistry,
         *,
         lease_s: float,
@@ -44,13 +46,15 @@ class Worker:
         self._replica = replica
         self._swap = swap
         self._queue = queue
+        self._side = side
         self._registry = registry
         self._lease_s = lease_s
         self._job_timeout_s = job_timeout_s
         self._running: dict[asyncio.Task[None], Lease] = {}
         self._settling: set[str] = set()
         """Entries with a commit on its way: it finds out itself whether the lease is lost, or was its own to end."""
-        self._samples_per_job = 1
+        self._samples_per_job = side.slots.capacity
+        """Of the last job; until there was one, jobs are claimed singly."""
         self._loops: list[asyncio.Task[None]] = []
         self._rests_until = 0.0
         """Jobs that it gave back, for want of weights or by a bug, are left to others until then."""
@@ -87,7 +91,7 @@ class Worker:
         await asyncio.sleep(self._rests_until - time.monotonic())
         await self._replica.recovered()
         await self._swap.wait_allowed()
-        free = await self._replica.slots.wait_free()
+        free = await self._side.wait_free()
         count = max(1, free // self._samples_per_job)
         leases = await self._queue.claim_expired(count) or await self._queue.claim(count, BLOCK_MS)
         for lease in leases:
@@ -167,7 +171,7 @@ class Worker:
     async def _generate(self, lease: Lease) -> Group:
         """The slots are held while the job waits for its weights, so that nothing else is claimed into them."""
         job, patience = lease.job, min(self._job_timeout_s, _left_s(lease))
-        with self._replica.slots.hold(job.n):
+        with self._side.hold(job.n):
             start = time.monotonic()
             try:
                 async with asyncio.timeout(patience):

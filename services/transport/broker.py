@@ -70,7 +70,7 @@ KEY_BYTES = 512
 RETRY_AFTER_MEMORY_S = 5.0
 
 _KEYS = (
-    *("jobs", "groups", "evals", "dead", "versions"),
+    *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
     *("backlogs", "client_reserved", "client_held", "client_expiry"),
 )

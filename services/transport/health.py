@@ -41,6 +41,7 @@ class Snapshot:
     """What the rules look at."""
 
     jobs: StreamHealth
+    client_jobs: StreamHealth
     groups: StreamHealth
     in_flight: int
     uncheckpointed: int
@@ -80,8 +81,17 @@ class Snapshot:
         return self.trainer is not None and self.trainer.last_seen_s <= LOST_S
 
     @property
+    def num_waiting(self) -> int:
+        """Jobs that no replica has taken."""
+        return self.jobs.backlog + self.client_jobs.backlog
+
+    @property
     def num_jobs(self) -> int:
-        return self.jobs.backlog + self.jobs.pending
+        return self.num_waiting + self.jobs.pending + self.client_jobs.pending
+
+    @property
+    def oldest_job_s(self) -> float:
+        return max(self.jobs.oldest_age_s or 0.0, self.client_jobs.oldest_age_s or 0.0)
 
     @property
     def num_groups(self) -> int:
@@ -117,10 +127,10 @@ def no_trainer(s: Snapshot) -> str:
 
 
 def stalled(s: Snapshot) -> str:
-    age = s.jobs.oldest_age_s or 0.0
-    if not s.live or age < STALLED_S or (s.since_commit_s is not None and s.since_commit_s < STALLED_S):
+    if not s.live or s.oldest_job_s < STALLED_S or (s.since_commit_s is not None and s.since_commit_s < STALLED_S):
         return ""
-    return f"the oldest job is {age:.0f} s old and no job has ended for {STALLED_S:.0f} s; alive: {_named(s.live)}"
+    age = f"the oldest job is {s.oldest_job_s:.0f} s old"
+    return f"{age} and no job has ended for {STALLED_S:.0f} s; alive: {_named(s.live)}"
 
 
 def closed(s: Snapshot) -> str:
@@ -170,10 +180,10 @@ def trainer_starved(s: Snapshot) -> str:
 def growing_backlog(s: Snapshot) -> str:
     """Even the least that waited in the younger half of the history is more than the most in the older half."""
     half = len(s.backlogs) // 2
-    if len(s.backlogs) < NUM_BACKLOGS or not s.jobs.backlog or min(s.backlogs[half:]) <= max(s.backlogs[:half]):
+    if len(s.backlogs) < NUM_BACKLOGS or not s.num_waiting or min(s.backlogs[half:]) <= max(s.backlogs[:half]):
         return ""
     minutes = NUM_BACKLOGS * BACKLOG_EVERY_S / 60
-    return f"{s.jobs.backlog} jobs wait for a replica, {s.jobs.backlog - s.backlogs[0]} more than {minutes:.0f} min ago"
+    return f"{s.num_waiting} jobs wait for a replica, {s.num_waiting - s.backlogs[0]} more than {minutes:.0f} min ago"
 
 
 def idle(s: Snapshot) -> str:
@@ -303,6 +313,7 @@ async def take_snapshot(broker: Broker) -> Snapshot:
     committed_at = counters.get("committed_at")
     return Snapshot(
         jobs=_stream(found["jobs"], counters.get("redelivered", 0)),
+        client_jobs=_stream(found["client_jobs"], counters.get("redelivered_clients", 0)),
         groups=_stream(found["groups"], counters.get("redelivered_groups", 0)),
         in_flight=found["in_flight"],
         uncheckpointed=found["uncheckpointed"],
@@ -336,6 +347,7 @@ def report(run_id: str, snapshot: Snapshot) -> QueueHealth:
     return QueueHealth(
         run_id=run_id,
         jobs=snapshot.jobs,
+        client_jobs=snapshot.client_jobs,
         groups=snapshot.groups,
         uncheckpointed=snapshot.uncheckpointed,
         dead=snapshot.dead,

@@ -1,4 +1,4 @@
-"""The replica's side of the jobs stream: claim, renew, commit, release, fail."""
+"""The replica's side of a stream of jobs: claim, renew, commit, release, fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from services.contract.errors import LeaseLostError, RequestError
 from services.contract.group import Group
@@ -42,12 +43,21 @@ class Committed(StrEnum):
 
 
 class JobQueue:
-    """One per replica process. The consumer name is the replica id plus a nonce per process, so that a restarted
-    replica never takes its own earlier leases for live ones. `lease_ms` is one value for all replicas of a run: a lease
-    has run out when the replica that looks says so."""
+    """A replica process has one for the trainer's jobs and one for clients'. The consumer name is the replica id plus a
+    nonce, so that a restarted replica never takes its own earlier leases for live ones. `lease_ms` is one value for all
+    replicas of a run: a lease has run out when the replica that looks says so."""
 
-    def __init__(self, broker: Broker, replica_id: str, *, lease_ms: int = 60_000, max_deliveries: int = 3) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        replica_id: str,
+        *,
+        clients: bool = False,
+        lease_ms: int = 60_000,
+        max_deliveries: int = 3,
+    ) -> None:
         self.broker = broker
+        self.stream = broker.keys.client_jobs if clients else broker.keys.jobs
         self.replica_id = replica_id
         self.consumer = f"{replica_id}/{secrets.token_hex(4)}"
         self.lease_ms = lease_ms
@@ -57,14 +67,12 @@ class JobQueue:
     async def claim(self, count: int, block_ms: int) -> list[Lease]:
         """Up to `count` new jobs; [] after `block_ms`. Undecodable jobs and jobs past their deadline are dead-lettered
         on the way and not returned."""
-        entries = await self.broker.read_group(self.broker.keys.jobs, REPLICAS, self.consumer, count, block_ms)
+        entries = await self.broker.read_group(self.stream, REPLICAS, self.consumer, count, block_ms)
         return await self._start([(entry_id, fields.get(b"data", b"")) for entry_id, fields in entries])
 
     async def claim_expired(self, count: int) -> list[Lease]:
         """Takes over jobs whose lease ran out. Counts a delivery each; a job with too many becomes a dead letter."""
-        taken = await self.broker.script(
-            "expire", self.consumer, self.lease_ms, count, self.max_deliveries, *self._held
-        )
+        taken = await self._script("expire", self.lease_ms, count, self.max_deliveries, *self._held)
         for _, job_id, _, holder in taken:
             replica_id, _, _ = holder.decode().rpartition("/")
             reason = "died or hangs" if holder.decode() != self.consumer else "is this one, and never got the reply"
@@ -76,9 +84,7 @@ class JobQueue:
         if not jobs:
             return []
         triples = [(entry_id, job.job_id, job.deadline or "") for entry_id, job in jobs.items()]
-        answers = await self.broker.script(
-            "start", self.consumer, self.replica_id, *(x for three in triples for x in three)
-        )
+        answers = await self._script("start", self.replica_id, *(x for three in triples for x in three))
         now = time.monotonic()
         leases = [
             Lease(entry_id, job, deliveries, None if job.deadline is None else now + left_ms / 1000)
@@ -105,7 +111,7 @@ class JobQueue:
         by_entry = {lease.entry_id: lease for lease in leases}
         if not by_entry:
             return []
-        lost = [entry_id.decode() for entry_id in await self.broker.script("renew", self.consumer, *by_entry)]
+        lost = [entry_id.decode() for entry_id in await self._script("renew", *by_entry)]
         self._held.difference_update(lost)
         return [by_entry[entry_id] for entry_id in lost]
 
@@ -119,9 +125,7 @@ class JobQueue:
                 f"with n = {job.n}"
             )
         try:
-            reply = await self.broker.script(
-                "commit", self.consumer, lease.entry_id, job.job_id, job.sink, group.to_bytes()
-            )
+            reply = await self._script("commit", lease.entry_id, job.job_id, job.sink, group.to_bytes())
         except LeaseLostError:
             self._held.discard(lease.entry_id)
             raise
@@ -135,7 +139,7 @@ class JobQueue:
     async def release(self, lease: Lease) -> None:
         """Gives the job back unfinished (graceful stop); not counted as a delivery. Raises LeaseLostError."""
         self._held.discard(lease.entry_id)
-        await self.broker.script("release", self.consumer, lease.entry_id)
+        await self._script("release", lease.entry_id)
 
     async def fail(self, lease: Lease, error: str, *, fatal: bool = False) -> bool:
         """Reports an engine error: counted, and back to the queue or, when that was one too many or `fatal` (the job
@@ -146,9 +150,12 @@ class JobQueue:
     async def _fail(self, entry_id: str, error: str, *, fatal: bool) -> bool:
         most = 0 if fatal else self.max_deliveries
         message = error[:MAX_ERROR_CHARS]
-        return bool(await self.broker.script("fail", self.consumer, entry_id, message, most, self.replica_id))
+        return bool(await self._script("fail", entry_id, message, most, self.replica_id))
 
     async def close(self) -> None:
         """Graceful stop: releases whatever this consumer still owns and removes the consumer."""
         self._held.clear()
-        await self.broker.script("abandon", self.consumer)
+        await self._script("abandon")
+
+    async def _script(self, name: str, *args: str | bytes | int | float) -> Any:
+        return await self.broker.script(name, self.stream, self.consumer, *args)

@@ -8,8 +8,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from services.contract.keys import REPLICAS, TRAINER
-
 from .broker import Broker
 from .entries import checked
 
@@ -20,6 +18,7 @@ NAMED = 3
 
 class Stream(StrEnum):
     JOBS = "jobs"
+    CLIENT_JOBS = "client_jobs"
     GROUPS = "groups"
     EVALS = "evals"
 
@@ -41,8 +40,7 @@ class Pending(NamedTuple):
 async def pending(broker: Broker, stream: Stream, count: int, *, after: str | None = None) -> list[Pending]:
     """Oldest first; `after`: the entry id that ended the page before."""
     start = "0-0" if after is None else checked(after)
-    group = REPLICAS if stream is Stream.JOBS else TRAINER
-    rows = await broker.script("pending", getattr(broker.keys, stream), group, start, count)
+    rows = await broker.script("pending", getattr(broker.keys, stream), start, count)
     return [
         Pending(entry.decode(), job.decode(), sink.decode(), holder.decode(), silent / 1000, age / 1000, deliveries)
         for entry, holder, silent, job, sink, deliveries, age in rows

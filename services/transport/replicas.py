@@ -53,8 +53,9 @@ class ReplicaRegistry:
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
 
-    async def beat(self, beat: ReplicaBeat) -> None:
-        await self.broker.script("beat", beat.id, int(1000 * BACKLOG_EVERY_S), NUM_BACKLOGS, *_pairs(beat))
+    async def beat(self, beat: ReplicaBeat) -> bool:
+        """True if a trainer holds the run."""
+        return bool(await self.broker.script("beat", beat.id, int(1000 * BACKLOG_EVERY_S), NUM_BACKLOGS, *_pairs(beat)))
 
     async def beat_trainer(self, beat: TrainerBeat, *, fence: int) -> None:
         await self.broker.script("beat_trainer", fence, *_pairs(beat))

@@ -142,7 +142,7 @@ async def leftovers(layout: Layout, broker: EmbeddedBroker) -> list[str]:
     """What should not be in the broker any more."""
     async with await Broker.connect(broker.url, layout.run_id) as connected:
         redis, keys = connected.redis, connected.keys
-        pending = {"jobs": keys.jobs, "evals": keys.evals}
+        pending = {"jobs": keys.jobs, "clients' jobs": keys.client_jobs, "evals": keys.evals}
         found = {name: await redis.xlen(key) for name, key in pending.items()}
         found["uncheckpointed"] = await redis.scard(keys.uncheckpointed)
         found["replicas"] = await redis.zcard(keys.replicas)

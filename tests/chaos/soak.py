@@ -115,7 +115,7 @@ async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[tuple[s
                 if await redis.ttl(key) == -1:
                     lasting += 1
                     memory += await redis.memory_usage(key, samples=0) or 0
-            streams = {"jobs": keys.jobs, "groups": keys.groups, "evals": keys.evals, "dead": keys.dead}
+            streams = {name: getattr(keys, name) for name in ("jobs", "client_jobs", "groups", "evals", "dead")}
             lengths = {(f"{name} stream", "", 40.0): await redis.xlen(key) for name, key in streams.items()}
             return {**lengths, ("keys without end", "", 40.0): lasting, ("their memory", "KiB", 200.0): memory / KIB}
     except DvpError:

@@ -187,13 +187,17 @@ def run(rendered: Rendered) -> dict[str, str]:
 @OVERLAYS
 def test_replicas_scale_with_the_jobs_that_exist(rendered: Rendered) -> None:
     spec = rendered.one("ScaledObject", "rollout")["spec"]
-    (trigger,) = spec["triggers"]
-    assert trigger["metadata"]["stream"] == Keys(run(rendered)["RUN_ID"]).jobs
-    assert "consumerGroup" not in trigger["metadata"], "KEDA would look at pending entries instead"
-    environment = rendered.environment("rollout", "rollout")
-    assert environment[trigger["metadata"]["passwordFromEnv"]] == "change-me"
+    keys, environment = Keys(run(rendered)["RUN_ID"]), rendered.environment("rollout", "rollout")
     at_once = int(environment["DVP_ROLLOUT__MAX_BATCH"]) // SamplingSection().n
-    assert int(trigger["metadata"]["streamLength"]) == at_once
+    share = RolloutSettings.model_fields["client_share"].default
+    triggers = [trigger["metadata"] for trigger in spec["triggers"]]
+    assert {trigger["stream"]: int(trigger["streamLength"]) for trigger in triggers} == {
+        keys.jobs: at_once,
+        keys.client_jobs: share * at_once,
+    }
+    for trigger in triggers:
+        assert "consumerGroup" not in trigger, "KEDA would look at pending entries instead"
+        assert environment[trigger["passwordFromEnv"]] == "change-me"
     assert "replicas" not in rendered.one("Deployment", "rollout")["spec"], "each apply would undo KEDA's choice"
 
 

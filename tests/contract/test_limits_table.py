@@ -55,7 +55,9 @@ def table() -> str:
     in_flight = "batch.groups x (1 + batch.max_staleness)"
     batch, checkpoint = BatchSection(), CheckpointSection()
     memory = "of its maxmemory"
-    samples = f"{default('max_batch')} + {default('max_waiting')}"
+    batch_size, waiting = default("max_batch"), default("max_waiting")
+    share = RolloutSettings.model_fields["client_share"].default
+    requests = f"max_batch + max_waiting: {batch_size} + {waiting}; with a trainer {share * batch_size:.0f} + {waiting}"
     results = f"waits {WAIT_S:.0f} s, then {busy(RETRY_AFTER_ROOM_S)}"
     num_in_flight = batch.groups * (1 + batch.max_staleness)
     rows = [
@@ -70,8 +72,9 @@ def table() -> str:
         ("sampling.stop, stop_token_ids", f"{longest(Sampling, 'stop')}, {longest(Sampling, 'stop_token_ids')}", "422"),
         ("metadata", f"{MAX_METADATA_BYTES >> 10} KiB as JSON, {MAX_METADATA_DEPTH} levels", "422"),
         ("Requests at the same time", f"max_requests: {default('max_requests')}", busy(1)),
-        ("Samples that generate or wait here", f"max_batch + max_waiting: {samples}", busy(RETRY_AFTER_S)),
-        ("Jobs that wait unread", f"max_queued: {default('max_queued'):,}", busy(RETRY_AFTER_BACKLOG_S)),
+        ("Samples of requests that generate or wait", requests, busy(RETRY_AFTER_S)),
+        ("Samples of clients that generate, with a trainer", f"client_share of max_batch: {share:.0%}", "they wait"),
+        ("Jobs of clients that wait unread", f"max_queued: {default('max_queued'):,}", busy(RETRY_AFTER_BACKLOG_S)),
         ("Queue closed by `dvp-queue drain`", "no new jobs", busy(RETRY_AFTER_CLOSED_S)),
         ("Broker's memory, new training jobs", f"{MEMORY_SHARE:.0%} {memory}", "the trainer waits"),
         ("Broker's memory, POST /v1/jobs", f"{CLIENT_MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),

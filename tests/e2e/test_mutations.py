@@ -30,7 +30,7 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "owner check": Mutant(
         COMMIT,
-        "if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then",
+        "if owner(stream, entry) ~= consumer then",
         "if false then",
         f"{TRANSPORT}/test_jobs.py::test_a_late_commit_after_the_lease_was_taken_changes_nothing",
     ),

@@ -106,7 +106,8 @@ function showFlow(health) {
   say("facts", [
     `${plural(health.in_flight, "train job")} in flight`,
     `${plural(health.uncheckpointed, "group")} without a checkpoint`,
-    `${whole(health.jobs.redelivered)} redelivered`,
+    `jobs of clients: ${whole(health.client_jobs.backlog)} waiting, ${whole(health.client_jobs.pending)} held`,
+    `${whole(health.jobs.redelivered + health.client_jobs.redelivered)} redelivered`,
     `${plural(health.duplicates, "duplicate")} thrown away`,
     `broker memory ${megabytes(picture.used_memory)}${limit}`,
   ].join(" · "));

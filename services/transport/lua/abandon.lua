@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Gives back everything a consumer still owns, and removes it. ARGV: consumer.
+-- Gives back everything a consumer still owns, and removes it. ARGV: stream, consumer.
 local pending
 repeat
-  pending = redis.pcall('XPENDING', JOBS, REPLICA_GROUP, '-', '+', 100, ARGV[1])
+  pending = redis.pcall('XPENDING', ARGV[1], REPLICA_GROUP, '-', '+', 100, ARGV[2])
   if pending.err then return 0 end
-  for _, item in ipairs(pending) do requeue(item[1]) end
+  for _, item in ipairs(pending) do requeue(ARGV[1], item[1]) end
 until #pending == 0
-return redis.call('XGROUP', 'DELCONSUMER', JOBS, REPLICA_GROUP, ARGV[1])
+return redis.call('XGROUP', 'DELCONSUMER', ARGV[1], REPLICA_GROUP, ARGV[2])

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- ARGV: replica id, milliseconds between two measurements of the backlog, how many are kept, then field, value pairs.
+-- Answers 1 if a trainer holds the run.
 redis.call('ZADD', REPLICAS, now_ms(), ARGV[1])
 redis.call('HSET', REPLICA .. ARGV[1], unpack(ARGV, 4))
 redis.call('HSETNX', REPLICA .. ARGV[1], 'since', now_ms())
@@ -17,5 +18,6 @@ end
 
 local last = redis.call('XREVRANGE', BACKLOGS, '+', '-', 'COUNT', 1)[1]
 if not last or now_ms() - string.match(last[1], '^%d+') >= tonumber(ARGV[2]) then
-  redis.call('XADD', BACKLOGS, 'MAXLEN', ARGV[3], '*', 'length', unread(JOBS, REPLICA_GROUP))
+  redis.call('XADD', BACKLOGS, 'MAXLEN', ARGV[3], '*', 'length', unread(JOBS) + unread(CLIENT_JOBS))
 end
+return redis.call('EXISTS', LEASE)

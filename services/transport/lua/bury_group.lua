@@ -5,4 +5,4 @@ if refused then return refused end
 local fields = read(ARGV[2], ARGV[3])
 if not fields then return end
 redis.call('UNLINK', RESULT .. (fields.id or ''))
-bury(ARGV[2], TRAINER_GROUP, ARGV[3], fields, ARGV[4], '')
+bury(ARGV[2], ARGV[3], fields, ARGV[4], '')

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Result, dedupe key and acknowledgement at once. ARGV: consumer, entry id, job id, sink, data.
-local consumer, entry, id, sink, data = unpack(ARGV)
+-- Result, dedupe key and acknowledgement at once. ARGV: stream, consumer, entry id, job id, sink, data.
+local stream, consumer, entry, id, sink, data = unpack(ARGV)
 local hash = JOB .. id
-if owner(JOBS, REPLICA_GROUP, entry) ~= consumer then
+if owner(stream, entry) ~= consumer then
   -- A retry of a commit whose reply was lost.
   if redis.call('HGET', hash, 'committed') == consumer .. '/' .. entry then return 'committed' end
   return not_owner(entry)
@@ -10,10 +10,10 @@ end
 -- Results stay for a while: those of clients must leave the trainer's groups some room. The job can be replayed.
 if sink == 'client' and not ended(id) and memory_above(RESULT_SHARE) then
   local message = 'the broker has no memory left for a result of ' .. #data .. ' bytes'
-  bury(JOBS, REPLICA_GROUP, entry, read(JOBS, entry) or {id = id, sink = sink}, message, consumer)
+  bury(stream, entry, read(stream, entry) or {id = id, sink = sink}, message, consumer)
   return 'no_room'
 end
-drop(JOBS, REPLICA_GROUP, entry)
+drop(stream, entry)
 if ended(id) then
   count('duplicates')
   return 'duplicate'

@@ -2,18 +2,20 @@
 -- Forgets a client's job: what was queued or running is cancelled, its result or dead letter is gone.
 -- ARGV: job id, the only state in which to do so ('': any). Answers the state that it had, 'unknown', or 'other'.
 local id = ARGV[1]
-local state, sink, entry, letter = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'entry', 'letter'))
+local state, sink, letter = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'letter'))
 if not state then return 'unknown' end
 if ARGV[2] ~= '' and state ~= ARGV[2] then return 'other' end
 if sink ~= 'client' then
   return redis.error_reply('CONFLICT job ' .. id .. ' is the trainer\'s; only what was submitted over HTTP can be deleted')
 end
 if state == 'queued' or state == 'running' then
-  -- An older version queued it, and did not say where.
-  if not entry or not read(JOBS, entry) then
+  -- An older version queued it among the trainer's, or did not say where.
+  local stream, entry = CLIENT_JOBS, redis.call('HGET', JOB .. id, 'client_entry')
+  if not entry then stream, entry = JOBS, redis.call('HGET', JOB .. id, 'entry') end
+  if not entry or not read(stream, entry) then
     return redis.error_reply('CONFLICT job ' .. id .. ' cannot be found in the queue; delete it when it has ended')
   end
-  drop(JOBS, REPLICA_GROUP, entry)
+  drop(stream, entry)
   count('cancelled')
 elseif letter then
   redis.call('XDEL', DEAD, letter)

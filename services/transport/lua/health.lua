@@ -2,9 +2,9 @@
 -- One consistent picture of the run, as JSON. ARGV: most replicas to list.
 local now = now_ms()
 
-local function stream_of(stream, group)
+local function stream_of(stream)
   local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
-  local length, waiting = redis.call('XLEN', stream), unread(stream, group)
+  local length, waiting = redis.call('XLEN', stream), unread(stream)
   -- A job that came back keeps its first time in `at`.
   local at = oldest and tonumber(fields_of(oldest[2]).at) or oldest and tonumber(string.match(oldest[1], '^%d+'))
   return {backlog = waiting, pending = length - waiting, oldest_ms = at and now - at or -1}
@@ -24,8 +24,9 @@ local last = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
 local announced = last and fields_of(last[2]) or {}
 return cjson.encode({
   now_ms = now,
-  jobs = stream_of(JOBS, REPLICA_GROUP),
-  groups = stream_of(GROUPS, TRAINER_GROUP),
+  jobs = stream_of(JOBS),
+  client_jobs = stream_of(CLIENT_JOBS),
+  groups = stream_of(GROUPS),
   in_flight = redis.call('SCARD', IN_FLIGHT),
   uncheckpointed = redis.call('SCARD', UNCHECKPOINTED),
   dead = redis.call('XLEN', DEAD),

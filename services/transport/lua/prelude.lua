@@ -16,9 +16,14 @@ local function fenced_off(token)
   end
 end
 
+-- Each stream has one consumer group.
+local GROUP_OF = {
+  [JOBS] = REPLICA_GROUP, [CLIENT_JOBS] = REPLICA_GROUP, [GROUPS] = TRAINER_GROUP, [EVALS] = TRAINER_GROUP,
+}
+
 -- The consumer that a pending entry is leased to; nil when it is not pending, or the broker was wiped.
-local function owner(stream, group, id)
-  local pending = redis.pcall('XPENDING', stream, group, id, id, 1)
+local function owner(stream, id)
+  local pending = redis.pcall('XPENDING', stream, GROUP_OF[stream], id, id, 1)
   return not pending.err and pending[1] and pending[1][2]
 end
 
@@ -40,13 +45,17 @@ local function read(stream, id)
 end
 
 -- Acknowledged entries are deleted, so that XLEN minus pending is the true backlog.
-local function drop(stream, group, id)
-  redis.call('XACK', stream, group, id)
+local function drop(stream, id)
+  redis.call('XACK', stream, GROUP_OF[stream], id)
   redis.call('XDEL', stream, id)
 end
 
 local function count(counter, by)
   redis.call('HINCRBY', COUNTERS, counter, by or 1)
+end
+
+local function count_redelivered(stream)
+  count(stream == CLIENT_JOBS and 'redelivered_clients' or 'redelivered')
 end
 
 local function ended(job_id)
@@ -66,9 +75,16 @@ local function forgotten(job_id, sink)
   return told and told ~= '' and ended(job_id) and not read(inbox(sink), told)
 end
 
+-- The stream in which a job waits for a replica.
+local function queue(sink)
+  return sink == 'client' and CLIENT_JOBS or JOBS
+end
+
 local function enqueue(job_id, sink, data, at)
-  local entry = redis.call('XADD', JOBS, '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
-  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink, 'entry', entry)
+  local entry = redis.call('XADD', queue(sink), '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
+  -- Not 'entry': an older version takes that for one of JOBS, where an entry of the same id may be another job's.
+  local where = sink == 'client' and 'client_entry' or 'entry'
+  redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink, where, entry)
 end
 
 -- The broker's memory in use, and its limit (0: none), in bytes.
@@ -133,7 +149,7 @@ local function client_refusal(bytes)
 end
 
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
-local function bury(stream, group, id, fields, message, replica_id)
+local function bury(stream, id, fields, message, replica_id)
   local job_id, now = fields.id or '', now_ms()
   local hash = JOB .. job_id
   local sink = fields.sink or redis.call('HGET', hash, 'sink') or 'train'
@@ -148,7 +164,7 @@ local function bury(stream, group, id, fields, message, replica_id)
   local buried = redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter,
     'job', fields.data or '', 'tombstone', tombstone, 'at', now)
   count('dead')
-  drop(stream, group, id)
+  drop(stream, id)
   if job_id == '' then return end
   redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone, 'letter', buried)
   redis.call('SREM', IN_FLIGHT, job_id)
@@ -169,18 +185,18 @@ local function prospect(letter)
   if (letter.tombstone or '') == '' or not read(stream, letter.tombstone) then return 'closed' end
   -- What a trainer that ended or was replaced had read, the next one reads again. One whose lease merely ran out may carry
   -- on: its books are closed.
-  local reader, newest = owner(stream, TRAINER_GROUP, letter.tombstone), redis.call('GET', FENCE)
+  local reader, newest = owner(stream, letter.tombstone), redis.call('GET', FENCE)
   return reader and newest and reader == 'trainer/' .. newest and 'closed' or 'open'
 end
 
 -- Back to the end of the queue, with the age it has.
-local function requeue(id)
-  local fields = read(JOBS, id) or {}
+local function requeue(stream, id)
+  local fields = read(stream, id) or {}
   if fields.id and fields.sink and fields.data and fields.at then
     enqueue(fields.id, fields.sink, fields.data, fields.at)
-    drop(JOBS, REPLICA_GROUP, id)
+    drop(stream, id)
   else
-    bury(JOBS, REPLICA_GROUP, id, fields, 'damaged queue entry', '')
+    bury(stream, id, fields, 'damaged queue entry', '')
   end
 end
 
@@ -190,7 +206,7 @@ local function closed()
 end
 
 -- Entries that no consumer has read. Never the stream's `lag`, which becomes NULL after one out-of-order delete.
-local function unread(stream, group)
-  local pending = redis.pcall('XPENDING', stream, group)
+local function unread(stream)
+  local pending = redis.pcall('XPENDING', stream, GROUP_OF[stream])
   return redis.call('XLEN', stream) - (pending.err and 0 or pending[1])
 end

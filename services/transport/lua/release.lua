@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
--- Gives a job back unfinished. ARGV: consumer, entry id.
-if owner(JOBS, REPLICA_GROUP, ARGV[2]) ~= ARGV[1] then return not_owner(ARGV[2]) end
-requeue(ARGV[2])
+-- Gives a job back unfinished. ARGV: stream, consumer, entry id.
+local stream, consumer, entry = unpack(ARGV)
+if owner(stream, entry) ~= consumer then return not_owner(entry) end
+requeue(stream, entry)

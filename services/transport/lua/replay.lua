@@ -17,7 +17,7 @@ for i = 1, #ARGV, 3 do
     answer = 'memory'
   elseif answer == 'open' then
     -- The trainer never learns that the job was dead.
-    if letter.tombstone ~= '' then drop(inbox(letter.sink), TRAINER_GROUP, letter.tombstone) end
+    if letter.tombstone ~= '' then drop(inbox(letter.sink), letter.tombstone) end
     redis.call('XDEL', DEAD, entry)
     redis.call('HDEL', hash, 'deliveries', 'error', 'letter')
     redis.call('HSET', hash, 'replayed', entry)

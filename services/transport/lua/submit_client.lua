@@ -9,7 +9,7 @@ elseif closed() then
   outcome = 'closed'
 elseif refusal then
   outcome = refusal
-elseif unread(JOBS, REPLICA_GROUP) >= tonumber(ARGV[3]) then
+elseif unread(CLIENT_JOBS) >= tonumber(ARGV[3]) then
   outcome = 'backlog'
 else
   enqueue(ARGV[1], 'client', ARGV[2], now_ms())

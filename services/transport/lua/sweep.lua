@@ -6,7 +6,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now_ms() - age
   redis.call('DEL', REPLICA .. id)
   gone = gone + 1
 end
-for stream, group in pairs({[JOBS] = REPLICA_GROUP, [GROUPS] = TRAINER_GROUP, [EVALS] = TRAINER_GROUP}) do
+for stream, group in pairs(GROUP_OF) do
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
   for _, item in ipairs(consumers.err and {} or consumers) do
     local consumer = {}

@@ -113,7 +113,7 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
         job = make_job(rig.run_id, sink=Sink.CLIENT).model_copy(update={"job_id": name, "n": n})
         await rig.submission.submit_client(job, limit=9)
         if name != "in-work":
-            await rig.finish(rig.replica("a"), 1)
+            await rig.finish(rig.replica("a", clients=True), 1)
     listed = (await cli(rig.run_id, "results", "list", "--json")).json
     assert [job["name"] for job in listed] == ["large", "in-work", "small"]
     assert [job["expires_s"] is None for job in listed] == [False, True, False]
@@ -135,9 +135,9 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
     assert (await cli(rig.run_id, "results", "drop", "--all", answer="n\n")).code == 1
     # No job in work is cancelled unless it is named.
     assert (await cli(rig.run_id, "results", "drop", "--all", "--yes", "--json")).json == {"dropped": 1, "left": []}
-    assert await rig.length(rig.broker.keys.jobs) == 2
+    assert await rig.length(rig.broker.keys.client_jobs) == 1
     assert (await cli(rig.run_id, "results", "drop", "in-work")).out == "1 dropped\n"
-    assert await rig.length(rig.broker.keys.jobs) == 1
+    assert await rig.length(rig.broker.keys.client_jobs) == 0
     assert "nothing is held for clients" in (await cli(rig.run_id, "results", "list")).out
 
 

@@ -52,7 +52,7 @@ def test_a_full_replica_answers_429_with_a_reason(slow_replica: ReplicaThread) -
         refused = web.post(f"{slow_replica.url}/v1/rollouts", json={"prompt": "1", "n": 2})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
-        assert "2 samples are in flight" in Problem.model_validate_json(refused.content).detail
+        assert "2 samples of requests are in flight" in Problem.model_validate_json(refused.content).detail
         with Client(slow_replica.url, retry=Retry(tries=1)) as client, pytest.raises(OverloadedError) as caught:
             client.rollout(prompt="1", n=2)
         assert caught.value.retry_after_s >= 1

@@ -73,13 +73,13 @@ async def working(
     cache: WeightCache | None = None,
 ) -> AsyncIterator[Running]:
     await engine.start()
-    slots = Slots(engine.capacity, 0)
+    slots = Slots(engine.capacity, max_waiting=0, client_share=0.5)
     metrics = Metrics()
     replica = Replica(replica_id, broker.run_id, engine, Prompts(load_tokenizer(model), engine), slots, metrics)
     swap = WeightSwap(engine, WeightFolders(cache or WeightCache(model / "unused")), metrics, LogContext())
     queue = JobQueue(broker, replica_id, lease_ms=int(lease_s * 1000), max_deliveries=max_deliveries)
     registry = WeightRegistry(broker)
-    worker = Worker(replica, swap, queue, registry, lease_s=lease_s, job_timeout_s=job_timeout_s)
+    worker = Worker(replica, swap, queue, slots.training, registry, lease_s=lease_s, job_timeout_s=job_timeout_s)
     worker.start()
 
     async def follow() -> None:
@@ -138,7 +138,7 @@ async def test_groups_reach_the_trainer_whole(broker: Broker, fence: int, model:
                 for delivery in await trainer.read(20, 500):
                     assert isinstance(delivery.item, Group)
                     groups[delivery.job_id] = delivery.item
-        await until_async(lambda: running.slots.in_use == 0)
+        await until_async(lambda: running.slots.in_flight == 0)
     assert sorted(groups) == sorted(names)
     assert {len(group.samples) for group in groups.values()} == {3}
     assert {group.replica_id for group in groups.values()} == {"a"}
@@ -147,10 +147,10 @@ async def test_groups_reach_the_trainer_whole(broker: Broker, fence: int, model:
 async def test_no_more_is_claimed_than_fits(broker: Broker, fence: int, model: Path) -> None:
     async with working(broker, fake(broker, capacity=4, service_time_s=600), model) as running:
         await submit(broker, fence, *(job(broker.run_id, f"job-{i}", n=2) for i in range(2)))
-        await until_async(lambda: running.slots.in_use == 4)
+        await until_async(lambda: running.slots.in_flight == 4)
         await submit(broker, fence, *(job(broker.run_id, f"late-{i}", n=2) for i in range(4)))
         await asyncio.sleep(0.2)
-        assert running.slots.in_use == 4
+        assert running.slots.in_flight == 4
         assert {await state(broker, f"late-{i}") for i in range(4)} == {JobState.QUEUED}
 
 
@@ -190,7 +190,7 @@ async def test_a_generation_that_takes_too_long_counts_as_an_error(broker: Broke
     async with working(broker, slow, model, max_deliveries=1, job_timeout_s=0.2) as running:
         await submit(broker, fence, job(broker.run_id, "slow"))
         await until_async(lambda: dead(broker, "slow"))
-        await until_async(lambda: running.slots.in_use == 0)
+        await until_async(lambda: running.slots.in_flight == 0)
         await until_async(lambda: slow.num_running == 0)
     assert "took longer" in str((await Submission(broker).status("slow")).error)
 
@@ -295,9 +295,9 @@ async def test_leases_are_renewed_for_as_long_as_it_takes(broker: Broker, fence:
     rival = JobQueue(broker, "rival", lease_ms=1500)
     async with working(broker, fake(broker, service_time_s=3.0), model, lease_s=1.5) as running:
         await submit(broker, fence, job(broker.run_id, "long"))
-        await until_async(lambda: running.slots.in_use == 1)
+        await until_async(lambda: running.slots.in_flight == 1)
         stolen = []
-        while running.slots.in_use:
+        while running.slots.in_flight:
             stolen += await rival.claim_expired(1)
             await asyncio.sleep(0.05)
         assert stolen == []
@@ -313,7 +313,7 @@ async def test_a_lost_lease_stops_the_samples(broker: Broker, fence: int, model:
         thief = JobQueue(broker, "thief", lease_ms=0)
         assert len(await thief.claim_expired(1)) == 1
         await until_async(lambda: engine.num_running == 0)
-        await until_async(lambda: running.slots.in_use == 0)
+        await until_async(lambda: running.slots.in_flight == 0)
         assert await state(broker, "stolen") is JobState.RUNNING
 
 
@@ -333,7 +333,7 @@ async def test_a_job_that_wants_newer_weights_keeps_its_lease_and_waits(
 ) -> None:
     async with working(broker, fake(broker), model) as running:
         await submit(broker, fence, job(broker.run_id, "eager", min_seq=1))
-        await until_async(lambda: running.slots.in_use == 1)
+        await until_async(lambda: running.slots.in_flight == 1)
         assert await state(broker, "eager") is JobState.RUNNING
         announcement = await announce(broker, fence, tmp_path / "v1", model)
         groups = GroupQueue(broker, fence=fence)

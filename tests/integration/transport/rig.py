@@ -30,8 +30,8 @@ class Rig:
     def run_id(self) -> str:
         return self.broker.run_id
 
-    def replica(self, name: str, *, lease_ms: int = 60_000, max_deliveries: int = 3) -> JobQueue:
-        return JobQueue(self.broker, name, lease_ms=lease_ms, max_deliveries=max_deliveries)
+    def replica(self, name: str, *, clients: bool = False, lease_ms: int = 60_000, max_deliveries: int = 3) -> JobQueue:
+        return JobQueue(self.broker, name, clients=clients, lease_ms=lease_ms, max_deliveries=max_deliveries)
 
     async def submit(self, count: int = 1, *, limit: int = NO_LIMIT, sink: Sink = Sink.TRAIN) -> list[Job]:
         jobs = [make_job(self.run_id, position, sink=sink) for position in range(count)]

@@ -65,8 +65,7 @@ class Flood:
                 self.admitted.add(job.job_id)
                 number += 1
 
-    async def serve(self, name: str, settled: asyncio.Event) -> None:
-        replica: JobQueue = self.rig.replica(name)
+    async def serve(self, replica: JobQueue, settled: asyncio.Event) -> None:
         while True:
             leases = await replica.claim(8, BLOCK_MS)
             if not leases and settled.is_set():
@@ -89,8 +88,8 @@ async def test_clients_leave_the_trainer_its_memory_and_get_answers(own_broker: 
         flood, settled = Flood(rig), asyncio.Event()
         watching = asyncio.create_task(flood.watch())
         async with asyncio.TaskGroup() as replicas:
-            for name in ("a", "b"):
-                replicas.create_task(flood.serve(name, settled))
+            for clients in (False, True):
+                replicas.create_task(flood.serve(rig.replica("a", clients=clients), settled))
             async with asyncio.TaskGroup() as producers:
                 for producer in range(PRODUCERS):
                     producers.create_task(flood.produce(producer))
@@ -114,7 +113,7 @@ async def test_a_job_whose_result_had_no_room_is_replayed(own_broker: EmbeddedBr
         rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
         job = make_job(run_id, sink=Sink.CLIENT)
         await rig.submission.submit_client(job, limit=9)
-        replica = rig.replica("a")
+        replica = rig.replica("a", clients=True)
         (lease,) = await replica.claim(1, BLOCK_MS)
         used = (await broker.redis.info("memory"))["used_memory"]
         await broker.redis.config_set("maxmemory", int(used / (RESULT_SHARE + 0.1)))

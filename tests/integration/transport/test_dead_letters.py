@@ -33,7 +33,7 @@ async def _kill(rig: Rig, count: int = 1, *, sink: Sink = Sink.TRAIN) -> list[Le
             await rig.submission.submit_client(make_job(rig.run_id, position, sink=sink), limit=NO_LIMIT)
     else:
         await rig.submit(count, sink=sink)
-    replica = rig.replica("a")
+    replica = rig.replica("a", clients=sink is Sink.CLIENT)
     for lease in await replica.claim(count, BLOCK_MS):
         await replica.fail(lease, "boom", fatal=True)
     return (await DeadLetters(rig.broker).page())[::-1]
@@ -78,7 +78,7 @@ async def test_a_replayed_job_is_as_if_it_had_never_died(rig: Rig, sink: Sink) -
     assert (await rig.in_flight() != set()) is (sink is Sink.TRAIN)
     assert await rig.submission.status(letter.letter.job_id) == (JobState.QUEUED, None, None)
     assert await rig.broker.redis.ttl(rig.broker.keys.job(letter.letter.job_id)) == -1
-    (lease,) = await rig.finish(rig.replica("b"), 4)
+    (lease,) = await rig.finish(rig.replica("b", clients=sink is Sink.CLIENT), 4)
     assert (lease.job, lease.deliveries) == (letter.job, 0)
     if sink is Sink.CLIENT:
         assert await rig.submission.result(lease.job.job_id) == make_group(lease.job, "b")
@@ -165,7 +165,7 @@ async def test_an_id_that_was_submitted_again_is_not_doubled(rig: Rig) -> None:
     dead = DeadLetters(rig.broker)
     assert (await dead.page())[0].prospect is Prospect.AGAIN
     assert await dead.replay([letter]) == [Outcome.AGAIN]
-    assert await rig.length(rig.broker.keys.jobs) == 1
+    assert await rig.length(rig.broker.keys.client_jobs) == 1
 
 
 async def test_what_is_no_job_can_only_be_dropped(rig: Rig) -> None:

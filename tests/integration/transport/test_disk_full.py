@@ -75,7 +75,7 @@ async def test_a_full_disk_of_the_broker_loses_nothing(server: EmbeddedBroker, r
         for job_id in accepted:
             assert (await submission.status(job_id)).state is JobState.QUEUED
         assert (await queue_health(broker)).verdict is not Verdict.BROKER_DISK
-        replica = JobQueue(broker, "a", lease_ms=60_000, max_deliveries=3)
+        replica = JobQueue(broker, "a", clients=True)
         leases = await replica.claim(MOST_JOBS, BLOCK_MS)
         assert {lease.job.job_id for lease in leases} == {*accepted}
 

@@ -23,6 +23,7 @@ from services.transport.health import (
     queue_health,
     take_snapshot,
 )
+from services.transport.pending import Stream, pending
 from services.transport.replicas import BACKLOG_EVERY_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
 from services.transport.retention import sweep_broker
 from services.transport.weights import WeightRegistry
@@ -288,12 +289,33 @@ async def test_broker_memory(own_broker: EmbeddedBroker, run_id: str) -> None:
         assert "maxmemory" in health.reasons[0].detail
 
 
+async def test_jobs_of_clients_are_counted_apart(rig: Rig) -> None:
+    await rig.submit(1)
+    for position in range(3):
+        await rig.submission.submit_client(make_job(rig.run_id, position, sink=Sink.CLIENT), limit=9)
+    a, b = (rig.replica(name, clients=True, lease_ms=SHORT_LEASE_MS) for name in ("a", "b"))
+    await a.claim(2, BLOCK_MS)
+    assert len(await rig.expired(b, 1)) == 1
+    snapshot = await take_snapshot(rig.broker)
+    jobs, clients = snapshot.jobs, snapshot.client_jobs
+    assert (jobs.backlog, jobs.pending, jobs.redelivered) == (1, 0, 0)
+    assert (clients.backlog, clients.pending, clients.redelivered) == (1, 2, 1)
+    assert (snapshot.num_waiting, snapshot.num_jobs) == (2, 4)
+    assert snapshot.oldest_job_s == max(jobs.oldest_age_s or 0, clients.oldest_age_s or 0) > 0
+    held = await pending(rig.broker, Stream.CLIENT_JOBS, 9)
+    assert sorted(row.holder.partition("/")[0] for row in held) == ["a", "b"]
+    # What an idle replica measures along with its heartbeat is both.
+    assert await ReplicaRegistry(rig.broker).beat(ReplicaBeat("a", ReplicaState.SERVING, f"{rig.run_id}:0:aa", 0))
+    assert (await take_snapshot(rig.broker)).backlogs == (2,)
+
+
 def test_the_worst_reason_is_the_verdict() -> None:
     nothing = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
     jobs = StreamHealth(backlog=4, pending=1, oldest_age_s=STALLED_S + 1, redelivered=0)
     replica = ReplicaHealth(id="a", state=ReplicaState.SERVING, version="run:1:ab", in_flight=0, last_seen_s=0.1)
     snapshot = Snapshot(
         jobs=jobs,
+        client_jobs=nothing,
         groups=nothing,
         in_flight=5,
         uncheckpointed=0,
@@ -314,6 +336,7 @@ def test_the_worst_reason_is_the_verdict() -> None:
     assert verdict is Verdict.BROKER_MEMORY
     assert [reason.verdict for reason in reasons] == [*fired, Verdict.TRAINER_STARVED]
     assert judge(replace(snapshot, maxmemory=0)).verdict is Verdict.STALLED
+    assert judge(replace(snapshot, maxmemory=0, jobs=nothing, client_jobs=jobs)).verdict is Verdict.STALLED
     assert {rule.verdict for rule in RULES} == set(Verdict) - {Verdict.OK}
 
 
@@ -349,12 +372,14 @@ async def test_the_sweep_forgets_the_long_lost_only(rig: Rig) -> None:
     assert await rig.broker.redis.exists(rig.broker.keys.replica("gone")) == 0
 
 
-async def test_the_sweep_keeps_consumers_that_own_jobs(rig: Rig) -> None:
+@pytest.mark.parametrize("clients", [False, True])
+async def test_the_sweep_keeps_consumers_that_own_jobs(rig: Rig, clients: bool) -> None:
     await rig.submit(1)
-    owner, idle = rig.replica("owner", lease_ms=SHORT_LEASE_MS), rig.replica("idle", lease_ms=SHORT_LEASE_MS)
+    await rig.submission.submit_client(make_job(rig.run_id, sink=Sink.CLIENT), limit=9)
+    owner, idle = (rig.replica(name, clients=clients, lease_ms=SHORT_LEASE_MS) for name in ("owner", "idle"))
     await owner.claim(1, BLOCK_MS)
     await idle.claim(1, 1)
     await sweep_broker(rig.broker, forget_after_s=0)
-    names = {item["name"].decode() for item in await rig.broker.redis.xinfo_consumers(rig.broker.keys.jobs, "replicas")}
-    assert names == {owner.consumer}
+    consumers = await rig.broker.redis.xinfo_consumers(owner.stream, "replicas")
+    assert {item["name"].decode() for item in consumers} == {owner.consumer}
     assert len(await rig.expired(idle)) == 1

@@ -117,7 +117,7 @@ async def test_own_live_leases_are_not_taken_over(rig: Rig) -> None:
     owner, dead = rig.replica("owner", lease_ms=1), rig.replica("dead", lease_ms=1)
     (mine,) = await owner.claim(1, BLOCK_MS)
     (theirs,) = await dead.claim(1, BLOCK_MS)
-    assert [lease.entry_id for lease in await rig.expired(owner)] == [theirs.entry_id]
+    assert [lease.entry_id for lease in await rig.expired(owner, 1)] == [theirs.entry_id]
     assert mine.entry_id != theirs.entry_id
 
 
@@ -201,7 +201,7 @@ async def test_a_job_that_kills_its_replicas_is_given_up(rig: Rig) -> None:
 async def test_a_dead_letter_for_a_client_has_no_tombstone(rig: Rig) -> None:
     job = make_job(rig.run_id, sink=Sink.CLIENT)
     await rig.submission.submit_client(job, limit=10)
-    replica = rig.replica("a")
+    replica = rig.replica("a", clients=True)
     (lease,) = await replica.claim(1, BLOCK_MS)
     await replica.fail(lease, "boom", fatal=True)
     assert await rig.length(rig.broker.keys.groups) == await rig.length(rig.broker.keys.evals) == 0

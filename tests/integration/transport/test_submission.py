@@ -116,7 +116,7 @@ async def test_a_client_gets_its_result(rig: Rig) -> None:
     assert await rig.submission.submit_client(job, limit=1) is Submitted.NEW
     assert await rig.submission.submit_client(job, limit=1) is Submitted.QUEUED
     assert await rig.submission.status(job.job_id) == (JobState.QUEUED, None, None)
-    await rig.finish(rig.replica("a"), 1)
+    await rig.finish(rig.replica("a", clients=True), 1)
     report = await rig.submission.status(job.job_id)
     result = make_group(job, "a")
     assert report == (JobState.DONE, None, len(result.to_bytes()))
@@ -141,19 +141,20 @@ async def test_a_full_backlog_refuses_clients_with_a_reason(rig: Rig) -> None:
         await rig.submission.submit_client(jobs[2], limit=2)
     assert refusal.value.retry_after_s > 0
     assert await rig.submission.submit_client(jobs[0], limit=2) is Submitted.QUEUED
-    # A job that a replica has read does not wait any more.
-    await rig.replica("a").claim(1, BLOCK_MS)
+    await rig.submit(2)
+    # A job that a replica has read does not wait any more, and the trainer's do not count.
+    await rig.replica("a", clients=True).claim(1, BLOCK_MS)
     assert await rig.submission.submit_client(jobs[2], limit=2) is Submitted.NEW
 
 
 async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> None:
     """And may be submitted again, under the same id."""
     jobs = {name: client_job(rig, name) for name in ("done", "dead", "running", "read", "queued")}
-    replica = rig.replica("a")
+    replica = rig.replica("a", clients=True)
     for name, job in jobs.items():
         await rig.submission.submit_client(job, limit=NO_LIMIT)
         if name == "read":
-            await rig.broker.read_group(rig.broker.keys.jobs, REPLICAS, replica.consumer, 1, BLOCK_MS)
+            await rig.broker.read_group(rig.broker.keys.client_jobs, REPLICAS, replica.consumer, 1, BLOCK_MS)
         elif name != "queued":
             (lease,) = await replica.claim(1, BLOCK_MS)
             if name == "done":
@@ -164,7 +165,7 @@ async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> Non
     assert states == {name: "queued" if name == "read" else name for name in jobs}
     assert await taken(rig) == {}
     assert await rig.length(rig.broker.keys.dead) == 0
-    assert await rig.length(rig.broker.keys.jobs) == 0
+    assert await rig.length(rig.broker.keys.client_jobs) == 0
     assert await rig.counter("cancelled") == 3
     for job in jobs.values():
         with pytest.raises(NotFoundError, match=f"'{job.job_id}': never submitted, deleted, or ended"):
@@ -174,7 +175,57 @@ async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> Non
     assert await replica.renew([lease]) == [lease]
     with pytest.raises(LeaseLostError):
         await replica.commit(lease, make_group(lease.job))
-    assert len(await rig.finish(rig.replica("b"), 9)) == 5
+    assert len(await rig.finish(rig.replica("b", clients=True), 9)) == 5
+
+
+async def queue_as_before(rig: Rig, name: str) -> None:
+    """Queues a client's job as an older version did: among the trainer's. Another one's entry has the same id, as ids
+    are unique in one stream only."""
+    redis, keys = rig.broker.redis, rig.broker.keys
+    await rig.submission.submit_client(client_job(rig, name), limit=NO_LIMIT)
+    ((entry, fields),) = await redis.xrange(keys.client_jobs)
+    await redis.xdel(keys.client_jobs, entry)
+    await redis.hdel(keys.job(name), "client_entry")
+    moved = await redis.xadd(keys.jobs, fields)
+    await redis.hset(keys.job(name), "entry", moved)
+    await rig.submission.submit_client(client_job(rig, "other"), limit=NO_LIMIT)
+    ((entry, fields),) = await redis.xrange(keys.client_jobs)
+    await redis.delete(keys.client_jobs)
+    await redis.xadd(keys.client_jobs, fields, id=moved)
+    await redis.hset(keys.job("other"), "client_entry", moved)
+    await rig.broker.ensure_groups()
+
+
+async def test_a_job_that_an_older_version_queued_among_the_trainers_is_moved(rig: Rig) -> None:
+    (train,) = await rig.submit(1)
+    await queue_as_before(rig, "old")
+    trainers, clients = rig.replica("a"), rig.replica("a", clients=True)
+    assert [lease.job.job_id for lease in await trainers.claim(9, BLOCK_MS)] == [train.job_id]
+    assert [lease.job.job_id for lease in await clients.claim(9, BLOCK_MS)] == ["other", "old"]
+    assert await rig.length(rig.broker.keys.jobs) == 1
+    assert [await rig.submission.delete(name) for name in ("old", "other")] == [JobState.RUNNING] * 2
+    assert await rig.length(rig.broker.keys.client_jobs) == 0
+
+
+@pytest.mark.parametrize("name", ["old", "other"])
+async def test_a_deletion_finds_the_entry_of_its_own_job(rig: Rig, name: str) -> None:
+    await rig.submit(1)
+    await queue_as_before(rig, "old")
+    assert await rig.submission.delete(name) is JobState.QUEUED
+    left = [
+        fields[b"id"].decode()
+        for stream in (rig.broker.keys.jobs, rig.broker.keys.client_jobs)
+        for _, fields in await rig.broker.redis.xrange(stream)
+    ]
+    assert sorted(left) == sorted({f"{rig.run_id}:000000000:0", "old", "other"} - {name})
+
+
+async def test_an_older_versions_deletion_finds_no_client_entry_among_the_trainers(rig: Rig) -> None:
+    """It drops the entry of JOBS that the job's hash names under `entry`, whosever it is."""
+    await rig.submission.submit_client(client_job(rig, "new"), limit=NO_LIMIT)
+    (lease,) = await (replica := rig.replica("a", clients=True)).claim(1, BLOCK_MS)
+    await replica.release(lease)
+    assert not await rig.broker.redis.hexists(rig.broker.keys.job("new"), "entry")
 
 
 async def test_a_client_cannot_delete_what_is_the_trainers(rig: Rig) -> None:
@@ -200,7 +251,7 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
         await refused(jobs[2])
         assert await rig.submission.submit_client(jobs[0], limit=NO_LIMIT) is Submitted.QUEUED
         # A result takes what it takes, not what it might have come to.
-        replica = rig.replica("a")
+        replica = rig.replica("a", clients=True)
         (lease,) = await replica.claim(1, BLOCK_MS)
         await replica.commit(lease, make_group(jobs[0]))
         assert await rig.submission.submit_client(jobs[2], limit=NO_LIMIT) is Submitted.NEW
@@ -281,7 +332,7 @@ async def test_a_letter_too_large_for_the_clients_share_is_not_replayed(
     async with await Broker.connect(own_broker.url, run_id) as broker:
         rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
         await rig.submission.submit_client(client_job(rig, "large", tokens=1_000_000), limit=NO_LIMIT)
-        replica, letters = rig.replica("a"), DeadLetters(broker)
+        replica, letters = rig.replica("a", clients=True), DeadLetters(broker)
         (lease,) = await replica.claim(1, BLOCK_MS)
         await replica.fail(lease, "boom", fatal=True)
         await broker.redis.config_set("maxmemory", 32 * 2**20)

@@ -159,7 +159,18 @@ async def _dump(broker: Broker, seen: Seen) -> Dump:
 
 async def _restore(broker: Broker, dump: Dump, world: World) -> None:
     keys = broker.keys
-    names = ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters")
+    names = (
+        "jobs",
+        "client_jobs",
+        "groups",
+        "evals",
+        "dead",
+        "in_flight",
+        "uncheckpointed",
+        "fence",
+        "lease",
+        "counters",
+    )
     names += ("client_reserved", "client_held", "client_expiry")
     known = [getattr(keys, name) for name in names]
     known += [name(job_id) for job_id in world.job_ids for name in (keys.job, keys.result)]

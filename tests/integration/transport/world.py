@@ -35,6 +35,8 @@ NO_TIME_MS = 0
 LONG_S = 3600.0
 MAX_TRAINERS = 2
 MAX_LEASES = 2
+CLIENT = "client "
+"""Before the entries of clients' jobs, and before the name of what takes them: ids of two streams may be equal."""
 
 LOOK = """
 local function rows(stream)
@@ -60,7 +62,7 @@ local function readable(stream)
   local found = redis.pcall('XINFO', 'GROUPS', stream)
   return not found.err and #found == 1
 end
-local jobs, groups, dead, in_flight, uncheckpointed, fence, lease, reserved, held, expiry = unpack(KEYS)
+local jobs, client_jobs, groups, dead, in_flight, uncheckpointed, fence, lease, reserved, held, expiry = unpack(KEYS)
 local now, memory = redis.call('TIME'), {}
 local books = {}
 for i = 2, #ARGV do
@@ -79,9 +81,10 @@ end
 local keys = redis.call('KEYS', ARGV[1])
 table.sort(keys)
 return cmsgpack.pack({
-  rows(jobs), pending(jobs, 'replicas'), rows(groups), pending(groups, 'trainer'), rows(dead), sorted(in_flight),
-  sorted(uncheckpointed), redis.call('GET', fence) or '', redis.call('HGET', lease, 'token') or '', books, keys,
-  {readable(jobs), readable(groups)}, memory,
+  rows(jobs), pending(jobs, 'replicas'), rows(client_jobs), pending(client_jobs, 'replicas'), rows(groups),
+  pending(groups, 'trainer'), rows(dead), sorted(in_flight), sorted(uncheckpointed), redis.call('GET', fence) or '',
+  redis.call('HGET', lease, 'token') or '', books, keys,
+  {readable(jobs), readable(client_jobs), readable(groups)}, memory,
 })
 """
 
@@ -121,8 +124,9 @@ class Seen(NamedTuple):
     """Everything that the broker holds of the run, and the scripts decide by."""
 
     jobs: tuple[Row, ...]
+    """The trainer's, then clients'."""
     owners: dict[str, str]
-    """Consumer by entry of the jobs stream that was read."""
+    """Consumer by entry of `jobs` that was read."""
     groups: tuple[Row, ...]
     readers: dict[str, str]
     dead: tuple[Row, ...]
@@ -133,21 +137,20 @@ class Seen(NamedTuple):
     books: dict[str, Books]
     keys: tuple[str, ...]
     readable: tuple[bool, ...]
-    """The streams of jobs and of groups have their consumer groups."""
+    """The streams have their consumer groups."""
     memory: tuple[Taken, ...]
 
 
 async def look(broker: Broker, job_ids: list[str]) -> Seen:
     keys = broker.keys
-    names = [keys.jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence, keys.lease]
-    names += [keys.client_reserved, keys.client_held, keys.client_expiry]
+    names = [keys.jobs, keys.client_jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence]
+    names += [keys.lease, keys.client_reserved, keys.client_held, keys.client_expiry]
     packed: Any = await broker.redis.eval(LOOK, len(names), *names, f"dvp:{{{broker.run_id}}}:*", *job_ids)
-    jobs, owners, groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable, memory = (
-        msgpack.unpackb(packed)
-    )
+    jobs, owners, client_jobs, client_owners, *rest = msgpack.unpackb(packed)
+    groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable, memory = rest
     return Seen(
-        tuple(Row(*row) for row in jobs),
-        dict(owners),
+        (*(Row(*row) for row in jobs), *(Row(CLIENT + entry, *row) for entry, *row in client_jobs)),
+        dict(owners) | {CLIENT + entry: consumer for entry, consumer in client_owners},
         tuple(Row(*row) for row in groups),
         dict(readers),
         tuple(Row(*row) for row in dead),
@@ -178,11 +181,21 @@ class Checkpoint:
 
 @dataclass
 class Replica:
-    """One process; `queue` is replaced when it dies and starts again."""
+    """What one process has to do with one of the queues; `queue` is replaced when it dies and starts again."""
 
     name: str
     queue: JobQueue
     leases: list[Lease] = field(default_factory=list)
+
+    @property
+    def prefix(self) -> str:
+        return CLIENT if self.name.startswith(CLIENT) else ""
+
+    def sees(self, entry: str) -> bool:
+        return entry.startswith(CLIENT) == bool(self.prefix)
+
+    def owns(self, lease: Lease, seen: Seen) -> bool:
+        return seen.owners.get(self.prefix + lease.entry_id) == self.queue.consumer
 
 
 @dataclass
@@ -234,11 +247,13 @@ class World:
         cls, broker: Broker, jobs: list[Job], asked: list[Job], *, replicas: str, faults: int, max_deliveries: int
     ) -> World:
         world = cls(broker, _by_id(jobs), _by_id(asked), [], faults, max_deliveries)
-        world.replicas = [Replica(name, world._queue(name)) for name in replicas]
+        names = [*(replicas if jobs else ""), *(CLIENT + name for name in replicas if asked)]
+        world.replicas = [Replica(name, world._queue(name)) for name in names]
         return world
 
     def _queue(self, name: str) -> JobQueue:
-        return JobQueue(self.broker, name, lease_ms=NO_TIME_MS, max_deliveries=self.max_deliveries)
+        clients = name.startswith(CLIENT)
+        return JobQueue(self.broker, name, clients=clients, lease_ms=NO_TIME_MS, max_deliveries=self.max_deliveries)
 
     @property
     def job_ids(self) -> list[str]:
@@ -274,7 +289,7 @@ class World:
     def _replica_moves(self, i: int, replica: Replica, seen: Seen) -> Iterator[Move]:
         name = replica.name
         if len(replica.leases) < MAX_LEASES:
-            if len(seen.jobs) > len(seen.owners):
+            if any(replica.sees(row.entry) and row.entry not in seen.owners for row in seen.jobs):
                 yield Move(f"{name} claims", False, partial(_claim, i=i))
             if (owner := self._next_expired(replica, seen)) is not None:
                 yield Move(f"{name} takes over", self._is_alive(owner), partial(_take_over, i=i))
@@ -284,7 +299,7 @@ class World:
             yield Move(what.format("commits, unheard,"), True, partial(_commit, i=i, number=number, heard=False))
             yield Move(what.format("fails"), True, partial(_fail, i=i, number=number))
             yield Move(what.format("gives back"), True, partial(_release, i=i, number=number))
-        if any(seen.owners.get(lease.entry_id) != replica.queue.consumer for lease in replica.leases):
+        if not all(replica.owns(lease, seen) for lease in replica.leases):
             yield Move(f"{name} renews", False, partial(_renew, i=i))
         if replica.leases:
             yield Move(f"{name} dies", True, partial(_die, i=i))
@@ -292,8 +307,8 @@ class World:
 
     def _next_expired(self, replica: Replica, seen: Seen) -> str | None:
         """Whose entry `claim_expired` would take."""
-        held = {lease.entry_id for lease in replica.leases}
-        return next((owner for entry, owner in seen.owners.items() if entry not in held), None)
+        held = {replica.prefix + lease.entry_id for lease in replica.leases}
+        return next((owner for entry, owner in seen.owners.items() if replica.sees(entry) and entry not in held), None)
 
     def _is_alive(self, consumer: str) -> bool:
         return any(replica.queue.consumer == consumer for replica in self.replicas)
@@ -353,7 +368,9 @@ class World:
 
     def _check_job(self, books: Books, seen: Seen) -> None:
         """A job is in exactly one place, and its end is forgotten only when a checkpoint covers it."""
-        queued = sum(row.job_id == books.job_id for row in seen.jobs)
+        entries = [row.entry for row in seen.jobs if row.job_id == books.job_id]
+        queued = len(entries)
+        assert all(entry.startswith(CLIENT) == (books.job_id in self.asked) for entry in entries), "in the wrong queue"
         kinds = [row.kind for row in seen.groups if row.job_id == books.job_id]
         if books.job_id in self.jobs:
             assert bool(books.has_result) == ("group" in kinds), f"{books}, and the trainer is told {kinds}"
@@ -397,7 +414,10 @@ class World:
 
     def _check_keys(self, seen: Seen) -> None:
         keys = self.broker.keys
-        single = {getattr(keys, name) for name in ("jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")}
+        single = {
+            getattr(keys, name)
+            for name in ("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")
+        }
         single |= {keys.fence, keys.lease, keys.counters, keys.client_reserved, keys.client_held, keys.client_expiry}
         orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
         assert not orphans, f"nobody knows {orphans}"
@@ -487,7 +507,7 @@ async def _end(
     answer is `heard`, the caller goes on as if it had said nothing."""
     replica = world.replicas[i]
     lease = replica.leases[number]
-    owner = before.owners.get(lease.entry_id) == replica.queue.consumer
+    owner = replica.owns(lease, before)
     queue = replica.queue if heard else deepcopy(replica.queue, {id(world.broker): world.broker})
     try:
         answer = await call(queue)
@@ -506,7 +526,7 @@ async def _renew(world: World, before: Seen, i: int) -> bool:
     replica = world.replicas[i]
     lost = await replica.queue.renew(replica.leases)
     replica.leases = [lease for lease in replica.leases if lease not in lost]
-    assert all(before.owners.get(lease.entry_id) == replica.queue.consumer for lease in replica.leases)
+    assert all(replica.owns(lease, before) for lease in replica.leases)
     return False
 
 
