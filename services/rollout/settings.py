@@ -134,7 +134,7 @@ class RolloutSettings(ListenSettings):
     max_waiting: Annotated[int, Field(ge=0)] = 128
     """Samples of HTTP requests that may wait before they get 429."""
     client_share: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of max_batch for clients, jobs and HTTP requests, while a trainer holds the run; at least one sample."""
+    """Share of max_batch for jobs and HTTP requests of clients while a trainer holds the run; at least one sample."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
     """Jobs of clients that may wait unread in the queue before POST /v1/jobs answers 429."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 60.0
