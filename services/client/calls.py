@@ -66,6 +66,7 @@ class RolloutFields(TypedDict, total=False):
 
 class JobFields(RolloutFields, total=False):
     job_id: str
+    deadline_s: float
 
 
 @dataclass(frozen=True)

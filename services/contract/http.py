@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .arrays import Float32Array, Int32Array
 from .group import EngineFacts, FinishReason, Sample, VersionSpan
-from .job import JOB_ID, MAX_SAMPLES, JobState
+from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState
 from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
 
 MAX_PROMPT_CHARS = 4_000_000
@@ -84,6 +84,9 @@ class RolloutRequest(Body):
 class JobRequest(RolloutRequest):
     job_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
     """Submitting the same id again is a no-op. What begins with the run's id and a colon is the trainer's own."""
+    deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
+    """Seconds, from its submission, that the job has to be done. One that is late ends, waiting or running: it is dead,
+    and there is no dead letter to replay."""
 
 
 class SampleBody(Body):
@@ -193,6 +196,7 @@ class Verdict(StrEnum):
     BROKER_DISK = "broker_disk"
     CLOSED = "closed"
     REPLICAS_LOST = "replicas_lost"
+    CLIENTS_WAIT = "clients_wait"
     GROWING_BACKLOG = "growing_backlog"
 
 

@@ -23,6 +23,8 @@ BYTES_PER_TOKEN = 16
 """Of a group, as msgpack: id, log-prob, kept mass, kept count."""
 OVERHEAD_BYTES = 1024
 """More than a sample takes beside its tokens (up to ten weight versions), and a group beside its job."""
+MAX_DEADLINE_S = 30 * 86_400
+"""From the submission of a client's job."""
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 

@@ -85,7 +85,7 @@ class Keys:
 
     @property
     def counters(self) -> str:
-        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, cancelled, replayed, ..."""
+        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, cancelled, overdue, ..."""
         return self._key("counters")
 
     @property
@@ -123,6 +123,11 @@ class Keys:
     def client_expiry(self) -> str:
         """Sorted set of clients' job ids that are done, by the end of their results (broker's clock, ms)."""
         return self._key("client_expiry")
+
+    @property
+    def client_deadlines(self) -> str:
+        """Sorted set of clients' job ids in work, by when nobody wants the result any more (broker's clock, ms)."""
+        return self._key("client_deadlines")
 
     @property
     def transfers(self) -> str:

@@ -15,7 +15,7 @@ from services.transport.health import Snapshot, judge
 
 Metric = GaugeMetricFamily | CounterMetricFamily
 
-EVENTS = ("submitted", "committed", "trained", "dropped", "dead", "cancelled", "replayed")
+EVENTS = ("submitted", "committed", "trained", "dropped", "dead", "cancelled", "overdue", "replayed")
 """Counters of the run that count jobs."""
 
 

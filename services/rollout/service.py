@@ -111,7 +111,8 @@ class Service:
         """The id of the queued job."""
         uplink = self.uplink
         job = await self.replica.prompts.job(request, self.settings.run_id)
-        await Submission(uplink.broker).submit_client(job, limit=self.settings.max_queued)
+        submission = Submission(uplink.broker)
+        await submission.submit_client(job, limit=self.settings.max_queued, deadline_s=request.deadline_s)
         return job.job_id
 
     @asynccontextmanager

@@ -107,7 +107,8 @@ class Worker:
         gone = {lease.entry_id for lease in lost}
         for task, lease in list(self._running.items()):
             if lease.entry_id in gone - self._settling:
-                logger.warning("job %s: lease lost, or job deleted; its samples are dropped", lease.job.job_id)
+                name = lease.job.job_id
+                logger.warning("job %s: lease lost, or job deleted or overdue; its samples are dropped", name)
                 task.cancel()
         await asyncio.sleep(self._lease_s / 4)
 

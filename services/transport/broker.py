@@ -72,7 +72,7 @@ RETRY_AFTER_MEMORY_S = 5.0
 _KEYS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
-    *("backlogs", "client_reserved", "client_held", "client_expiry"),
+    *("backlogs", "client_reserved", "client_held", "client_expiry", "client_deadlines"),
 )
 """What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 

@@ -32,6 +32,8 @@ STARVED_S = 15.0
 """Waiting shorter than this is the normal alternation of generating and training."""
 MISSED_S = 300.0
 """For so long a lost replica is missed if none came after it. Afterwards it only stays on the list."""
+CLIENTS_WAIT_S = 60.0
+"""For so long a client's job may wait for a replica beside a trainer."""
 NAMED = 5
 """Replicas that a detail names."""
 
@@ -63,6 +65,8 @@ class Snapshot:
     """Since a replica last finished a job; None when none ever did."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """What happened since the run began, by name."""
+    client_wait_s: float = 0.0
+    """How long the next job of a client has waited for a replica."""
     client_bytes: int = 0
     """What the jobs of clients take, or may come to."""
     closed: str = ""
@@ -177,6 +181,15 @@ def trainer_starved(s: Snapshot) -> str:
     return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are in work"
 
 
+def clients_wait(s: Snapshot) -> str:
+    shared = s.live and s.trainer_lives and not s.finished
+    # With none at work it is not their share that holds them up.
+    if s.client_wait_s < CLIENTS_WAIT_S or not shared or not s.client_jobs.pending:
+        return ""
+    waits = f"{s.client_jobs.backlog} jobs of clients wait for a replica, the next for {s.client_wait_s:.0f} s"
+    return f"{waits}; at work in their share of {len(s.live)} replicas: {s.client_jobs.pending}"
+
+
 def growing_backlog(s: Snapshot) -> str:
     """Even the least that waited in the younger half of the history is more than the most in the older half."""
     half = len(s.backlogs) // 2
@@ -281,6 +294,13 @@ RULES: tuple[Rule, ...] = (
         trainer_starved,
     ),
     Rule(
+        Verdict.CLIENTS_WAIT,
+        Severity.WARNING,
+        "jobs of clients fill their share of the replicas beside training, and more of them wait",
+        "add replicas, change client_share, or delete jobs that nobody needs (DELETE /v1/jobs/{job_id})",
+        clients_wait,
+    ),
+    Rule(
         Verdict.GROWING_BACKLOG,
         Severity.WARNING,
         "jobs come in faster than the replicas finish them",
@@ -329,6 +349,7 @@ async def take_snapshot(broker: Broker) -> Snapshot:
         disk_refuses=found["disk_refuses"],
         since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
         counters=counters,
+        client_wait_s=found["client_wait_ms"] / 1000,
         client_bytes=found["client_bytes"],
         closed=found["closed"],
         finished=bool(int(found["trainer"].get("finished", 0))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
-from services.contract.job import JOB_ID, Job, JobState, Sink, own_prefix
+from services.contract.job import JOB_ID, MAX_DEADLINE_S, Job, JobState, Sink, own_prefix
 
 from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
@@ -66,12 +67,17 @@ class Submission:
             return [Submitted.REFUSED] * len(jobs)
         return [Submitted(outcome.decode()) for outcome in reply]
 
-    async def submit_client(self, job: Job, *, limit: int) -> Submitted:
+    async def submit_client(self, job: Job, *, limit: int, deadline_s: float | None = None) -> Submitted:
         """Admits while fewer than `limit` jobs wait unread, and the jobs of clients cannot exceed their share of the
-        broker's memory. Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could."""
+        broker's memory. One that is not done `deadline_s` later, by the broker's clock, is dead, without a dead letter.
+        Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could."""
         self._check(job, Sink.CLIENT)
+        if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
+            raise RequestError(f"deadline_s: got {deadline_s}, allowed: number in (0, {MAX_DEADLINE_S}]")
         size = job.max_bytes
-        reply, taken, allowed = await self.broker.script("submit_client", job.job_id, job.to_bytes(), limit, size)
+        until_ms = "" if deadline_s is None else math.ceil(1000 * deadline_s)
+        args = (job.job_id, job.to_bytes(), limit, size, until_ms)
+        reply, taken, allowed = await self.broker.script("submit_client", *args)
         match reply.decode():
             case "backlog":
                 raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)

@@ -9,6 +9,7 @@ for name in (
     "codec",
     "queue",
     "throughput",
+    "shares",
     "engine",
     "lm_head",
     "precision",

@@ -49,7 +49,7 @@ RESPONSE = http.RolloutResponse(
 BODIES: tuple[tuple[type[BaseModel], dict[str, Any]], ...] = (
     (http.RolloutRequest, {"prompt": "1", "n": 2, "sampling": {"stop": ["x"], "seed": 1}, "metadata": {"a": [1]}}),
     (http.RolloutRequest, {"prompt_ids": [1, 2], "return_text": False}),
-    (http.JobRequest, {"messages": [{"role": "user", "content": "hi"}], "job_id": "a"}),
+    (http.JobRequest, {"messages": [{"role": "user", "content": "hi"}], "job_id": "a", "deadline_s": 60}),
     (Selection, {"entry_ids": ["1-0", "2-0"]}),
     (http.Problem, {"title": "t", "status": 400, "detail": "d", "errors": [{"field": "f", "allowed": "a"}]}),
     (http.JobStatus, {"status": "done", "group": RESPONSE.model_dump(mode="json")}),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
-from services.contract.job import MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
+from services.contract.job import MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
 from services.contract.sampling import Sampling
 from services.http.connections import MAX_HEAD_BYTES, MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
 from services.http.guard import BODY_TIMEOUT_S
@@ -75,6 +75,7 @@ def table() -> str:
         ("Samples of requests that generate or wait", requests, busy(RETRY_AFTER_S)),
         ("Samples of clients that generate, with a trainer", f"client_share of max_batch: {share:.0%}", "they wait"),
         ("Jobs of clients that wait unread", f"max_queued: {default('max_queued'):,}", busy(RETRY_AFTER_BACKLOG_S)),
+        ("deadline_s of POST /v1/jobs", f"{MAX_DEADLINE_S // 86_400} days", "422"),
         ("Queue closed by `dvp-queue drain`", "no new jobs", busy(RETRY_AFTER_CLOSED_S)),
         ("Broker's memory, new training jobs", f"{MEMORY_SHARE:.0%} {memory}", "the trainer waits"),
         ("Broker's memory, POST /v1/jobs", f"{CLIENT_MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),

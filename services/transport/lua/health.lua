@@ -10,6 +10,15 @@ local function stream_of(stream)
   return {backlog = waiting, pending = length - waiting, oldest_ms = at and now - at or -1}
 end
 
+-- How long the next job of a client has waited for a replica, in ms.
+local function client_wait()
+  local groups = redis.pcall('XINFO', 'GROUPS', CLIENT_JOBS)
+  local read = groups[1] and fields_of(groups[1])['last-delivered-id']
+  local first = read and redis.call('XRANGE', CLIENT_JOBS, '(' .. read, '+', 'COUNT', 1)[1]
+  -- Since it was put there: one that came back was at work before.
+  return first and now - string.match(first[1], '^%d+') or 0
+end
+
 local replicas = {}
 local seen = redis.call('ZREVRANGE', REPLICAS, 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #seen, 2 do
@@ -26,6 +35,7 @@ return cjson.encode({
   now_ms = now,
   jobs = stream_of(JOBS),
   client_jobs = stream_of(CLIENT_JOBS),
+  client_wait_ms = client_wait(),
   groups = stream_of(GROUPS),
   in_flight = redis.call('SCARD', IN_FLIGHT),
   uncheckpointed = redis.call('SCARD', UNCHECKPOINTED),

@@ -112,8 +112,14 @@ local function set_bytes(hash, name, bytes)
   redis.call('HINCRBY', hash, ':total', string.format('%.0f', bytes - before))
 end
 
-local function reserve(job_id, bytes)
+-- `deadline`: by when the job has to be done, in ms.
+local function reserve(job_id, bytes, deadline)
   set_bytes(CLIENT_RESERVED, job_id, bytes)
+  if deadline then
+    redis.call('ZADD', CLIENT_DEADLINES, deadline, job_id)
+  else
+    redis.call('ZREM', CLIENT_DEADLINES, job_id)
+  end
 end
 
 -- `expires`: when a result is forgotten, in ms.
@@ -126,14 +132,28 @@ local function total(hash)
   return tonumber(redis.call('HGET', hash, ':total') or 0)
 end
 
-local function forget_expired()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now_ms(), 'LIMIT', 0, 1000)) do hold(id, 0) end
+-- Results of clients that have expired, and clients' jobs that were not done in time: those are dead, wherever they are.
+-- There is no dead letter, as nobody wants them any more; whoever is at work on one has lost its lease.
+local function end_overdue()
+  local now = now_ms()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now, 'LIMIT', 0, 1000)) do hold(id, 0) end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_DEADLINES, '-inf', now, 'LIMIT', 0, 1000)) do
+    reserve(id, 0)
+    local hash = JOB .. id
+    local entry = redis.call('HGET', hash, 'client_entry')
+    if entry and not ended(id) then
+      drop(CLIENT_JOBS, entry)
+      redis.call('HSET', hash, 'state', 'dead', 'error', 'its deadline passed before it was done')
+      redis.call('EXPIRE', hash, RESULT_TTL_S)
+      count('overdue')
+    end
+  end
 end
 
 -- Why no job of a client that may come to `bytes` is admitted: 'large', 'results', 'memory' or nil. Then what clients
 -- have taken, and how much they may.
 local function client_refusal(bytes)
-  forget_expired()
+  end_overdue()
   local used, limit = memory()
   local reserved, allowed = total(CLIENT_RESERVED), math.floor(CLIENT_SHARE * limit)
   local taken, refusal = reserved + total(CLIENT_HELD), nil

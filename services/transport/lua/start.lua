@@ -4,6 +4,7 @@
 -- deadline) each.
 local stream, consumer, replica_id = unpack(ARGV)
 local answers, now = {}, now_ms()
+end_overdue()
 for i = 4, #ARGV, 3 do
   local entry, id, deadline = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local answer = -1

@@ -172,6 +172,14 @@ def test_job_id_belongs_to_jobs_only(replica: ReplicaProcess) -> None:
     assert (error.field, error.value) == ("job_id", "a b")
 
 
+@pytest.mark.parametrize("deadline_s", [0, -1, 1e9])
+def test_a_deadline_belongs_to_jobs_and_is_within_a_month(replica: ReplicaProcess, deadline_s: float) -> None:
+    error = problem(post(replica, "/v1/jobs", {"prompt": "1", "deadline_s": deadline_s}), 422).errors[0]
+    assert (error.field, error.value, error.allowed) == ("deadline_s", deadline_s, "number in (0, 2592000]")
+    error = problem(post(replica, "/v1/rollouts", {"prompt": "1", "deadline_s": 1}), 422).errors[0]
+    assert error.field == "deadline_s"
+
+
 def test_the_ids_of_the_trainer_are_not_for_clients(replica: ReplicaProcess, shared_run_id: str) -> None:
     own = f"{shared_run_id}:000000100:0"
     error = problem(post(replica, "/v1/jobs", {"prompt": "1", "job_id": own}), 422).errors[0]

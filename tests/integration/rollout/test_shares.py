@@ -14,7 +14,7 @@ import pytest
 
 from services.contract.errors import EngineError
 from services.contract.group import Sample
-from services.contract.http import RolloutRequest, RolloutResponse
+from services.contract.http import JobRequest, RolloutRequest, RolloutResponse
 from services.contract.job import Job, JobState, Sink
 from services.engines.fake import FakeEngine
 from services.logs import LogContext
@@ -216,6 +216,19 @@ async def test_a_deleted_job_stops_in_all_its_parts(serve: Serve) -> None:
         await running.submit("unwanted", 20)
         await running.asked("unwanted", [1] * SHARE)
         await Submission(running.broker).delete("unwanted")
+        await until_async(lambda: not running.engine.asked)
+        await until_async(lambda: running.replica.slots.in_flight == 0)
+        assert running.replica.slots.clients.running == 0
+
+
+@pytest.mark.usefixtures("fence")
+async def test_a_job_stops_in_all_its_parts_when_its_deadline_passes(serve: Serve) -> None:
+    async with serve("--lease-s", "0.5") as running:
+        job_id = await running.service.submit(JobRequest(prompt_ids=[1, 2, 3], n=20, deadline_s=3600))
+        await running.asked(job_id, [1] * SHARE)
+        await running.broker.redis.zadd(running.broker.keys.client_deadlines, {job_id: 1}, xx=True)
+        report = await until_async(lambda: ended(running, job_id))
+        assert (report.state, report.error) == (JobState.DEAD, "its deadline passed before it was done")
         await until_async(lambda: not running.engine.asked)
         await until_async(lambda: running.replica.slots.in_flight == 0)
         assert running.replica.slots.clients.running == 0

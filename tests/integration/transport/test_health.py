@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from services.contract.weights import Announcement
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 from services.transport.health import (
+    CLIENTS_WAIT_S,
     LOST_S,
     MISSED_S,
     RULES,
@@ -57,6 +59,17 @@ async def _age_jobs(rig: Rig, stream: str, seconds: float) -> None:
     for entry_id, fields in await rig.broker.redis.xrange(stream):
         await rig.broker.redis.xadd(stream, fields | {b"at": int(fields[b"at"]) - int(seconds * 1000)})
         await rig.broker.redis.xdel(stream, entry_id)
+
+
+async def _came_long_ago(rig: Rig, stream: str, seconds: float) -> None:
+    """The same for entries that nobody has read, and for when they were put there."""
+    await _age_jobs(rig, stream, seconds)
+    entries = await rig.broker.redis.xrange(stream)
+    await rig.broker.redis.delete(stream)
+    for entry_id, fields in entries:
+        milliseconds, number = entry_id.decode().split("-")
+        await rig.broker.redis.xadd(stream, fields, id=f"{int(milliseconds) - int(seconds * 1000)}-{number}")
+    await rig.broker.ensure_groups()
 
 
 async def _health(rig: Rig) -> QueueHealth:
@@ -309,34 +322,82 @@ async def test_jobs_of_clients_are_counted_apart(rig: Rig) -> None:
     assert (await take_snapshot(rig.broker)).backlogs == (2,)
 
 
+async def test_clients_wait(rig: Rig) -> None:
+    """What counts is the next that a replica would take: neither one that it is at work on, nor one that came later."""
+    await _beat(rig)
+    await _beat_trainer(rig)
+    client_jobs, replica = rig.broker.keys.client_jobs, rig.replica("a", clients=True)
+    assert (await take_snapshot(rig.broker)).client_wait_s == 0
+    for position in range(3):
+        await rig.submission.submit_client(make_job(rig.run_id, position, sink=Sink.CLIENT), limit=9)
+    await _came_long_ago(rig, client_jobs, CLIENTS_WAIT_S + 1)
+    assert (await take_snapshot(rig.broker)).client_wait_s > CLIENTS_WAIT_S
+    assert (await _health(rig)).verdict is Verdict.OK, "no replica is at work on any: something else holds them up"
+    await rig.submission.submit_client(make_job(rig.run_id, 3, sink=Sink.CLIENT), limit=9)
+    (at_work,) = await replica.claim(1, BLOCK_MS)
+    health = await _health(rig)
+    assert health.verdict is Verdict.CLIENTS_WAIT
+    waits = r"3 jobs of clients wait for a replica, the next for 6\d s; at work in their share of 1 replicas: 1"
+    assert re.fullmatch(waits, health.reasons[0].detail)
+    await replica.claim(2, BLOCK_MS)
+    assert (await _health(rig)).verdict is Verdict.OK
+    snapshot = await take_snapshot(rig.broker)
+    assert snapshot.client_wait_s < CLIENTS_WAIT_S < snapshot.oldest_job_s
+    await replica.claim(1, BLOCK_MS)
+    assert (await take_snapshot(rig.broker)).client_wait_s == 0
+    # One that comes back begins to wait; before, it was at work.
+    await replica.release(at_work)
+    snapshot = await take_snapshot(rig.broker)
+    assert 0 <= snapshot.client_wait_s < CLIENTS_WAIT_S < snapshot.oldest_job_s
+    await rig.broker.redis.delete(client_jobs)
+    assert (await take_snapshot(rig.broker)).client_wait_s == 0
+
+
+NOTHING = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
+MUCH = StreamHealth(backlog=4, pending=1, oldest_age_s=STALLED_S + 1, redelivered=0)
+SNAPSHOT = Snapshot(
+    jobs=MUCH,
+    client_jobs=NOTHING,
+    groups=NOTHING,
+    in_flight=5,
+    uncheckpointed=0,
+    dead=2,
+    duplicates=0,
+    replicas=(ReplicaHealth(id="a", state=ReplicaState.SERVING, version="run:1:ab", in_flight=0, last_seen_s=0.1),),
+    trainer=TrainerHealth(step=1, version="run:1:ab", last_seen_s=0.1),
+    trainer_waiting_s=STARVED_S + 1,
+    newest_version="run:3:ab",
+    min_seq=2,
+    used_memory=8,
+    maxmemory=10,
+    disk_refuses=False,
+    since_commit_s=None,
+)
+
+
+def test_clients_that_wait_are_told_of_beside_a_trainer_that_is_not_done() -> None:
+    snapshot = replace(SNAPSHOT, client_jobs=MUCH, client_wait_s=CLIENTS_WAIT_S)
+
+    def told(**changes: Any) -> bool:
+        return Verdict.CLIENTS_WAIT in {reason.verdict for reason in judge(replace(snapshot, **changes)).reasons}
+
+    assert told()
+    assert not told(client_wait_s=CLIENTS_WAIT_S - 1)
+    assert not told(client_jobs=MUCH.model_copy(update={"pending": 0}))
+    # Without a trainer they have all of a replica. Without a replica another rule fires.
+    assert not told(trainer=None)
+    assert not told(trainer=TrainerHealth(step=1, version="run:1:ab", last_seen_s=LOST_S + 1))
+    assert not told(replicas=())
+    assert not told(finished=True)
+
+
 def test_the_worst_reason_is_the_verdict() -> None:
-    nothing = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
-    jobs = StreamHealth(backlog=4, pending=1, oldest_age_s=STALLED_S + 1, redelivered=0)
-    replica = ReplicaHealth(id="a", state=ReplicaState.SERVING, version="run:1:ab", in_flight=0, last_seen_s=0.1)
-    snapshot = Snapshot(
-        jobs=jobs,
-        client_jobs=nothing,
-        groups=nothing,
-        in_flight=5,
-        uncheckpointed=0,
-        dead=2,
-        duplicates=0,
-        replicas=(replica,),
-        trainer=TrainerHealth(step=1, version="run:1:ab", last_seen_s=0.1),
-        trainer_waiting_s=STARVED_S + 1,
-        newest_version="run:3:ab",
-        min_seq=2,
-        used_memory=8,
-        maxmemory=10,
-        disk_refuses=False,
-        since_commit_s=None,
-    )
     fired = [Verdict.BROKER_MEMORY, Verdict.STALLED, Verdict.REPLICAS_BEHIND, Verdict.DEAD_LETTERS]
-    verdict, reasons = judge(snapshot)
+    verdict, reasons = judge(SNAPSHOT)
     assert verdict is Verdict.BROKER_MEMORY
     assert [reason.verdict for reason in reasons] == [*fired, Verdict.TRAINER_STARVED]
-    assert judge(replace(snapshot, maxmemory=0)).verdict is Verdict.STALLED
-    assert judge(replace(snapshot, maxmemory=0, jobs=nothing, client_jobs=jobs)).verdict is Verdict.STALLED
+    assert judge(replace(SNAPSHOT, maxmemory=0)).verdict is Verdict.STALLED
+    assert judge(replace(SNAPSHOT, maxmemory=0, jobs=NOTHING, client_jobs=MUCH)).verdict is Verdict.STALLED
     assert {rule.verdict for rule in RULES} == set(Verdict) - {Verdict.OK}
 
 

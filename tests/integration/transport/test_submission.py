@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 
 import pytest
 
-from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
+from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError, UnavailableError
 from services.contract.http import ReplicaState
 from services.contract.job import Job, JobState, Sink
 from services.contract.keys import REPLICAS
@@ -15,6 +16,7 @@ from services.transport.broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
+from services.transport.jobs import Lease
 from services.transport.lease import TrainerLease
 from services.transport.replicas import ReplicaBeat, ReplicaRegistry
 from services.transport.results import client_jobs
@@ -176,6 +178,108 @@ async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> Non
     with pytest.raises(LeaseLostError):
         await replica.commit(lease, make_group(lease.job))
     assert len(await rig.finish(rig.replica("b", clients=True), 9)) == 5
+
+
+async def test_a_job_that_is_not_done_in_time_is_dead_wherever_it_is(rig: Rig) -> None:
+    names = ("done", "dead", "running", "back", "read", "queued", "later", "never")
+    jobs = {name: client_job(rig, name) for name in names}
+    replica, held = rig.replica("a", clients=True), dict[str, Lease]()
+    for name, job in jobs.items():
+        deadline_s = {"later": 3600.0, "never": None}.get(name, 60.0)
+        assert await rig.submission.submit_client(job, limit=NO_LIMIT, deadline_s=deadline_s) is Submitted.NEW
+        if name == "read":
+            await rig.broker.read_group(rig.broker.keys.client_jobs, REPLICAS, replica.consumer, 1, BLOCK_MS)
+        elif name in ("done", "dead", "running", "back"):
+            (held[name],) = await replica.claim(1, BLOCK_MS)
+    await replica.commit(held["done"], make_group(jobs["done"]))
+    await rig.broker.redis.zadd(rig.broker.keys.client_deadlines, {"done": 1})  # as an older version leaves it
+    await replica.fail(held["dead"], "boom", fatal=True)
+    await replica.release(held["back"])
+    before = {name: (await rig.submission.status(name)).state for name in jobs}
+    assert list(before.values()) == ["done", "dead", "running", *["queued"] * 5]
+    await pass_time(rig, 61)
+    await ReplicaRegistry(rig.broker).beat(ReplicaBeat("a", ReplicaState.SERVING, f"{rig.run_id}:0:aa", 0))
+
+    overdue = (JobState.DEAD, "its deadline passed before it was done", None)
+    for name in ("running", "back", "read", "queued"):
+        assert await rig.submission.status(name) == overdue
+        assert 0 < await rig.broker.redis.ttl(rig.broker.keys.job(name)) <= 3600
+    for name in ("done", "dead", "later", "never"):
+        assert (await rig.submission.status(name)).state is before[name]
+    assert (await rig.submission.status("dead")).error == "boom"
+    # Only what waits or has ended otherwise takes memory, and nothing but its own end ends it.
+    (letter,) = await (letters := DeadLetters(rig.broker)).page()
+    assert (await taken(rig)).keys() == {"later", "never", "done", letter.entry_id}
+    assert await rig.broker.redis.zrange(rig.broker.keys.client_deadlines, 0, -1) == [b"later"]
+    assert await rig.counter("overdue") == 4
+    assert await replica.renew([held["running"]]) == [held["running"]]
+    # An operator who replays a letter wants the result, whenever it comes.
+    assert await letters.replay([letter]) == [Outcome.REPLAYED]
+    leases = await rig.finish(rig.replica("b", clients=True), 9)
+    assert [lease.job.job_id for lease in leases] == ["later", "never", "dead"]
+    assert await rig.length(rig.broker.keys.client_jobs) == 0
+
+
+async def test_no_replica_begins_a_job_that_is_late(rig: Rig) -> None:
+    for name, deadline_s in (("late", 60.0), ("early", 120.0)):
+        await rig.submission.submit_client(client_job(rig, name), limit=NO_LIMIT, deadline_s=deadline_s)
+    await pass_time(rig, 61)
+    leases = await rig.replica("a", clients=True).claim(9, BLOCK_MS)
+    assert [lease.job.job_id for lease in leases] == ["early"]
+    assert (await rig.submission.status("late")).state is JobState.DEAD
+
+
+async def test_a_deadline_ends_only_the_job_that_has_it(rig: Rig) -> None:
+    """Not the next one of the same id, whatever an older version has left behind of the first."""
+    await rig.submission.submit_client(client_job(rig, "dead"), limit=NO_LIMIT)
+    (lease,) = await (replica := rig.replica("a", clients=True)).claim(1, BLOCK_MS)
+    await replica.fail(lease, "boom", fatal=True)
+    await rig.broker.redis.zadd(rig.broker.keys.client_deadlines, {"again": 9e15, "dead": 9e15})
+    await rig.submission.submit_client(client_job(rig, "again"), limit=NO_LIMIT)
+    letters = DeadLetters(rig.broker)
+    assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
+    assert await rig.broker.redis.exists(rig.broker.keys.client_deadlines) == 0
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, 1e300, math.inf, math.nan])
+async def test_a_deadline_is_within_a_month(rig: Rig, deadline_s: float) -> None:
+    with pytest.raises(RequestError, match=r"deadline_s: got .*, allowed: number in \(0, 2592000\]"):
+        await rig.submission.submit_client(client_job(rig, "a"), limit=NO_LIMIT, deadline_s=deadline_s)
+
+
+async def test_a_damaged_job_stops_no_heartbeat_for_long(rig: Rig) -> None:
+    await rig.submission.submit_client(client_job(rig, "damaged"), limit=NO_LIMIT, deadline_s=60)
+    await rig.broker.redis.hset(rig.broker.keys.job("damaged"), "client_entry", "no entry")
+    await pass_time(rig, 61)
+    registry, beat = ReplicaRegistry(rig.broker), ReplicaBeat("a", ReplicaState.SERVING, f"{rig.run_id}:0:aa", 0)
+    with pytest.raises(UnavailableError, match="Invalid stream ID"):
+        await registry.beat(beat)
+    await registry.beat(beat)
+
+
+async def test_overdue_jobs_make_room_for_the_next(rig: Rig) -> None:
+    first, second = client_job(rig, "first"), client_job(rig, "second")
+    await rig.submission.submit_client(first, limit=1, deadline_s=0.001)
+    await until_async(lambda: admitted(rig, second))
+    assert (await rig.submission.status("first")).state is JobState.DEAD
+    # Its id is taken until it is forgotten.
+    assert await rig.submission.submit_client(first, limit=9) is Submitted.DEAD
+    assert await rig.submission.delete("first") is JobState.DEAD
+    assert await rig.submission.submit_client(first, limit=9) is Submitted.NEW
+
+
+async def admitted(rig: Rig, job: Job) -> bool:
+    try:
+        return await rig.submission.submit_client(job, limit=1) is Submitted.NEW
+    except OverloadedError:
+        return False
+
+
+async def pass_time(rig: Rig, seconds: float) -> None:
+    """What it does to deadlines."""
+    key = rig.broker.keys.client_deadlines
+    for name in await rig.broker.redis.zrange(key, 0, -1):
+        await rig.broker.redis.zincrby(key, -seconds * 1000, name)
 
 
 async def queue_as_before(rig: Rig, name: str) -> None:

@@ -101,6 +101,7 @@ def canonical(world: World, seen: Seen) -> str:
         world.faults,
         seen.readable,
         sorted(seen.memory),
+        sorted(seen.deadlines),
     )
     return _ranked(TOKEN, _ranked(ENTRY, repr(state)))
 
@@ -171,7 +172,7 @@ async def _restore(broker: Broker, dump: Dump, world: World) -> None:
         "lease",
         "counters",
     )
-    names += ("client_reserved", "client_held", "client_expiry")
+    names += ("client_reserved", "client_held", "client_expiry", "client_deadlines")
     known = [getattr(keys, name) for name in names]
     known += [name(job_id) for job_id in world.job_ids for name in (keys.job, keys.result)]
     async with broker.redis.pipeline(transaction=False) as pipeline:

@@ -62,7 +62,8 @@ local function readable(stream)
   local found = redis.pcall('XINFO', 'GROUPS', stream)
   return not found.err and #found == 1
 end
-local jobs, client_jobs, groups, dead, in_flight, uncheckpointed, fence, lease, reserved, held, expiry = unpack(KEYS)
+local jobs, client_jobs, groups, dead, in_flight, uncheckpointed, fence, lease = unpack(KEYS)
+local reserved, held, expiry, deadlines = unpack(KEYS, 9)
 local now, memory = redis.call('TIME'), {}
 local books = {}
 for i = 2, #ARGV do
@@ -84,7 +85,7 @@ return cmsgpack.pack({
   rows(jobs), pending(jobs, 'replicas'), rows(client_jobs), pending(client_jobs, 'replicas'), rows(groups),
   pending(groups, 'trainer'), rows(dead), sorted(in_flight), sorted(uncheckpointed), redis.call('GET', fence) or '',
   redis.call('HGET', lease, 'token') or '', books, keys,
-  {readable(jobs), readable(client_jobs), readable(groups)}, memory,
+  {readable(jobs), readable(client_jobs), readable(groups)}, memory, redis.call('ZRANGE', deadlines, 0, -1),
 })
 """
 
@@ -139,15 +140,17 @@ class Seen(NamedTuple):
     readable: tuple[bool, ...]
     """The streams have their consumer groups."""
     memory: tuple[Taken, ...]
+    deadlines: frozenset[str]
+    """Jobs of clients that end when their time has passed."""
 
 
 async def look(broker: Broker, job_ids: list[str]) -> Seen:
     keys = broker.keys
     names = [keys.jobs, keys.client_jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence]
-    names += [keys.lease, keys.client_reserved, keys.client_held, keys.client_expiry]
+    names += [keys.lease, keys.client_reserved, keys.client_held, keys.client_expiry, keys.client_deadlines]
     packed: Any = await broker.redis.eval(LOOK, len(names), *names, f"dvp:{{{broker.run_id}}}:*", *job_ids)
     jobs, owners, client_jobs, client_owners, *rest = msgpack.unpackb(packed)
-    groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable, memory = rest
+    groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable, memory, deadlines = rest
     return Seen(
         (*(Row(*row) for row in jobs), *(Row(CLIENT + entry, *row) for entry, *row in client_jobs)),
         dict(owners) | {CLIENT + entry: consumer for entry, consumer in client_owners},
@@ -162,6 +165,7 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
         tuple(all_keys),
         tuple(readable),
         tuple(Taken(*row) for row in memory),
+        frozenset(deadlines),
     )
 
 
@@ -283,6 +287,8 @@ class World:
                 yield Move(f"client submits {job_id}", False, partial(_ask, job_id=job_id))
             elif seen.books[job_id].ends:
                 yield Move(f"{job_id} is forgotten", True, partial(_forget, job_id=job_id))
+            if job_id in seen.deadlines:
+                yield Move(f"the deadline of {job_id} passes", True, partial(_overdue, job_id=job_id))
             if seen.books[job_id].state:
                 yield Move(f"client deletes {job_id}", True, partial(_delete, job_id=job_id))
 
@@ -402,6 +408,7 @@ class World:
         reserved = {row.name: row.num_bytes for row in rows if not row.is_held}
         most = {id: self.asked[id].max_bytes for id, state in states.items() if state in ("queued", "running")}
         assert reserved == most, f"{reserved} are reserved for {states}"
+        assert seen.deadlines <= most.keys(), f"{seen.deadlines} have a deadline, for {states}"
         held = {row.name: row for row in rows if row.is_held}
         letters = {f":dead:{row.entry}" for row in seen.dead if row.job_id in self.asked}
         done = {id for id, state in states.items() if state == "done"}
@@ -419,6 +426,7 @@ class World:
             for name in ("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")
         }
         single |= {keys.fence, keys.lease, keys.counters, keys.client_reserved, keys.client_held, keys.client_expiry}
+        single.add(keys.client_deadlines)
         orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
         assert not orphans, f"nobody knows {orphans}"
 
@@ -443,7 +451,8 @@ def _delivered(trainer: Trainer) -> list[Delivery]:
 
 async def _ask(world: World, before: Seen, job_id: str) -> None:
     job = world.asked[job_id]
-    assert await Submission(world.broker).submit_client(job, limit=NO_LIMIT) is Submitted.NEW
+    submission = Submission(world.broker)
+    assert await submission.submit_client(job, limit=NO_LIMIT, deadline_s=LONG_S) is Submitted.NEW
 
 
 async def _forget(world: World, before: Seen, job_id: str) -> None:
@@ -451,6 +460,12 @@ async def _forget(world: World, before: Seen, job_id: str) -> None:
     redis, keys = world.broker.redis, world.broker.keys
     await redis.delete(keys.job(job_id), keys.result(job_id))
     await redis.zadd(keys.client_expiry, {job_id: 1}, xx=True)
+
+
+async def _overdue(world: World, before: Seen, job_id: str) -> None:
+    """Whoever submits next, as here the same client, finds it overdue."""
+    await world.broker.redis.zadd(world.broker.keys.client_deadlines, {job_id: 1}, xx=True)
+    assert await Submission(world.broker).submit_client(world.asked[job_id], limit=NO_LIMIT) is Submitted.DEAD
 
 
 async def _delete(world: World, before: Seen, job_id: str) -> None:
