@@ -85,8 +85,8 @@ class JobRequest(RolloutRequest):
     job_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
     """Submitting the same id again is a no-op. What begins with the run's id and a colon is the trainer's own."""
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
-    """Seconds, from its submission, that the job has to be done. One that is late ends, waiting or running: it is dead,
-    and there is no dead letter to replay."""
+    """Seconds from its submission within which the job has to be done. A late job ends, waiting or running: it is dead,
+    and leaves no dead letter to replay."""
 
 
 class SampleBody(Body):

@@ -65,8 +65,8 @@ class JobQueue:
         self._held: set[str] = set()
 
     async def claim(self, count: int, block_ms: int) -> list[Lease]:
-        """Up to `count` new jobs; [] after `block_ms`. Undecodable jobs and jobs past their deadline are dead-lettered
-        on the way and not returned."""
+        """Up to `count` new jobs; [] after `block_ms`. Undecodable jobs and jobs past `Job.deadline` are dead-lettered
+        on the way. Neither they nor late jobs of clients are returned."""
         entries = await self.broker.read_group(self.stream, REPLICAS, self.consumer, count, block_ms)
         return await self._start([(entry_id, fields.get(b"data", b"")) for entry_id, fields in entries])
 

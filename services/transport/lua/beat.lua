@@ -5,7 +5,7 @@ redis.call('ZADD', REPLICAS, now_ms(), ARGV[1])
 redis.call('HSET', REPLICA .. ARGV[1], unpack(ARGV, 4))
 redis.call('HSETNX', REPLICA .. ARGV[1], 'since', now_ms())
 
--- Mends the books of clients: what is overdue, and a few rows at random whose job or letter is not there any more.
+-- Mends the books of clients, also a few rows at random whose job or letter is not there any more.
 end_overdue()
 for _, id in ipairs(redis.call('HRANDFIELD', CLIENT_RESERVED, 3)) do
   if id ~= ':total' and (redis.call('EXISTS', JOB .. id) == 0 or ended(id)) then reserve(id, 0) end

@@ -132,8 +132,8 @@ local function total(hash)
   return tonumber(redis.call('HGET', hash, ':total') or 0)
 end
 
--- Results of clients that have expired, and clients' jobs that were not done in time: those are dead, wherever they are.
--- There is no dead letter, as nobody wants them any more; whoever is at work on one has lost its lease.
+-- Forgets clients' results that have expired, and ends clients' jobs that were not done in time, queued or running. Those
+-- leave no dead letter, as nobody wants them any more. Whoever is at work on one has lost its lease.
 local function end_overdue()
   local now = now_ms()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now, 'LIMIT', 0, 1000)) do hold(id, 0) end
