@@ -9,7 +9,7 @@ SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 TRL_STAMP := .trl/.installed
 
-.PHONY: install sglang-cpu demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
+.PHONY: install sglang-cpu secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
 
 install: $(STAMP)
 
@@ -19,6 +19,10 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements.lock
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e .
 	touch $@
+
+# Passwords and tokens for docker compose, drawn once.
+secrets:
+	deploy/secrets.sh
 
 # A real SGLang that runs without a GPU, with our plugin in it (deploy/sglang-cpu/README.md).
 sglang-cpu: $(PLUGIN_STAMP)

@@ -212,19 +212,30 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False, include_context=False):
         path = [str(part) for part in item["loc"]]
-        field = cls.model_fields.get(path[0]) if path else None
         name = ".".join(path) or "settings"
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {name}{_closest(path[-1], _siblings(cls, path))}")
         elif item["type"] == "missing":
             flag, variable = name.replace("_", "-"), NESTED.join(path).upper()
             lines.append(f"{name} is required: --{flag} or {cls.model_config['env_prefix']}{variable}")
-        elif field is not None and SecretStr.__name__ in str(field.annotation):
-            lines.append(f"{name}: {item['msg']}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message}" + (f", got {masked(repr(item['input'])):.120}" if path else ""))
+            shown = path and not _is_secret(cls, path)
+            lines.append(f"{name}: {message}" + (f", got {masked(repr(item['input'])):.120}" if shown else ""))
     return "\n".join(lines)
+
+
+def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
+    """True for a section with a secret in it, too."""
+    for part in path:
+        field = model.model_fields.get(part)
+        if field is None:
+            return False
+        section = _section(field)
+        if section is None:
+            return SecretStr.__name__ in str(field.annotation)
+        model = section
+    return any(_is_secret(model, [name]) for name in model.model_fields)
 
 
 def _siblings(model: type[BaseModel], path: Sequence[str]) -> list[str]:

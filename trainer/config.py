@@ -14,8 +14,8 @@ from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID, WeightRoute
 from services.dvp.denominators import Denominator
 from services.dvp.options import Bounds, Level, Mode
+from services.http.settings import Listening
 from services.logs import LogFormat, LogLevel
-from services.loopback import is_loopback
 from services.settings import Section, Settings
 from services.tracing import TraceUrl
 
@@ -202,28 +202,15 @@ class ReportSection(Section):
     `dvp-lab signature --run`; 0 is never."""
 
 
-class MetricsSection(Section):
+class MetricsSection(Listening, Section):
     """/metrics for Prometheus, and /healthz."""
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """None: nothing is served."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs a token."""
-    token: SecretStr = SecretStr("")
-    """What to be shown; several with commas between are all accepted."""
 
-    @model_validator(mode="after")
-    def _closed(self) -> MetricsSection:
-        if self.port is not None and not is_loopback(self.host) and not self.tokens:
-            raise ValueError(
-                f"metrics.host {self.host!r} is reachable from other machines: set metrics.token "
-                "(DVP_TRAIN__METRICS__TOKEN), or listen on 127.0.0.1"
-            )
-        return self
-
-    @property
-    def tokens(self) -> list[str]:
-        return [part.strip() for part in self.token.get_secret_value().split(",") if part.strip()]
+    @classmethod
+    def token_variable(cls) -> str:
+        return "DVP_TRAIN__METRICS__TOKEN"
 
 
 class TrainSettings(Settings):

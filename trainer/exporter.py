@@ -14,6 +14,7 @@ from services.contract.http import Health
 from services.http import problems
 from services.http.guard import Guard
 from services.http.server import bound, http_server
+from services.http.tokens import Tokens
 
 from .config import MetricsSection
 from .step import STALENESS_BINS
@@ -108,9 +109,10 @@ async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | 
     if settings.port is None:
         yield None
         return
+    tokens = settings.tokens()
     with bound(settings.host, settings.port) as listener:
         sink = PrometheusSink()
-        http = http_server(_app(sink, settings), drain_s=0)
+        http = http_server(_app(sink, tokens), drain_s=0)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             yield sink
@@ -119,7 +121,7 @@ async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | 
             await serving
 
 
-def _app(sink: PrometheusSink, settings: MetricsSection) -> FastAPI:
+def _app(sink: PrometheusSink, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="dvp-train", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/metrics")
@@ -131,5 +133,5 @@ def _app(sink: PrometheusSink, settings: MetricsSection) -> FastAPI:
         return Health(status="ok")
 
     problems.install(app, {})
-    app.add_middleware(Guard, tokens=settings.tokens)
+    app.add_middleware(Guard, tokens=tokens)
     return app

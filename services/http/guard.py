@@ -1,16 +1,16 @@
-"""What a request must pass before anything reads it: token or loopback host, its origin, and the size of the body."""
+"""What a request must pass before anything reads it: token or loopback host, its scope, its origin, and its size."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
-import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as Asgi
 
 from services.contract.errors import OverloadedError
 from services.contract.http import MAX_BODY_BYTES
@@ -19,6 +19,7 @@ from services.loopback import is_loopback
 from .connections import MAX_HEAD_BYTES
 from .problems import MAX_VALUE_CHARS, respond
 from .settings import MAX_REQUESTS
+from .tokens import Caller, Scope, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -30,38 +31,48 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Guard:
-    """ASGI middleware. Without tokens the server listens on loopback only, and a Host that is not loopback means that a
-    web page reached it through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks
-    its user for, as the password of `Basic`. A browser also sends that password with requests which pages of other
-    sites make. Those say where they come from (Origin), and are refused unless they only read: the page cannot see the
-    answer."""
+    """ASGI middleware. A call needs the scope of its path; reading any other path needs `read`, everything else
+    `operate`. Routes find the Caller in `request.state.caller`.
+
+    Without tokens the server listens on loopback only, and a Host that is not loopback means that a web page reached it
+    through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks its user for, as
+    the password of `Basic`. A browser also sends that password with requests which pages of other sites make. Those say
+    where they come from (Origin), and are refused unless they only read: the page cannot see the answer."""
 
     def __init__(
         self,
         app: ASGIApp,
-        tokens: Sequence[str],
+        tokens: Tokens,
+        scopes: Mapping[str, Scope] | None = None,
+        nobody: Scope = Scope.OPERATE,
         max_body: int = MAX_BODY_BYTES,
         max_requests: int = MAX_REQUESTS,
         challenge: str = "Bearer",
     ) -> None:
-        """`max_requests`: how many may be answered at the same time, each with a body of up to `max_body` bytes.
-        `challenge`: what a refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
+        """`scopes`: of a path and all below it. `nobody`: what may be done where there are no tokens. `max_requests`:
+        how many may be answered at the same time, each with a body of up to `max_body` bytes. `challenge`: what a
+        refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
         self._app = app
         self._max_requests = max_requests
         self._in_progress = 0
-        self._tokens = [token.encode() for token in tokens]
+        self._tokens = tokens
+        self._scopes = scopes or {}
+        self._nobody = Caller("", nobody)
         self._max_body = max_body
         self._challenge = challenge
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         path = scope["path"]
+        caller = self._caller(path, headers)
+        scope.setdefault("state", {})["caller"] = caller
         refusal = (
-            self._refusal(path, headers, hosts)
+            self._refusal(caller, hosts)
+            or self._out_of_scope(caller, scope["method"], path)
             or _foreign(scope["method"], headers, hosts)
             or _too_long(scope)
             or _ambiguous(headers)
@@ -77,22 +88,29 @@ class Guard:
         finally:
             self._in_progress -= 1
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
+    def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller | None:
+        if not self._tokens or path in OPEN_PATHS:
+            return self._nobody
+        return self._tokens.find(_credential(headers.get(b"authorization", b"")))
+
+    def _refusal(self, caller: Caller | None, hosts: Sequence[str]) -> HTTPException | None:
         if not self._tokens:
             names = [host if host.endswith("]") else host.rsplit(":", 1)[0] for host in hosts]
             host = ", ".join(hosts)[:MAX_VALUE_CHARS]
             detail = f"Host {host!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
             return None if names and all(map(is_loopback, names)) else HTTPException(403, detail)
-        if path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
+        if caller is not None:
             return None
         detail = "this service needs a token: send Authorization: Bearer <token>"
         return HTTPException(401, detail, {"WWW-Authenticate": self._challenge})
 
-    def _knows(self, authorization: bytes) -> bool:
-        token = _credential(authorization)
-        # Every token is compared, in constant time, so that timing tells nothing.
-        matches = [hmac.compare_digest(token, known) for known in self._tokens]
-        return any(matches)
+    def _out_of_scope(self, caller: Caller | None, method: str, path: str) -> HTTPException | None:
+        of_path = (scope for prefix, scope in self._scopes.items() if path == prefix or path.startswith(f"{prefix}/"))
+        needed = next(of_path, Scope.READ if method in READING else Scope.OPERATE)
+        if caller is None or path in OPEN_PATHS or caller.scope.includes(needed):
+            return None
+        held = f"that of {caller.name} has scope {caller.scope}" if self._tokens else "this service was started without"
+        return HTTPException(403, f"{method} {path[:MAX_VALUE_CHARS]} needs a token of scope {needed}; {held}")
 
     def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
         length = headers.get(b"content-length", b"0")
@@ -144,7 +162,7 @@ def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> 
     return HTTPException(403, detail)
 
 
-def _too_long(scope: Scope) -> HTTPException | None:
+def _too_long(scope: Asgi) -> HTTPException | None:
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(a) + len(b) for a, b in scope["headers"])
     if size <= MAX_HEAD_BYTES:
         return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from services.contract.errors import ConfigError
 from services.logs import LogFormat, LogLevel
 from services.loopback import is_loopback
 from services.settings import Settings
+
+from .tokens import Tokens, split_tokens
 
 MAX_REQUESTS = 512
 """Answered at the same time by one service, unless it says otherwise."""
@@ -26,20 +27,18 @@ def _check_scheme(url: str) -> str:
 RedisUrl = Annotated[str, AfterValidator(_check_scheme)]
 
 
-class ListenSettings(Settings):
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs a token."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 takes a free port: see the log, or --port-file."""
-    port_file: Path | None = None
-    """Where to write the port once it is bound; removed at exit."""
-    token: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Accepted API tokens, several for rotation; comma-separated in the environment."""
-    token_file: Path | None = None
-    """File with one accepted API token per line."""
+class Listening(BaseModel):
+    """Where a service is reached, and by whom."""
 
-    log_format: LogFormat = LogFormat.TEXT
-    log_level: LogLevel = LogLevel.INFO
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs tokens."""
+    port: int | None = None
+    token: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Tokens that may do everything; comma-separated in the environment."""
+    token_folder: Path | None = None
+    """SCOPE/NAME in it holds a caller's token (services/http/README.md). Read again when it changes."""
 
     @field_validator("token", mode="before")
     @classmethod
@@ -50,26 +49,35 @@ class ListenSettings(Settings):
         if not all(isinstance(item, (str, SecretStr)) for item in values):
             raise ValueError("every token must be a string")
         tokens = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in values]
-        return tuple(part.strip() for item in tokens for part in item.split(",") if part.strip())
+        return tuple(token for item in tokens if item.strip() for token in split_tokens(item))
 
     @model_validator(mode="after")
     def _closed(self) -> Self:
-        if not is_loopback(self.host) and not self.token and self.token_file is None:
+        if self.port is not None and not is_loopback(self.host) and not self.token and self.token_folder is None:
             raise ValueError(
-                f"host {self.host!r} is reachable from other machines: set a token "
-                f"({self.model_config['env_prefix']}TOKEN or --token-file), or listen on 127.0.0.1"
+                f"host {self.host!r} is reachable from other machines: name a token_folder, set a token in the "
+                f"environment ({self.token_variable()}), or listen on 127.0.0.1"
             )
         return self
 
-    def tokens(self) -> tuple[str, ...]:
-        """Every accepted token. Raises ConfigError if the token file is unreadable or empty."""
-        listed = tuple(token.get_secret_value() for token in self.token)
-        if self.token_file is None:
-            return listed
-        try:
-            lines = self.token_file.read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file {self.token_file}: {error}") from None
-        if not lines:
-            raise ConfigError(f"token_file {self.token_file}: holds no token; expected one per line")
-        return (*listed, *lines)
+    @classmethod
+    def token_variable(cls) -> str:
+        raise NotImplementedError
+
+    def tokens(self) -> Tokens:
+        """Raises ConfigError if the folder is unreadable, empty, or holds what is no token."""
+        return Tokens([token.get_secret_value() for token in self.token], self.token_folder)
+
+
+class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic merges both configurations
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free port: see the log, or --port-file."""
+    port_file: Path | None = None
+    """Where to write the port once it is bound; removed at exit."""
+
+    log_format: LogFormat = LogFormat.TEXT
+    log_level: LogLevel = LogLevel.INFO
+
+    @classmethod
+    def token_variable(cls) -> str:
+        return f"{cls.model_config['env_prefix']}TOKEN"

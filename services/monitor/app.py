@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Annotated
 
@@ -10,16 +9,16 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 
 from services.contract.errors import UnavailableError
 from services.contract.http import Health, Problem, QueueHealth
 from services.http import problems
 from services.http.guard import Guard
 from services.http.settings import MAX_REQUESTS
+from services.http.tokens import Caller, Scope, Tokens
 from services.transport.dead_letters import DeadLetters
 
-from .bodies import ENTRY_ID, Fate, Fates, LetterPage, Selection
+from .bodies import ENTRY_ID, Fate, Fates, LetterPage, Selection, Viewer
 from .exporter import exposition
 from .poller import NUM_LETTERS, Poller
 
@@ -38,15 +37,17 @@ HEADERS = {
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
 
 
-def create_app(poller: Poller, tokens: Sequence[str]) -> FastAPI:
+def create_app(poller: Poller, tokens: Tokens) -> FastAPI:
     # No /docs: its page loads scripts from elsewhere.
     app = FastAPI(title="dvp-monitor", version="1", description="The queue, live.", docs_url=None, redoc_url=None)
     app.state.poller = poller
+    app.state.tokens = tokens
     app.include_router(router)
     problems.install(app, {"/v1/dead/replay": Selection, "/v1/dead/drop": Selection})
     app.add_middleware(
         Guard,
         tokens=tokens,
+        nobody=Scope.READ,
         max_body=MAX_BODY_BYTES,
         max_requests=poller.feed.max_viewers + MAX_REQUESTS,
         challenge='Basic realm="dvp-monitor"',
@@ -62,14 +63,12 @@ def _poller(request: Request) -> Poller:
 Watched = Annotated[Poller, Depends(_poller)]
 
 
-def _letters(poller: Watched) -> DeadLetters:
-    """Only for those who showed a token."""
-    if not poller.picture.writable:
-        raise HTTPException(403, "dvp-monitor was started without a token and only watches; dvp-queue dead does it too")
-    return DeadLetters(poller.broker)
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
 
 
-Mended = Annotated[DeadLetters, Depends(_letters)]
+Calling = Annotated[Caller, Depends(_caller)]
 
 
 @router.get("/", include_in_schema=False)
@@ -87,12 +86,21 @@ async def script() -> Response:
     return _file("page.js", "text/javascript")
 
 
+@router.get("/v1/caller", response_model=Viewer)
+async def viewer(caller: Calling) -> Response:
+    """Who the caller is, by the token."""
+    return _json(Viewer(name=caller.name, scope=caller.scope))
+
+
 @router.get("/v1/events", response_class=StreamingResponse)
-async def events(poller: Watched) -> Response:
-    """Server-sent events: `picture` at every look at the broker, `curves` when the trainer has logged a step."""
+async def events(request: Request, poller: Watched, caller: Calling) -> Response:
+    """Server-sent events: `picture` at every look at the broker, `curves` when the trainer has logged a step. They end
+    when the caller's token is no longer accepted."""
     poller.feed.admit()
+    tokens: Tokens = request.app.state.tokens
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(poller.feed.follow(), media_type="text/event-stream", headers=headers)
+    stream = poller.feed.follow(lambda: tokens.still_has(caller))
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
 @router.get("/v1/queue", response_model=QueueHealth)
@@ -114,8 +122,9 @@ async def letters(
 
 
 @router.post("/v1/dead/replay", response_model=Fates)
-async def replay(body: Selection, letters: Mended, poller: Watched) -> Response:
+async def replay(body: Selection, poller: Watched) -> Response:
     """Puts the jobs back into the queue."""
+    letters = DeadLetters(poller.broker)
     wanted = [await letters.get(entry_id) for entry_id in body.entry_ids]
     outcomes = await letters.replay(wanted)
     poller.look_now()
@@ -123,9 +132,9 @@ async def replay(body: Selection, letters: Mended, poller: Watched) -> Response:
 
 
 @router.post("/v1/dead/drop", response_model=Fates)
-async def drop(body: Selection, letters: Mended, poller: Watched) -> Response:
+async def drop(body: Selection, poller: Watched) -> Response:
     """Forgets the letters."""
-    outcomes = await letters.drop(body.entry_ids)
+    outcomes = await DeadLetters(poller.broker).drop(body.entry_ids)
     poller.look_now()
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
 

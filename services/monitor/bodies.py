@@ -9,6 +9,7 @@ from pydantic import Field
 
 from services.contract.http import Body, QueueHealth
 from services.contract.job import Sink
+from services.http.tokens import Scope
 from services.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
 
 MAX_ENTRIES = 1_000
@@ -82,6 +83,13 @@ class Fates(Body):
     fates: tuple[Fate, ...]
 
 
+class Viewer(Body):
+    name: str
+    """Empty where no token is asked for."""
+    scope: Scope
+    """`operate` may replay and drop."""
+
+
 class Picture(Body):
     """What the page shows at one moment."""
 
@@ -90,8 +98,6 @@ class Picture(Body):
     run_id: str
     error: str
     """Why the broker cannot be asked; the rest is then the last that was seen."""
-    writable: bool
-    """Dead letters can be replayed and dropped here."""
     health: QueueHealth | None = None
     rates: dict[str, float] = Field(default_factory=dict)
     """Per second, over the last half minute: what the run's counters count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from services.contract.errors import OverloadedError
 
@@ -40,12 +40,12 @@ class Feed:
         if self.num_viewers >= self.max_viewers:
             raise OverloadedError(f"{self.max_viewers} viewers are watching already", RETRY_AFTER_S)
 
-    async def follow(self) -> AsyncIterator[bytes]:
-        """What there is, then what comes, until `close`."""
+    async def follow(self, may_watch: Callable[[], bool] = lambda: True) -> AsyncIterator[bytes]:
+        """What there is, then what comes, until `close` or until the viewer may watch no longer."""
         seen = 0
         self.num_viewers += 1
         try:
-            while not self._closed:
+            while not self._closed and may_watch():
                 news = self._news
                 fresh = sorted(message for message in self._messages.values() if message[0] > seen)
                 for number, data in fresh:

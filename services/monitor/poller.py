@@ -26,13 +26,11 @@ NUM_LETTERS = 10
 class Poller:
     """Two read-only scripts per look. Everybody else reads `picture`, or follows `feed`."""
 
-    def __init__(self, settings: MonitorSettings, *, writable: bool) -> None:
+    def __init__(self, settings: MonitorSettings) -> None:
         self.feed = Feed(settings.max_viewers)
         self.snapshot: Snapshot | None = None
         """None while the broker does not answer."""
-        self.picture = Picture(
-            at=time.time(), run_id=settings.run_id, error="not connected to the broker yet", writable=writable
-        )
+        self.picture = Picture(at=time.time(), run_id=settings.run_id, error="not connected to the broker yet")
         self._settings = settings
         self._broker: Broker | None = None
         self._rates = Rates()
@@ -88,7 +86,6 @@ class Poller:
             at=time.time(),
             run_id=settings.run_id,
             error="",
-            writable=self.picture.writable,
             health=report(settings.run_id, seen),
             rates=self._rates.update(time.monotonic(), {k: v for k, v in seen.counters.items() if k != "committed_at"}),
             newest_version=seen.newest_version,

@@ -19,7 +19,7 @@ async def serve(settings: MonitorSettings, asked_to_stop: asyncio.Event) -> None
     """Runs until `asked_to_stop` is set. Raises ConfigError."""
     tokens = settings.tokens()
     with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
-        poller = Poller(settings, writable=bool(tokens))
+        poller = Poller(settings)
         http = http_server(create_app(poller, tokens), drain_s=0, max_requests=poller.feed.max_viewers + MAX_REQUESTS)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
         serving = asyncio.create_task(http.serve(sockets=[listener]))

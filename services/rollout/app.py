@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -25,24 +24,26 @@ from services.contract.http import (
 from services.http import problems
 from services.http.counted import CountedRequests
 from services.http.guard import Guard
+from services.http.tokens import Scope, Tokens
 
 from .answers import Streamed
 from .loops import race
 from .service import Service
 
 API_VERSION = "1"
+SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT}
 CLIENT_GONE = 499
 """Never seen by anybody but the metrics."""
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
 
 
-def create_app(service: Service, tokens: Sequence[str], max_requests: int) -> FastAPI:
+def create_app(service: Service, tokens: Tokens, max_requests: int) -> FastAPI:
     app = FastAPI(title="dvp-rollout", version=API_VERSION, description="Rollouts under the constrained policy.")
     app.state.service = service
     app.include_router(router)
     problems.install(app, {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest})
-    app.add_middleware(Guard, tokens=tokens, max_requests=max_requests)
+    app.add_middleware(Guard, tokens=tokens, scopes=SCOPES, max_requests=max_requests)
     app.add_middleware(CountedRequests, requests=service.metrics.requests)
     return app
 

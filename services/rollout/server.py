@@ -58,3 +58,4 @@ def _check(settings: RolloutSettings) -> None:
     """What can be refused before the port is taken and the engine's libraries are imported."""
     if not settings.model.is_dir():
         raise ConfigError(f"model {settings.model}: no such folder; expected a local Hugging Face model folder")
+    settings.weights.read_token()

@@ -13,9 +13,11 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.contract.errors import WeightError
 from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID
 from services.http.settings import MAX_REQUESTS, ListenSettings, RedisUrl
+from services.http.tokens import split_tokens
 from services.settings import Section
 from services.tracing import TraceUrl
 
@@ -87,11 +89,25 @@ class WeightSettings(Section):
     cache: Path = Path("~/.cache/dvp-rl/weights")
     """Where they are kept; replicas of one host may share it."""
     token: SecretStr = SecretStr("")
-    """A token of dvp-weights."""
+    """A token of dvp-weights, of scope weights."""
+    token_file: Path | None = None
+    """File with that token, the first if there are several. Read at every download."""
     shared: bool = True
     """Read the announced folder where it is visible. Off: always fetch, e.g. because that volume is slow."""
     timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Longest time to fetch one version; what has arrived by then is not fetched again."""
+
+    def read_token(self) -> str:
+        """Raises WeightError."""
+        if self.token_file is None:
+            return self.token.get_secret_value()
+        try:
+            return split_tokens(self.token_file.read_text(encoding="ascii"))[0]
+        except OSError as error:
+            raise WeightError(f"weights.token_file {self.token_file}: {error.strerror}") from None
+        except ValueError as error:
+            reason = "not ASCII" if isinstance(error, UnicodeDecodeError) else error
+            raise WeightError(f"weights.token_file {self.token_file}: {reason}") from None
 
 
 class RolloutSettings(ListenSettings):

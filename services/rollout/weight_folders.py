@@ -23,7 +23,7 @@ class WeightFolders:
     def of(cls, settings: RolloutSettings) -> WeightFolders:
         given = settings.weights
         root = given.cache.expanduser().absolute() / settings.run_id
-        cache = WeightCache(root, token=given.token.get_secret_value(), timeout_s=given.timeout_s)
+        cache = WeightCache(root, token=given.read_token, timeout_s=given.timeout_s)
         return cls(cache, shared=given.shared)
 
     async def find(self, announcement: Announcement, in_use: SeqsInUse) -> Path:

@@ -61,16 +61,19 @@ class _CutError(Exception):
 class WeightCache:
     """Folders of one run on this host's own disk; the replicas of one host may share it."""
 
-    def __init__(self, root: Path, *, token: str = "", timeout_s: float = 3600.0, stall_s: float = STALL_S) -> None:
-        """`timeout_s`: longest time for one version. `stall_s`: longest silence of the server."""
+    def __init__(
+        self, root: Path, *, token: Callable[[], str] = str, timeout_s: float = 3600.0, stall_s: float = STALL_S
+    ) -> None:
+        """`token`: asked at every download; raises WeightError. `timeout_s`: longest time for one version. `stall_s`:
+        longest silence of the server."""
         self._root = root
         self._timeout_s = timeout_s
-        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._token = token
         self._waits = httpx.Timeout(stall_s, connect=CONNECT_TIMEOUT_S)
 
     async def fetch(self, announcement: Announcement, in_use: SeqsInUse) -> Path:
         """The verified folder of this version; older ones are deleted, except those `in_use`. Raises WeightError: gone,
-        refused, damaged, too slow, disk full. What has arrived by then is not fetched again."""
+        refused, damaged, too slow, disk full, no token. What has arrived by then is not fetched again."""
         final = self._root / folder_name(announcement.seq)
         try:
             async with asyncio.timeout(self._timeout_s), self._alone():
@@ -107,7 +110,9 @@ class WeightCache:
         partial.mkdir(exist_ok=True)
         # A client with a transport asks no proxy of the environment: replicas and trainer are of one installation.
         direct = httpx.AsyncHTTPTransport()
-        async with httpx.AsyncClient(headers=self._headers, timeout=self._waits, transport=direct) as client:
+        token = self._token()
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        async with httpx.AsyncClient(headers=headers, timeout=self._waits, transport=direct) as client:
             data = await _read(client, f"{announcement.url}/{MANIFEST_NAME}")
             manifest = parse_manifest(data, f"{announcement.url}/{MANIFEST_NAME}")
             if str(manifest.version) != announcement.version:
@@ -244,7 +249,7 @@ def _check(url: str, status: int) -> None:
         raise _CutError(f"HTTP {status}")
     remedies = {
         401: "weights.token of this replica must be a token of dvp-weights",
-        403: "without a token dvp-weights answers on loopback only",
+        403: "weights.token of this replica needs scope weights; without tokens dvp-weights answers on loopback only",
         404: "the trainer has deleted this version, or dvp-weights serves another folder than the trainer writes",
     }
     remedy = remedies.get(status, "weights.url of the trainer must name dvp-weights")

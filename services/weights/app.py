@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +16,12 @@ from services.contract.weights import FILE_NAME, RUN_ID
 from services.http import problems
 from services.http.counted import CountedRequests
 from services.http.guard import Guard
+from services.http.tokens import Scope, Tokens
 from services.transport.weight_folder import FOLDER_NAME
 
 MAX_BODY_BYTES = 0
 """Nobody posts here."""
+SCOPES = {"/v1/weights": Scope.WEIGHTS}
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
 
@@ -29,12 +30,12 @@ class WeightFileResponse(FileResponse):
     chunk_size = 1024 * 1024  # each chunk is one trip to a thread
 
 
-def create_app(root: Path, tokens: Sequence[str]) -> FastAPI:
+def create_app(root: Path, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="dvp-weights", version="1", description="Weight folders.", docs_url=None, redoc_url=None)
     app.state.root = root
     app.include_router(router)
     problems.install(app, {})
-    app.add_middleware(Guard, tokens=tokens, max_body=MAX_BODY_BYTES)
+    app.add_middleware(Guard, tokens=tokens, scopes=SCOPES, max_body=MAX_BODY_BYTES)
     registry = app.state.registry = CollectorRegistry()
     requests = Counter("dvp_weights_requests", "HTTP requests answered", ["route", "status"], registry=registry)
     sent = Counter("dvp_weights_sent_bytes", "Bytes of weights and answers", registry=registry)

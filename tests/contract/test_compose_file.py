@@ -18,6 +18,7 @@ import jsonschema
 import pytest
 import yaml
 
+from services.http.tokens import Scope, Tokens
 from services.monitor.settings import MonitorSettings
 from services.rollout.settings import EngineName, RolloutSettings
 from tests.kit.wait import WITHIN_S
@@ -30,7 +31,10 @@ ASSIGNMENT = re.compile(r"^#?([A-Z_]+)=(.*)$", re.MULTILINE)
 
 TEXT = (REPOSITORY / "docker-compose.yml").read_text()
 EXAMPLE = (REPOSITORY / ".env.example").read_text()
-DEFAULTS = {name: value for name, value in ASSIGNMENT.findall(EXAMPLE) if f"\n{name}=" in EXAMPLE}
+SECRETS = ("REDIS_PASSWORD", "GRAFANA_PASSWORD")
+DEFAULTS = {name: value for name, value in ASSIGNMENT.findall(EXAMPLE) if f"\n{name}=" in EXAMPLE} | dict.fromkeys(
+    SECRETS, "drawn"
+)
 
 
 def resolve(variables: dict[str, str]) -> dict[str, Any]:
@@ -74,6 +78,7 @@ def test_compose_itself_reads_it(profile: str) -> None:
     if shutil.which("docker") is None or subprocess.run([*command[:2], "version"], capture_output=True).returncode:
         pytest.skip("NOT TESTED: no docker compose here")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
+    environment |= dict.fromkeys(SECRETS, "drawn")
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
     wanted = {name for name, one in SERVICES.items() if profile == "*" or one.get("profiles", [profile]) == [profile]}
@@ -127,7 +132,7 @@ def test_stop_leaves_time_to_drain() -> None:
     assert seconds(SERVICES["gateway"]["stop_grace_period"]) > int(hard_stop[1])
 
 
-@pytest.mark.parametrize("secret", ["DVP_API_TOKEN", "REDIS_PASSWORD", "GRAFANA_PASSWORD"])
+@pytest.mark.parametrize("secret", SECRETS)
 def test_without_a_secret_nothing_starts(secret: str) -> None:
     with pytest.raises(KeyError, match=secret):
         resolve(DEFAULTS | {secret: ""})
@@ -153,8 +158,7 @@ def test_example_states_the_defaults() -> None:
 def test_replicas_understand_their_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(name, monkeypatch)
     settings = RolloutSettings.load([])
-    assert settings.tokens() == ("change-me",)
-    assert settings.redis_url == "redis://:change-me@redis:6379/0"
+    assert settings.redis_url == "redis://:drawn@redis:6379/0"
     assert settings.device == ("cuda" if name == "rollout-gpu" else "cpu")
     assert settings.engine is (EngineName.SGLANG if name == "rollout-gpu" else EngineName.TRANSFORMERS)
 
@@ -164,7 +168,6 @@ def test_the_monitor_understands_its_environment(monkeypatch: pytest.MonkeyPatch
     settings = MonitorSettings.load([])
     assert settings.run_id == SERVICES["rollout"]["environment"]["DVP_ROLLOUT__RUN_ID"]
     assert settings.metrics_file == Path("/runs/demo/metrics.jsonl")
-    assert settings.tokens() == ("change-me",)
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-gpu"])
@@ -175,28 +178,70 @@ def test_trainers_understand_their_environment(name: str, monkeypatch: pytest.Mo
     assert settings.out_dir == Path("/runs/demo")
     assert settings.weights_folder == Path("/weights")
     assert settings.model.device == ("cuda" if name == "trainer-gpu" else "cpu")
-    assert settings.metrics.tokens == ["change-me"]
 
 
-def test_several_tokens_are_accepted_so_that_they_can_be_rotated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    services = resolve(DEFAULTS | {"DVP_API_TOKEN": "new,old"})["services"]
-    for name in ("rollout", "monitor", "trainer"):
-        set_environment(name, monkeypatch, services)
-    assert RolloutSettings.load([]).tokens() == MonitorSettings.load([]).tokens() == ("new", "old")
-    assert TrainSettings.load([], REPOSITORY / SERVICES["trainer"]["command"][0]).metrics.tokens == ["new", "old"]
-    assert token_of_prometheus(services["prometheus"], tmp_path) == "new"
+SERVED = {
+    "rollout": set(Scope),
+    "rollout-gpu": set(Scope),
+    "monitor": set(Scope),
+    "trainer": {Scope.READ},
+    "trainer-gpu": {Scope.READ},
+}
+"""Whose tokens a container sees."""
 
 
-def token_of_prometheus(service: dict[str, Any], folder: Path) -> str:
-    """What its container writes for itself before it starts."""
-    write, start = service["command"][0].replace("$$", "$").split("\n", 1)
-    assert start.startswith("exec prometheus")
-    assert service["tmpfs"] == ["/run/secrets:mode=1777,size=64k"], "the rest of the container is read-only"
-    command = [*service["entrypoint"], write.replace("/run/secrets/dvp_token", str(folder / "token"))]
-    subprocess.run(command, env=service["environment"] | {"PATH": os.environ["PATH"]}, check=True, timeout=WITHIN_S)
-    return (folder / "token").read_text()
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make secrets` makes."""
+    folder = tmp_path_factory.mktemp("drawn")
+    shutil.copy(REPOSITORY / ".env.example", folder)
+    draw(folder)
+    return folder
+
+
+def draw(folder: Path) -> str:
+    command = [REPOSITORY / "deploy" / "secrets.sh", folder]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WITHIN_S).stdout
+
+
+def test_secrets_are_drawn_once_and_long(drawn: Path) -> None:
+    passwords = dict(ASSIGNMENT.findall((drawn / ".env").read_text()))
+    secrets = [passwords[name] for name in SECRETS]
+    secrets += [file.read_text() for file in (drawn / ".secrets").rglob("*") if file.is_file()]
+    assert len(set(secrets)) == len(SECRETS) + len(Scope)
+    assert all(re.fullmatch("[0-9a-f]{48}", secret) for secret in secrets)
+    assert passwords | dict.fromkeys(SECRETS, "drawn") == dict(ASSIGNMENT.findall(EXAMPLE)) | dict.fromkeys(
+        SECRETS, "drawn"
+    )
+    before = {file: file.read_bytes() for file in drawn.rglob("*") if file.is_file()}
+    assert draw(drawn) == ""
+    assert {file: file.read_bytes() for file in drawn.rglob("*") if file.is_file()} == before
+
+
+def test_secrets_are_for_their_owner_and_for_containers(drawn: Path) -> None:
+    """In a container another user reads what is mounted; on the host nobody else passes .secrets."""
+    assert (drawn / ".env").stat().st_mode & 0o077 == 0
+    assert (drawn / ".secrets").stat().st_mode & 0o077 == 0
+    for path in (drawn / ".secrets" / "tokens").rglob("*"):
+        assert path.stat().st_mode & 0o004, path
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_containers_know_their_callers(name: str, drawn: Path, tmp_path: Path) -> None:
+    for mount in mounts_of_tokens(name):
+        shutil.copytree(drawn / mount["source"], tmp_path / mount["target"].lstrip("/"))
+    (folder,) = (value for key, value in SERVICES[name]["environment"].items() if key.endswith("__TOKEN_FOLDER"))
+    tokens = Tokens(folder=tmp_path / folder.lstrip("/"))
+    files = [file for file in (drawn / ".secrets" / "tokens").rglob("*") if file.is_file()]
+    found = {caller for file in files if (caller := tokens.find(file.read_bytes()))}
+    assert {caller.scope for caller in found} == SERVED[name]
+    assert all((drawn / ".secrets" / "tokens" / caller.scope / caller.name).exists() for caller in found)
+
+
+def mounts_of_tokens(name: str) -> list[dict[str, Any]]:
+    mounts = [volume for volume in SERVICES[name]["volumes"] if volume["source"].startswith("./.secrets/tokens")]
+    assert all(mount["read_only"] and mount["bind"] == {"create_host_path": False} for mount in mounts)
+    return mounts
 
 
 def set_environment(name: str, monkeypatch: pytest.MonkeyPatch, services: dict[str, dict[str, Any]] = SERVICES) -> None:
@@ -236,11 +281,12 @@ def test_replicas_on_gpus_have_what_sglang_asks_for() -> None:
 
 
 def test_prometheus_finds_what_it_is_told_to_scrape() -> None:
-    """Names and ports, and the file that its container writes the token to."""
+    """Names and ports, and the file that holds its token."""
+    (tokens,) = mounts_of_tokens("prometheus")
     told = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "prometheus.yml").read_text())
     names = {name for name, service in SERVICES.items() if "metrics" in service["networks"]}
     for job in told["scrape_configs"]:
-        assert f"> {job['authorization']['credentials_file']}" in SERVICES["prometheus"]["command"][0]
+        assert Path(job["authorization"]["credentials_file"]).parent == Path(tokens["target"])
         targets = {target for static in job.get("static_configs", []) for target in static["targets"]}
         targets |= {f"{name}:{dns['port']}" for dns in job.get("dns_sd_configs", []) for name in dns["names"]}
         assert {target.partition(":")[0] for target in targets} <= names
@@ -255,8 +301,9 @@ def test_observability_brings_pinned_images_and_what_they_are_provisioned_with()
     for service in services.values():
         assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
         assert service["networks"] == ["metrics"]
-        mounts = {volume["target"]: volume for volume in service["volumes"] if volume["type"] == "bind"}
-        assert all(mount["read_only"] and (REPOSITORY / mount["source"]).is_dir() for mount in mounts.values())
+        mounts = [volume for volume in service["volumes"] if volume["type"] == "bind"]
+        provided = [mount for mount in mounts if not mount["source"].startswith("./.secrets")]
+        assert all(mount["read_only"] and (REPOSITORY / mount["source"]).is_dir() for mount in provided)
     (provider,) = yaml.safe_load((REPOSITORY / "deploy/grafana/provisioning/dashboards/dvp.yml").read_text())[
         "providers"
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ import pytest
 import yaml
 
 from services.contract.keys import Keys
+from services.http.tokens import Scope, Tokens
 from services.monitor.settings import MonitorSettings
-from services.rollout.settings import EngineName, RolloutSettings
+from services.rollout.settings import EngineName, RolloutSettings, WeightSettings
 from services.weights.settings import WeightServerSettings
 from tests.kit.manifests import FOLDER, REPOSITORY, Manifest, Rendered, renderer
 from tests.kit.wait import WITHIN_S
@@ -136,8 +138,8 @@ def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
 @OVERLAYS
 def test_replicas_understand_their_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RolloutSettings.load(given(rendered, "rollout", "rollout", monkeypatch))
-    assert settings.redis_url == "redis://:change-me@redis:6379/0"
-    assert settings.tokens() == ("change-me",)
+    (password,) = rendered.secret("redis-").values()
+    assert settings.redis_url == f"redis://:{password}@redis:6379/0"
     assert settings.run_id == run(rendered)["RUN_ID"]
     assert str(settings.model) == run(rendered)["MODEL"]
     assert settings.engine is (EngineName.SGLANG if rendered.overlay == "gpu" else EngineName.TRANSFORMERS)
@@ -158,9 +160,6 @@ def test_the_trainer_serves_the_weights_that_it_announces(
     assert trainer.weights.url == f"http://trainer:{weights.port}"
     assert trainer.metrics.port == 9100
     assert trainer.model.device == ("cuda" if rendered.overlay == "gpu" else "cpu")
-    replica = rendered.environment("rollout", "rollout")
-    assert replica["DVP_ROLLOUT__WEIGHTS__TOKEN"] in weights.tokens()
-    assert replica["DVP_ROLLOUT__WEIGHTS__TOKEN"] != replica["DVP_ROLLOUT__TOKEN"]
     assert rendered.container("trainer", "weights")["restartPolicy"] == "Always", (
         "a sidecar: the job ends with the trainer"
     )
@@ -170,6 +169,44 @@ def test_the_trainer_serves_the_weights_that_it_announces(
 def test_the_monitor_understands_its_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = MonitorSettings.load(given(rendered, "monitor", "monitor", monkeypatch))
     assert (settings.port, settings.run_id) == (8080, run(rendered)["RUN_ID"])
+
+
+SERVED = {
+    ("rollout", "rollout"): {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    ("monitor", "monitor"): {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    ("trainer", "weights"): {Scope.WEIGHTS, Scope.READ},
+    ("trainer", "trainer"): {Scope.READ},
+}
+"""Whose tokens a container sees: those of its callers."""
+
+
+@OVERLAYS
+@pytest.mark.parametrize(("pod", "name"), SERVED)
+def test_containers_know_their_callers_and_no_others(pod: str, name: str, rendered: Rendered, tmp_path: Path) -> None:
+    rendered.mount(pod, name, tmp_path)
+    variables = rendered.environment(pod, name)
+    (folder,) = (value for key, value in variables.items() if key.endswith("__TOKEN_FOLDER"))
+    tokens = Tokens(folder=tmp_path / folder.lstrip("/"))
+    callers = {scope: tokens.find(rendered.token(scope).encode()) for scope in Scope}
+    assert {scope for scope, caller in callers.items() if caller} == SERVED[pod, name]
+    assert all(caller is None or caller.scope is scope for scope, caller in callers.items())
+
+
+@OVERLAYS
+def test_replicas_show_the_token_that_the_weights_are_served_for(rendered: Rendered, tmp_path: Path) -> None:
+    rendered.mount("rollout", "rollout", tmp_path)
+    file = tmp_path / rendered.environment("rollout", "rollout")["DVP_ROLLOUT__WEIGHTS__TOKEN_FILE"].lstrip("/")
+    assert WeightSettings(token_file=file).read_token() == rendered.token(Scope.WEIGHTS)
+
+
+@OVERLAYS
+def test_a_new_token_starts_nothing_again(rendered: Rendered, tmp_path: Path) -> None:
+    """A job's template cannot be changed, and whose template changes is started again."""
+    again = Rendered(rendered.overlay, tmp_path)
+    assert again.token(Scope.ROLLOUT) != rendered.token(Scope.ROLLOUT)
+    password = re.compile(r"redis-[a-z0-9]{10}")
+    pods = [password.sub("redis", json.dumps(one.pods(), sort_keys=True)) for one in (again, rendered)]
+    assert pods[0] == pods[1]
 
 
 def given(rendered: Rendered, pod: str, container: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -197,7 +234,7 @@ def test_replicas_scale_with_the_jobs_that_exist(rendered: Rendered) -> None:
     }
     for trigger in triggers:
         assert "consumerGroup" not in trigger, "KEDA would look at pending entries instead"
-        assert environment[trigger["passwordFromEnv"]] == "change-me"
+        assert environment[trigger["passwordFromEnv"]] in rendered.secret("redis-").values()
     assert "replicas" not in rendered.one("Deployment", "rollout")["spec"], "each apply would undo KEDA's choice"
 
 
@@ -231,16 +268,15 @@ def test_images_are_ours_or_the_broker(rendered: Rendered) -> None:
         assert name == "redis" or name.removeprefix("dvp-rl/") in stages | {"inputs", "rollout-sglang"}
 
 
-def test_no_secret_is_committed() -> None:
-    """Without secrets.env, which git ignores, there is nothing to render."""
+def test_no_secret_is_committed(tmp_path: Path) -> None:
+    """Without .env and .secrets, which git ignores, there is nothing to render."""
     command = renderer()
-    listed = subprocess.run(
-        ["git", "check-ignore", "deploy/kubernetes/overlays/cpu/secrets.env"], cwd=REPOSITORY, capture_output=True
-    )
-    assert listed.returncode == 0
+    for folder in ("", "deploy/kubernetes/overlays/cpu/"):
+        names = [f"{folder}.env", f"{folder}.secrets/tokens/read/prometheus"]
+        listed = subprocess.run(["git", "check-ignore", *names], cwd=REPOSITORY, capture_output=True, text=True)
+        assert listed.stdout.split() == names
     assert not any("kind: Secret" in path.read_text() for path in BASE)
-    overlay = FOLDER / "overlays" / "cpu"
-    if not (overlay / "secrets.env").exists():
-        done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=WITHIN_S)
-        assert done.returncode != 0
-        assert "secrets.env" in done.stderr
+    copy = shutil.copytree(FOLDER, tmp_path / "kubernetes", ignore=lambda _, names: {".env", ".secrets"} & set(names))
+    done = subprocess.run([*command, str(copy / "overlays" / "cpu")], capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.returncode != 0
+    assert ".env" in done.stderr

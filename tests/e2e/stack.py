@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import time
@@ -58,15 +57,13 @@ def clone(folder: Path) -> Path:
 class Stack:
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.project = folder, f"dvp-e2e-{os.getpid()}"
-        self.port, self.monitor_port, self.token = free_port(), free_port(), secrets.token_hex(16)
+        self.port, self.monitor_port = free_port(), free_port()
         self.killed: list[str] = []
         """Services whose main process was killed and came back."""
         self._environment = {
             "PIP_FLAGS": "",
             **os.environ,
             "COMPOSE_PROJECT_NAME": self.project,
-            "DVP_API_TOKEN": self.token,
-            "REDIS_PASSWORD": secrets.token_hex(16),
             "DVP_PORT": str(self.port),
             "MONITOR_PORT": str(self.monitor_port),
             **variables,
@@ -125,16 +122,21 @@ class Stack:
                 )
             time.sleep(1)
 
+    @property
+    def tokens(self) -> Path:
+        return self.folder / ".secrets" / "tokens"
+
     def client(self, *, token: str | None = None, port: int | None = None) -> Client:
-        """Of the gateway, or of what listens on `port`."""
-        return Client(f"http://127.0.0.1:{port or self.port}", token=self.token if token is None else token)
+        """Of the gateway, or of what listens on `port`, with the token that clients have."""
+        shown = (self.tokens / "rollout" / "client").read_text() if token is None else token
+        return Client(f"http://127.0.0.1:{port or self.port}", token=shown)
 
 
 @contextmanager
 def running(stack: Stack, *options: str) -> Iterator[None]:
     """The README's two commands."""
     try:
-        stack.run("cp", ".env.example", ".env")
+        stack.run("make", "secrets")
         stack.compose("up", "-d", "--build", "--wait", *options, timeout=BUILD_S)
         yield
     finally:

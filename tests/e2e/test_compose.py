@@ -17,7 +17,10 @@ import pytest
 
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import ENDS, reconcile
-from services.contract.errors import DvpError
+from services.contract.errors import ConfigError, DvpError
+from services.http.tokens import Scope
+from tests.kit import web
+from tests.kit.tokens import write_token
 from trainer.reporting import read_metrics
 
 from .stack import BUILD_S, Stack, clone, require_engine, running
@@ -151,6 +154,36 @@ def test_monitor_says_how_the_queue_is_to_those_with_the_token(stack: Stack) -> 
         assert client.queue().run_id == "demo"
     with stack.client(port=stack.monitor_port, token="wrong") as stranger, pytest.raises(DvpError, match="token"):
         stranger.queue()
+
+
+def test_clients_cannot_operate(stack: Stack) -> None:
+    url = f"http://127.0.0.1:{stack.monitor_port}/v1/dead/drop"
+    for caller, status in (("rollout/client", 403), ("read/prometheus", 403), ("operate/operator", 200)):
+        token = (stack.tokens / caller).read_text()
+        answer = web.post(url, json={"entry_ids": ["1-1"]}, headers={"Authorization": f"Bearer {token}"})
+        assert answer.status_code == status, answer.text
+
+
+def test_a_token_is_replaced_while_everything_runs(stack: Stack) -> None:
+    before = [stack.containers(service) for service in SERVICES]
+    old = (stack.tokens / "rollout" / "client").read_text()
+    new = write_token(stack.tokens, Scope.ROLLOUT, "client")
+
+    def accepted(token: str) -> list[bool]:
+        return [is_let_in(stack, token, port) for port in (stack.port, stack.monitor_port) for _ in range(8)]
+
+    stack.wait_until(lambda: all(accepted(new)), "the new token is accepted everywhere", 60)
+    assert not any(accepted(old))
+    assert [stack.containers(service) for service in SERVICES] == before
+
+
+def is_let_in(stack: Stack, token: str, port: int) -> bool:
+    with stack.client(token=token, port=port) as client:
+        try:
+            client.queue()
+        except ConfigError:
+            return False
+    return True
 
 
 def test_only_gateway_and_monitor_are_published_and_only_here(stack: Stack) -> None:

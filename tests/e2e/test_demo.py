@@ -21,7 +21,7 @@ from tests.kit.wait import WITHIN_S, until
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 EXPORTED = {
-    "DVP_ROLLOUT__TOKEN": "secret",
+    "DVP_ROLLOUT__TOKEN": "what-another-service-needs",
     "DVP_TRAIN__OPTIMIZER__LR": "7",
     "HTTP_PROXY": "http://127.0.0.1:9",
     "ALL_PROXY": "socks5://127.0.0.1:9",

@@ -17,6 +17,7 @@ import pytest
 
 from services.client import Client
 from services.contract.weights import WeightVersion
+from services.http.tokens import Scope
 from tests.kit.manifests import REPOSITORY, Manifest, Rendered
 from tests.kit.ports import free_port
 
@@ -53,8 +54,9 @@ def build() -> None:
 class Cluster:
     """As much of one as a network, volumes and containers of Docker amount to."""
 
-    def __init__(self, rendered: Rendered) -> None:
+    def __init__(self, rendered: Rendered, secrets: Path) -> None:
         self.rendered = rendered
+        self.secrets = secrets
         self.name = f"dvp-pods-{os.getpid()}"
         self.containers: list[str] = []
         self.volumes: list[str] = []
@@ -76,6 +78,7 @@ class Cluster:
 
     def _start(self, pod: str, spec: Manifest, container: Manifest, sandbox: str, extra: dict[str, str]) -> str:
         environment = self.rendered.environment(pod, container["name"]) if "env" in container else {}
+        self.rendered.mount(pod, container["name"], self.secrets / pod)
         words = [*container.get("command", []), *container.get("args", [])]
         user = spec["securityContext"]
         options = [
@@ -99,7 +102,9 @@ class Cluster:
         return name
 
     def _mounted(self, pod: str, spec: Manifest, mount: Manifest) -> str:
-        """The pod's volume, made at its first use and owned by the pod's group."""
+        """The pod's volume, made at its first use and owned by the pod's group, or a secret."""
+        if any(volume["name"] == mount["name"] and "secret" in volume for volume in spec.get("volumes", ())):
+            return f"--volume={self.secrets / pod}{mount['mountPath']}:{mount['mountPath']}:ro"
         name = f"{self.name}-{pod}-{mount['name']}"
         if name not in self.volumes:
             self.volumes.append(name)
@@ -116,7 +121,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     require_engine()
-    cluster = Cluster(Rendered("cpu", tmp_path))
+    cluster = Cluster(Rendered("cpu", tmp_path), tmp_path / "secrets")
     try:
         build()
         yield cluster
@@ -133,13 +138,15 @@ def test_pods_train_with_weights_over_http(cluster: Cluster) -> None:
 
     wait_until(lambda: docker("inspect", "--format={{.State.Status}}", trainer) == "exited", trainer)
     assert docker("inspect", "--format={{.State.ExitCode}}", trainer) == "0", logs(trainer)
-    with Client(f"http://127.0.0.1:{replica_port}", token="change-me") as client:
+    token = cluster.rendered.token(Scope.ROLLOUT)
+    with Client(f"http://127.0.0.1:{replica_port}", token=token) as client:
         wait_until(lambda: WeightVersion.parse(client.weights().version).seq > STEPS, replica)
         assert client.rollout(prompt="37+58=", n=1, sampling={"max_tokens": 6}).samples
-    with Client(f"http://127.0.0.1:{monitor_port}", token="change-me") as client:
+    with Client(f"http://127.0.0.1:{monitor_port}", token=token) as client:
         assert client.queue().run_id == "demo"
     mounts = docker("inspect", "--format={{range .Mounts}}{{.Destination}} {{end}}", replica).split()
-    assert sorted(mounts) == ["/cache", "/inputs", "/tmp"], "no volume that the trainer writes to"
+    of_tokens = {mount for mount in mounts if mount.startswith(("/tokens/", "/weights-token"))}
+    assert set(mounts) - of_tokens == {"/cache", "/inputs", "/tmp"}, "no volume that the trainer writes to"
 
 
 def wait_until(condition: Callable[[], bool], container: str) -> None:

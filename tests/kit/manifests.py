@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.http.tokens import Scope
 from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,10 +31,10 @@ def renderer() -> list[str]:
 
 class Rendered:
     def __init__(self, overlay: str, folder: Path) -> None:
-        """Rendered in a copy in `folder`, with the example's secrets."""
+        """Rendered in a copy in `folder`, with secrets of its own."""
         command = renderer()
         copy = shutil.copytree(FOLDER, folder / "kubernetes") / "overlays" / overlay
-        shutil.copy(copy / "secrets.env.example", copy / "secrets.env")
+        subprocess.run([REPOSITORY / "deploy" / "secrets.sh", copy], check=True, capture_output=True, timeout=WITHIN_S)
         done = subprocess.run([*command, str(copy)], capture_output=True, text=True, timeout=WITHIN_S)
         assert done.returncode == 0, done.stderr
         self.overlay = overlay
@@ -64,8 +65,28 @@ class Rendered:
             resolved[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: resolved[match[1]], value)
         return resolved
 
+    def secret(self, name: str) -> dict[str, str]:
+        """What a volume of this secret holds, by file name."""
+        data = self.one("Secret", name)["data"]
+        return {key: base64.b64decode(value).decode() for key, value in data.items()}
+
+    def token(self, scope: Scope) -> str:
+        """Of the caller that the overlay draws one for."""
+        (token,) = self.secret(f"tokens-{scope}").values()
+        return token
+
+    def mount(self, pod: str, name: str, folder: Path) -> None:
+        """The container's secrets, below `folder`."""
+        volumes = {volume["name"]: volume for volume in self.pods()[pod]["volumes"]}
+        for mount in self.container(pod, name)["volumeMounts"]:
+            if "secret" in volumes.get(mount["name"], {}):
+                place = folder / mount["mountPath"].lstrip("/")
+                place.mkdir(parents=True, exist_ok=True)
+                for key, value in self.secret(volumes[mount["name"]]["secret"]["secretName"]).items():
+                    (place / key).write_text(value)
+
     def _referenced(self, source: Manifest) -> str:
         ((kind, reference),) = source.items()
-        field = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap"}[kind]
-        value = str(self.one(field, reference["name"])["data"][reference["key"]])
-        return base64.b64decode(value).decode() if field == "Secret" else value
+        if kind == "secretKeyRef":
+            return self.secret(reference["name"])[reference["key"]]
+        return str(self.one("ConfigMap", reference["name"])["data"][reference["key"]])

@@ -10,6 +10,7 @@ const WHY_NOT = {
 };
 
 let picture = null;
+let mayOperate = false;
 let olderPage = null; // null: the list follows the newest page
 
 // --- small things ---------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ function showPicture() {
   showReplicas(picture.health.replicas);
   say("num-dead", whole(picture.health.dead));
   if (!olderPage) showLetters(picture.letters);
-  if (!picture.writable && picture.health.dead) say("dead-note", "Start dvp-monitor with a token to replay or drop them here; dvp-queue dead does it too.");
+  if (!mayOperate && picture.health.dead) say("dead-note", "Replaying and dropping need a token of scope operate; dvp-queue dead does it too.");
 }
 
 function showVerdict() {
@@ -174,7 +175,7 @@ function updateCard(card, letter) {
   if (letter.replica_id) facts.push(`last on ${letter.replica_id}`);
   if (letter.prospect !== "open") facts.push(`cannot be replayed: ${WHY_NOT[letter.prospect]}`);
   say(card.querySelector(".muted"), facts.join(" · "));
-  replay.hidden = drop.hidden = !picture.writable;
+  replay.hidden = drop.hidden = !mayOperate;
   replay.disabled = letter.prospect !== "open";
 }
 
@@ -290,6 +291,10 @@ function drawHistogram(histogram) {
 
 function connect() {
   const source = new EventSource("/v1/events");
+  source.addEventListener("open", async () => {
+    mayOperate = (await ask("/v1/caller"))?.scope === "operate";
+    if (picture) showPicture();
+  });
   source.addEventListener("picture", (event) => {
     picture = JSON.parse(event.data);
     at("link").className = "";

@@ -10,8 +10,7 @@ import pytest
 
 from tests.kit.models import make_model
 from tests.kit.replicas import ReplicaThread
-
-TOKEN = "s3cret"
+from tests.kit.tokens import TOKEN
 
 
 @pytest.fixture(scope="module")

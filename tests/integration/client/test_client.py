@@ -28,9 +28,9 @@ from services.contract.http import JobRequest, RolloutRequest, SamplingBody
 from services.contract.job import JobState
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S
 
-TOKEN = "s3cret"
 QUICK = Retry(tries=4, first_s=0.01, longest_s=2.0)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
-from pydantic import SecretStr
 
 from services.http.server import bound, http_server
 from services.http.settings import MAX_REQUESTS
+from services.http.tokens import Tokens
 from services.logs import LogContext
 from services.monitor import app as monitor
 from services.monitor.poller import Poller
@@ -22,26 +22,25 @@ from services.rollout.settings import RolloutSettings
 from services.weights import app as weights
 from tests.kit.processes import ServerThread
 from trainer import exporter
-from trainer.config import MetricsSection
 
-AppMaker = Callable[[Sequence[str]], FastAPI]
+AppMaker = Callable[[Tokens], FastAPI]
 
 
-def _rollout(tokens: Sequence[str]) -> FastAPI:
+def _rollout(tokens: Tokens) -> FastAPI:
     settings = RolloutSettings.load(["--model", "none"])
     return rollout.create_app(Service(settings, LogContext()), tokens, settings.max_requests)
 
 
-def _monitor(tokens: Sequence[str]) -> FastAPI:
-    return monitor.create_app(Poller(MonitorSettings.load([]), writable=bool(tokens)), tokens)
+def _monitor(tokens: Tokens) -> FastAPI:
+    return monitor.create_app(Poller(MonitorSettings.load([])), tokens)
 
 
-def _weights(tokens: Sequence[str]) -> FastAPI:
+def _weights(tokens: Tokens) -> FastAPI:
     return weights.create_app(Path("none"), tokens)
 
 
-def _trainer(tokens: Sequence[str]) -> FastAPI:
-    return exporter._app(exporter.PrometheusSink(), MetricsSection(token=SecretStr(",".join(tokens))))
+def _trainer(tokens: Tokens) -> FastAPI:
+    return exporter._app(exporter.PrometheusSink(), tokens)
 
 
 APPS: dict[str, AppMaker] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import httpx
@@ -15,17 +16,19 @@ import pytest
 import typer
 from fastapi import FastAPI
 
+from services.http.tokens import Scope, Tokens
 from services.monitor.cli import app as queue_app
 from services.monitor.cli import main
 from tests.integration.http.served import APPS, serving
 from tests.integration.http.table import check_table
 from tests.kit import web
+from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S
 
-TOKENS = ("first-token", "second-token")
 LOOPBACK, FOREIGN = "localhost", "evil.example"
 OPEN = {"/healthz", "/readyz"}
-HEAD = ("Service", "Call", "no token set", "and a foreign Host", "token set, none sent", "wrong token", "right token")
+NAMES = ("no token set", "and a foreign Host", "tokens set, none sent", "wrong token", *Scope)
+HEAD = ("Service", "Call", *NAMES)
 
 
 def _calls(app: FastAPI) -> Iterator[tuple[str, str]]:
@@ -52,43 +55,65 @@ def _status(client: httpx.Client, url: str, method: str, path: str, host: str, a
         return response.status_code
 
 
-def _rows(name: str) -> list[tuple[str, ...]]:
+def _rows(name: str, folder: Path) -> list[tuple[str, ...]]:
+    tokens = [write_token(folder, scope, "caller") for scope in Scope]
     rows = []
     with (
-        serving(APPS[name](())) as open_url,
-        serving(APPS[name](TOKENS)) as closed_url,
+        serving(APPS[name](Tokens())) as open_url,
+        serving(APPS[name](Tokens([TOKEN], folder))) as closed_url,
         httpx.Client(timeout=WITHIN_S) as client,
     ):
-        for method, path in _calls(APPS[name](())):
+        for method, path in _calls(APPS[name](Tokens())):
+
+            def status(url: str, host: str, token: str | None = None) -> str:
+                authorization = None if token is None else f"Bearer {token}"
+                return _shown(_status(client, url, method, path, host, authorization))  # noqa: B023
+
+            listed = status(closed_url, FOREIGN, TOKEN)
             statuses = [
-                _status(client, open_url, method, path, LOOPBACK, None),
-                _status(client, open_url, method, path, FOREIGN, None),
-                _status(client, closed_url, method, path, FOREIGN, None),
-                _status(client, closed_url, method, path, FOREIGN, f"Bearer {TOKENS[0]}x"),
-                *{_shown(_status(client, closed_url, method, path, FOREIGN, f"Bearer {token}")) for token in TOKENS},
+                status(open_url, LOOPBACK),
+                status(open_url, FOREIGN),
+                status(closed_url, FOREIGN),
+                status(closed_url, FOREIGN, f"{TOKEN}x"),
+                *(status(closed_url, FOREIGN, token) for token in tokens),
             ]
-            rows.append((name, f"`{method} {path}`", *(_shown(status) for status in statuses)))
+            assert listed == statuses[-1], "a token of settings may do what an operator's may"
+            rows.append((name, f"`{method} {path}`", *statuses))
     return rows
 
 
-def _shown(status: int | str) -> str:
+def _shown(status: int) -> str:
     return "answered" if status not in (401, 403) else str(status)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[tuple[str, ...]]:
-    return [row for name in APPS for row in _rows(name)]
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, ...]]:
+    return [row for name in APPS for row in _rows(name, tmp_path_factory.mktemp("tokens"))]
 
 
-def test_nobody_is_let_in_without_a_token_or_from_elsewhere(rows: list[tuple[str, ...]]) -> None:
+def test_everybody_may_do_what_their_token_is_for(rows: list[tuple[str, ...]]) -> None:
+    """By another rule than the one that is tested: what each route is about."""
     assert len(rows) > 25
-    for row in rows:
-        assert len(row) == len(HEAD), f"two tokens are not treated alike: {row}"
-        call = row[1].strip("`").partition(" ")[2]
-        # Without a token set, nobody can change anything through the monitor.
-        reads = "answered" if "/v1/dead/" not in call else "403"
-        closed = ("answered", "answered") if call in OPEN else ("401", "401")
-        assert row[2:] == (reads, "403", *closed, "answered"), row
+    for service, call, *statuses in rows:
+        method, path = call.strip("`").split()
+        scopes = set(Scope)
+        if path not in OPEN:
+            scopes = {Scope.OPERATE} | _others(service, method, path)
+        found = dict(zip(NAMES, statuses, strict=True))
+        # Without tokens, nobody can change anything through the monitor.
+        assert found.pop("no token set") == ("403" if "/v1/dead/" in path else "answered"), call
+        assert found.pop("and a foreign Host") == "403", call
+        nobody = {found.pop("tokens set, none sent"), found.pop("wrong token")}
+        assert nobody == ({"answered"} if path in OPEN else {"401"}), call
+        assert found == {scope: "answered" if scope in scopes else "403" for scope in Scope}, call
+
+
+def _others(service: str, method: str, path: str) -> set[Scope]:
+    if service == "dvp-weights" and path.startswith("/v1/weights/"):
+        return {Scope.WEIGHTS}
+    if path == "/v1/rollouts" or path.startswith("/v1/jobs"):
+        return {Scope.ROLLOUT}
+    return {Scope.READ, Scope.ROLLOUT} if method == "GET" else set()
 
 
 def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:
@@ -98,9 +123,9 @@ def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:
 @pytest.mark.parametrize("name", APPS)
 def test_a_page_of_another_site_changes_nothing(name: str) -> None:
     """Its user's browser adds the password by itself."""
-    password = base64.b64encode(f":{TOKENS[0]}".encode()).decode()
-    calls = [(method, path) for method, path in _calls(APPS[name](())) if method != "GET"]
-    with serving(APPS[name](TOKENS)) as url, httpx.Client(timeout=WITHIN_S) as client:
+    password = base64.b64encode(f":{TOKEN}".encode()).decode()
+    calls = [(method, path) for method, path in _calls(APPS[name](Tokens())) if method != "GET"]
+    with serving(APPS[name](Tokens([TOKEN]))) as url, httpx.Client(timeout=WITHIN_S) as client:
 
         def status(method: str, path: str, origin: str) -> int:
             authorization = {"Authorization": f"Basic {password}", "Host": "dvp.example:8080", "Origin": origin}
@@ -114,9 +139,9 @@ def test_a_page_of_another_site_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "Basic"])
-@pytest.mark.parametrize("token", ["", "first-toke", "first-token,second-token", "é", "\xff" * 4])
+@pytest.mark.parametrize("token", ["", TOKEN[:-1], f"{TOKEN},{TOKEN[::-1]}", "é", "\xff" * 4])
 def test_what_is_no_token(scheme: str, token: str) -> None:
-    with serving(APPS["dvp-weights"](TOKENS)) as url:
+    with serving(APPS["dvp-weights"](Tokens([TOKEN, TOKEN[::-1]]))) as url:
         headers = {"Authorization": f"{scheme} {token}".strip().encode("latin-1")}
         response = web.get(f"{url}/v1/weights/a/b/c", headers=headers)
     assert response.status_code == 401

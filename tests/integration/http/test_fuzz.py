@@ -20,9 +20,10 @@ from schemathesis.specs.openapi import checks
 
 from services.contract.http import Problem
 from services.http import guard
-from tests.integration.monitor.process import TOKEN, Monitor
+from tests.integration.monitor.process import Monitor
 from tests.kit import web
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S
 
 MAX_GROWTH = 256 * 2**20

@@ -20,20 +20,23 @@ from tests.kit import web
 from tests.kit.processes import ServerThread
 from tests.kit.wait import until
 
-TOKEN = "s3cret"
 HOSTILE = "<img src=x onerror=alert(1)> [bold]\x1b[31m"
 
 
 class Monitor:
     """`with Monitor(folder, url, run_id) as monitor:` returns when its port is bound."""
 
-    def __init__(self, folder: Path, url: str, run_id: str, *args: str, token: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, url: str, run_id: str, *args: str, token: str | None = None, bearer: str | None = None
+    ) -> None:
+        """`token`: accepted, and shown unless there is a `bearer`."""
         self.folder = folder
         self._port_file = folder / "port"
         argv = ["--redis-url", url, "--run-id", run_id, "--port", "0", "--port-file", str(self._port_file)]
         argv += ["--interval-s", "0.1", *args, *(["--token", token] if token else [])]
         self._settings = MonitorSettings.load(argv)
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        shown = bearer or token
+        self._headers = {"Authorization": f"Bearer {shown}"} if shown else {}
         self.port = 0
 
     @property

@@ -9,8 +9,9 @@ import pytest
 
 from services.transport.embedded import EmbeddedBroker
 from tests.integration.monitor.browser import chromium, running
-from tests.integration.monitor.process import HOSTILE, TOKEN, Monitor, write_metrics
+from tests.integration.monitor.process import HOSTILE, Monitor, write_metrics
 from tests.integration.transport.rig import Rig
+from tests.kit.tokens import TOKEN
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)")
 
@@ -94,6 +95,7 @@ def _mend(monitor: Monitor) -> None:
         browser.until(LIVE)
         cards = "document.querySelectorAll('#letters li').length"
         browser.until(f"{cards} === 3")
+        browser.until("!document.querySelector('#letters button').hidden")
         browser.evaluate("document.getElementById('link').focus()")
         for _ in range(2):
             browser.press("Tab")

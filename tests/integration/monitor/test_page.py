@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.contract.errors import ConfigError
 from services.contract.http import Problem
+from services.http.tokens import Scope
 from services.monitor.bodies import Curves, LetterPage, Picture
 from services.monitor.poller import Poller
 from services.monitor.settings import MonitorSettings
@@ -25,9 +27,10 @@ from services.transport.groups import GroupQueue
 from services.transport.health import queue_health
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
-from tests.integration.monitor.process import TOKEN, Monitor, stage, write_metrics
+from tests.integration.monitor.process import Monitor, stage, write_metrics
 from tests.integration.transport.rig import Rig
 from tests.kit import web
+from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import until_async
 
 READS = ["/", "/page.css", "/page.js", "/v1/events", "/v1/queue", "/v1/dead", "/metrics", "/openapi.json"]
@@ -53,7 +56,6 @@ async def test_events_tell_what_queue_health_says(staged: Rig, broker_url: str, 
             assert (picture.health.verdict, picture.health.reasons) == (expected.verdict, expected.reasons)
             assert (picture.newest_version, picture.min_seq) == (f"{staged.run_id}:7:ab", 7)
             assert [letter.deliveries for letter in picture.letters.letters] == [1, 1, 1]
-            assert not picture.writable
             assert monitor.get("/v1/queue").json()["verdict"] == expected.verdict
 
     await asyncio.to_thread(watch)
@@ -98,7 +100,7 @@ async def test_without_a_token_it_only_watches(staged: Rig, broker_url: str, tmp
             monitor.until_ready()
             for verb in ("replay", "drop"):
                 answer = monitor.post(f"/v1/dead/{verb}", {"entry_ids": ["1-1"]})
-                assert "dvp-queue dead" in problem(answer, 403).detail
+                assert "needs a token of scope operate; this service was started without" in problem(answer, 403).detail
             for path in READS:
                 with web.stream("GET", monitor.url + path, headers={"Host": "evil.example"}) as response:
                     assert response.status_code == 403, path
@@ -126,6 +128,28 @@ def test_a_token_protects_everything(broker_url: str, run_id: str, tmp_path: Pat
         # What another site's form could send with the browser's stored password.
         form = web.post(f"{monitor.url}/v1/dead/drop", content='{"entry_ids": ["1-1"]}', auth=("", TOKEN))
         assert form.status_code == 422
+
+
+async def test_readers_watch_until_their_token_is_gone(staged: Rig, broker_url: str, tmp_path: Path) -> None:
+    reader = write_token(tmp_path / "tokens", Scope.READ, "reader")
+    write_token(tmp_path / "tokens", Scope.OPERATE, "operator")
+
+    def watch() -> None:
+        options = (f"--token-folder={tmp_path / 'tokens'}",)
+        with Monitor(tmp_path, broker_url, staged.run_id, *options, bearer=reader) as monitor:
+            monitor.until_ready()
+            assert monitor.get("/v1/caller").json() == {"name": "reader", "scope": "read"}
+            refused = monitor.post("/v1/dead/drop", {"entry_ids": ["1-1"]})
+            detail = "POST /v1/dead/drop needs a token of scope operate; that of reader has scope read"
+            assert problem(refused, 403).detail == detail
+            with monitor.events() as events:
+                next(pictures(events))
+                (tmp_path / "tokens" / "read" / "reader").unlink()
+                deque(events, maxlen=0)  # to the end
+            problem(monitor.get("/v1/queue"), 401)
+
+    await asyncio.to_thread(watch)
+    assert await staged.length(staged.broker.keys.dead) == 3
 
 
 def test_the_page_needs_nothing_from_elsewhere(broker_url: str, run_id: str, tmp_path: Path) -> None:
@@ -267,7 +291,9 @@ def test_curves_come_and_grow(broker_url: str, run_id: str, tmp_path: Path) -> N
 
 
 def test_only_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="DVP_MONITOR__TOKEN or --token-file"):
+    with pytest.raises(ConfigError, match=r"token_folder, set a token in the environment \(DVP_MONITOR__TOKEN\)"):
         MonitorSettings.load(["--host", "0.0.0.0"])
-    monkeypatch.setenv("DVP_MONITOR__TOKEN", "a")
-    assert MonitorSettings.load(["--host", "0.0.0.0"]).tokens() == ("a",)
+    monkeypatch.setenv("DVP_MONITOR__TOKEN", TOKEN)
+    caller = MonitorSettings.load(["--host", "0.0.0.0"]).tokens().find(TOKEN.encode())
+    assert caller is not None
+    assert caller.scope is Scope.OPERATE

@@ -25,6 +25,7 @@ from tests.integration.monitor import browser, prometheus
 from tests.kit.forked import MONITOR, ROLLOUT, Service, service
 from tests.kit.ports import free_port
 from tests.kit.runs import MODEL, config, trainer_process
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S, until
 
 pytestmark = [
@@ -35,7 +36,6 @@ pytestmark = [
     ),
 ]
 
-TOKEN = "s3cret"
 RUN_ID = "staged"
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "dashboards" / "dvp.json"
 VERDICT_ON_PAGE = "document.getElementById('verdict-name').textContent.slice(2)"

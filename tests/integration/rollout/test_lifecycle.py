@@ -15,6 +15,7 @@ from services.client import AsyncClient, Client, Retry
 from services.contract.errors import ConfigError, OverloadedError, UnavailableError, WeightError
 from services.contract.http import Problem
 from services.contract.weights import Announcement
+from services.http.tokens import Scope
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 from services.transport.lease import TrainerLease
@@ -22,6 +23,7 @@ from services.transport.submission import Submission
 from tests.integration.rollout.publishing import announce
 from tests.kit import web
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
+from tests.kit.tokens import write_token
 from tests.kit.wait import WITHIN_S, until
 
 
@@ -73,10 +75,10 @@ def test_without_a_broker_the_queue_routes_say_so(slow_replica: ReplicaThread) -
 
 
 def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("first\nsecond\n")
-    args = ["--model", str(model), "--engine", "fake", "--token-file", str(tokens), "--host", "0.0.0.0"]
-    with ReplicaThread(tmp_path / "replica", *args, token="second") as replica:
+    first = write_token(tmp_path, Scope.OPERATE, "first")
+    second = write_token(tmp_path, Scope.ROLLOUT, "second")
+    args = ["--model", str(model), "--engine", "fake", "--token-folder", str(tmp_path), "--host", "0.0.0.0"]
+    with ReplicaThread(tmp_path / ".replica", *args, token=second) as replica:
         for path in ("/healthz", "/readyz"):
             assert web.get(replica.url + path).status_code == 200
         for path in ("/v1/weights", "/metrics", "/openapi.json", "/v1/queue", "/nothing", "/healthz/", "//healthz"):
@@ -84,14 +86,14 @@ def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path)
             assert refused.status_code == 401, path
             assert refused.headers["www-authenticate"] == "Bearer"
             assert Problem.model_validate_json(refused.content).status == 401
-        for header in ("Bearer", "Bearer wrong", "Basic second", "second", "Bearer first second"):
+        for header in ("Bearer", "Bearer wrong", f"Basic {second}", second, f"Bearer {first} {second}"):
             wrong = web.get(f"{replica.url}/v1/weights", headers={"Authorization": header})
             assert wrong.status_code == 401, header
-        for token in ("first", "second"):
+        for token in (first, second):
             with Client(replica.url, token=token) as client:
                 assert client.weights().error is None
         # With a token the Host header does not matter: the service is meant to be reached by name.
-        named = {"Host": "replica.example", "Authorization": "Bearer first"}
+        named = {"Host": "replica.example", "Authorization": f"Bearer {first}"}
         assert web.get(f"{replica.url}/v1/weights", headers=named).status_code == 200
         with Client(replica.url, token="wrong") as client, pytest.raises(ConfigError, match="needs a token"):
             client.rollout(prompt="1")

@@ -14,9 +14,9 @@ from services.contract.errors import ConfigError
 from services.http.server import bound, port_file
 from services.loopback import is_loopback
 from services.rollout.__main__ import main
-from services.rollout.settings import RolloutSettings
 from tests.kit.processes import run
 from tests.kit.replicas import COMMAND
+from tests.kit.tokens import TOKEN
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,19 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--model", "m", "--engine", "vllm"], {}, "engine: Input should be 'transformers', 'sglang' or 'fake'"),
         (["--model", "m", "--redis-ulr", "x"], {}, "unknown option --redis-ulr; did you mean --redis-url"),
         (["--model", "m", "--redis-url", "http://x"], {}, "redis_url: must start with redis://"),
-        (["--model", "m", "--host", "0.0.0.0"], {}, "'0.0.0.0' is reachable from other machines: set a token"),
+        (
+            ["--model", "m", "--host", "0.0.0.0"],
+            {},
+            "'0.0.0.0' is reachable from other machines: name a token_folder, set a token",
+        ),
         (["--model", "m", "--port", "70000"], {}, "port: Input should be less than or equal to 65535, got '70000'"),
-        (["--model", "m", "--token-file", "/no/token"], {}, "token_file /no/token"),
+        (["--model", "m", "--token-folder", "/no/tokens"], {}, "token_folder: /no/tokens: No such file or directory"),
+        (
+            ["--model", "m"],
+            {"DVP_ROLLOUT__TOKEN": "change-me"},
+            "token: a token has 9 characters, at least 16 are needed",
+        ),
+        (["--model", "tests", "--weights.token-file", "/no/token"], {}, "weights.token_file /no/token: No such file"),
         ([], {}, "model is required: --model or DVP_ROLLOUT__MODEL"),
         (["--model", "m"], {"DVP_ROLLOUT__PROT": "1"}, "DVP_ROLLOUT__PROT; did you mean DVP_ROLLOUT__PORT"),
     ],
@@ -94,9 +104,9 @@ def test_a_folder_without_a_model_ends_the_server_that_was_already_up(
 
 def test_dry_run_prints_everything_and_starts_nothing() -> None:
     variables = {"DVP_ROLLOUT__PORT": "9000", "DVP_ROLLOUT__RUN_ID": "r"}
-    done = run([*COMMAND, "--model", "m", "--token", "s3cret", "--dry-run"], **variables)
+    done = run([*COMMAND, "--model", "m", "--token", TOKEN, "--dry-run"], **variables)
     assert done.returncode == 0
-    assert "s3cret" not in done.stdout
+    assert TOKEN not in done.stdout
     printed = tomllib.loads(done.stdout)
     assert (printed["model"], printed["port"], printed["run_id"], printed["fake"]["num_tokens"]) == ("m", 9000, "r", 32)
 
@@ -126,17 +136,6 @@ def test_the_port_file_is_whole_and_goes_away(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(ConfigError, match="port_file"), port_file(tmp_path / "no" / "port", listener):
             pass
-
-
-def test_tokens_come_from_list_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("c\nd\n")
-    monkeypatch.setenv("DVP_ROLLOUT__TOKEN", "a, b")
-    settings = RolloutSettings.load(["--model", "m", "--token-file", str(file), "--host", "0.0.0.0"])
-    assert settings.tokens() == ("a", "b", "c", "d")
-    file.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no token"):
-        settings.tokens()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from services.transport.weight_folder import verify_folder
 from tests.kit.processes import PYTHON, process
 from tests.kit.runs import config, replica, train
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import until
 from trainer.reporting import read_metrics
 
@@ -20,8 +21,8 @@ def test_a_replica_without_the_volume_fetches_what_is_trained(tmp_path: Path, br
     volume, cache, port_file = tmp_path / "volume", tmp_path / "cache", tmp_path / "port"
     server = [*PYTHON, "services.weights", f"--folder={volume}", "--port=0", f"--port-file={port_file}"]
     # On one machine the volume is visible to all: the replica is told not to look.
-    elsewhere = ["--no-weights.shared", f"--weights.cache={cache}", "--weights.token=secret"]
-    with process([*server, "--token=secret"], tmp_path / "weights.log"):
+    elsewhere = ["--no-weights.shared", f"--weights.cache={cache}", f"--weights.token={TOKEN}"]
+    with process([*server, f"--token={TOKEN}"], tmp_path / "weights.log"):
         until(port_file.exists, "dvp-weights listens")
         url = f"http://127.0.0.1:{port_file.read_text().strip()}"
         overrides = {"steps": str(STEPS), "batch__max_staleness": "0", "weights__folder": str(volume)}

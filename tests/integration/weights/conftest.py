@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 
 from services.contract.weights import Announcement
 from services.http.server import bound, http_server
+from services.http.tokens import Tokens
 from services.transport.weight_folder import folder_name, verify_folder, write_manifest
 from services.weights.app import create_app
 
@@ -49,10 +50,10 @@ def publish(volume: Path) -> Publish:
 
 
 @asynccontextmanager
-async def serving(root: Path, tokens: Sequence[str] = ()) -> AsyncIterator[int]:
+async def serving(root: Path, tokens: Tokens | None = None) -> AsyncIterator[int]:
     """dvp-weights in this event loop; the port."""
     with bound("127.0.0.1", 0) as listener:
-        http = http_server(create_app(root, tokens), drain_s=0)
+        http = http_server(create_app(root, tokens or Tokens()), drain_s=0)
         task = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]

@@ -10,12 +10,15 @@ import pytest
 from services.cancellation import cancel
 from services.contract.errors import UnavailableError, WeightError
 from services.contract.weights import Manifest, WeightFile
+from services.http.tokens import Scope, Tokens
+from services.rollout.settings import WeightSettings
 from services.transport.weight_download import WeightCache
 from services.transport.weight_folder import MANIFEST_NAME, folder_name, verify_folder
 from tests.integration.rollout.publishing import flip_a_bit
 from tests.integration.weights.conftest import LARGE, RUN_ID, Publish, in_use, serving
 from tests.integration.weights.proxy import Fault, Kind, Proxy
 from tests.kit.ports import free_port
+from tests.kit.tokens import write_token
 from tests.kit.wait import until_async
 
 HEADERS = 16_000
@@ -169,10 +172,40 @@ async def test_old_versions_go_unless_a_replica_serves_them(publish: Publish, po
     assert names(cache) == [".lock", *map(folder_name, (1, 3, 4))]
 
 
-async def test_a_token_is_asked_for(publish: Publish, volume: Path, cache: Path) -> None:
-    async with serving(volume, tokens=["secret"]) as port:
+async def test_a_token_is_asked_for(publish: Publish, volume: Path, cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    token, reader = write_token(folder, Scope.WEIGHTS, "replica"), write_token(folder, Scope.READ, "reader")
+    async with serving(volume, Tokens(folder=folder)) as port:
         announced = publish(1, direct(port))
-        for wrong in ("", "guess"):
-            with pytest.raises(WeightError, match=r"HTTP 401; weights\.token"):
-                await WeightCache(cache, token=wrong).fetch(announced, in_use())
-        assert (await WeightCache(cache, token="secret").fetch(announced, in_use())).is_dir()
+        for wrong, reason in (("", "401"), ("guess", "401"), (reader, "403")):
+            with pytest.raises(WeightError, match=rf"HTTP {reason}; weights\.token"):
+                await WeightCache(cache, token=lambda wrong=wrong: wrong).fetch(announced, in_use())
+        assert (await WeightCache(cache, token=lambda: token).fetch(announced, in_use())).is_dir()
+
+
+async def test_a_replica_and_dvp_weights_change_their_token_together(
+    publish: Publish, volume: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Both read one file, as on Kubernetes; neither is started again."""
+    folder = tmp_path / "tokens"
+    old = write_token(folder, Scope.WEIGHTS, "replica")
+    tokens, settings = Tokens(folder=folder), WeightSettings(token_file=folder / "weights" / "replica")
+    replica = WeightCache(cache, token=settings.read_token)
+    async with serving(volume, tokens) as port:
+        await replica.fetch(publish(1, direct(port)), in_use())
+        new = write_token(folder, Scope.WEIGHTS, "replica")
+        await until_async(lambda: tokens.find(new.encode()))
+        assert tokens.find(old.encode()) is None
+        assert (await replica.fetch(publish(2, direct(port)), in_use())).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(None, "No such file"), (b"", "at least 16"), (b"short", "at least 16"), (b"\xff" * 20, "not ASCII")],
+)
+def test_a_token_file_that_holds_none_is_named(data: bytes | None, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    if data is not None:
+        file.write_bytes(data)
+    with pytest.raises(WeightError, match=rf"weights\.token_file {file}: .*{reason}"):
+        WeightSettings(token_file=file).read_token()

@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from services.contract.errors import ConfigError
 from tests.kit.ports import free_port
+from tests.kit.tokens import TOKEN
 from trainer.config import MetricsSection
 from trainer.exporter import exporting
 
@@ -55,10 +56,10 @@ async def test_steps_add_up_to_metrics() -> None:
 
 async def test_a_token_protects_the_metrics_and_only_them() -> None:
     port = free_port()
-    settings = MetricsSection(port=port, token=SecretStr("old, s3cret"))
+    settings = MetricsSection(port=port, token=(SecretStr(TOKEN[::-1]), SecretStr(TOKEN)))
     async with exporting(settings), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert (await client.get("/metrics")).status_code == 401
-        assert (await client.get("/metrics", headers={"Authorization": "Bearer s3cret"})).status_code == 200
+        assert (await client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
         assert (await client.get("/healthz")).status_code == 200
 
 
