@@ -109,6 +109,11 @@ class Keys:
         return self._key("closed")
 
     @property
+    def audit(self) -> str:
+        """Stream of what people did to the run; the only key that outlives a purge."""
+        return self._key("audit")
+
+    @property
     def client_reserved(self) -> str:
         """Hash: job id of a client, in work, to the bytes that it may come to; `:total` to their sum."""
         return self._key("client_reserved")

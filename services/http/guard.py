@@ -68,11 +68,11 @@ class Guard:
         headers = dict(scope["headers"])
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         path = scope["path"]
-        caller = self._caller(path, headers)
+        caller, needed = self._caller(path, headers), self._needed(scope["method"], path)
         scope.setdefault("state", {})["caller"] = caller
         refusal = (
             self._refusal(caller, hosts)
-            or self._out_of_scope(caller, scope["method"], path)
+            or self._out_of_scope(caller, needed, scope["method"], path)
             or _foreign(scope["method"], headers, hosts)
             or _too_long(scope)
             or _ambiguous(headers)
@@ -80,6 +80,8 @@ class Guard:
             or self._too_many(path)
         )
         app = self._app if refusal is None else respond(refusal)
+        if self._tokens and caller is not None and refusal is None and needed is Scope.OPERATE:
+            logger.info("%s/%s: %s %s", caller.scope, caller.name, scope["method"], path[:MAX_VALUE_CHARS])
         self._in_progress += 1
         try:
             await app(scope, *self._bounded(receive, send))
@@ -104,9 +106,11 @@ class Guard:
         detail = "this service needs a token: send Authorization: Bearer <token>"
         return HTTPException(401, detail, {"WWW-Authenticate": self._challenge})
 
-    def _out_of_scope(self, caller: Caller | None, method: str, path: str) -> HTTPException | None:
+    def _needed(self, method: str, path: str) -> Scope:
         of_path = (scope for prefix, scope in self._scopes.items() if path == prefix or path.startswith(f"{prefix}/"))
-        needed = next(of_path, Scope.READ if method in READING else Scope.OPERATE)
+        return next(of_path, Scope.READ if method in READING else Scope.OPERATE)
+
+    def _out_of_scope(self, caller: Caller | None, needed: Scope, method: str, path: str) -> HTTPException | None:
         if caller is None or path in OPEN_PATHS or caller.scope.includes(needed):
             return None
         held = f"that of {caller.name} has scope {caller.scope}" if self._tokens else "this service was started without"

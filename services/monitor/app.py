@@ -16,9 +16,10 @@ from services.http import problems
 from services.http.guard import Guard
 from services.http.settings import MAX_REQUESTS
 from services.http.tokens import Caller, Scope, Tokens
+from services.transport.audit import changes
 from services.transport.dead_letters import DeadLetters
 
-from .bodies import ENTRY_ID, Fate, Fates, LetterPage, Selection, Viewer
+from .bodies import ENTRY_ID, Change, Changes, Fate, Fates, LetterPage, Selection, Viewer
 from .exporter import exposition
 from .poller import NUM_LETTERS, Poller
 
@@ -122,9 +123,9 @@ async def letters(
 
 
 @router.post("/v1/dead/replay", response_model=Fates)
-async def replay(body: Selection, poller: Watched) -> Response:
+async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Puts the jobs back into the queue."""
-    letters = DeadLetters(poller.broker)
+    letters = DeadLetters(poller.broker, by=_named(caller))
     wanted = [await letters.get(entry_id) for entry_id in body.entry_ids]
     outcomes = await letters.replay(wanted)
     poller.look_now()
@@ -132,11 +133,18 @@ async def replay(body: Selection, poller: Watched) -> Response:
 
 
 @router.post("/v1/dead/drop", response_model=Fates)
-async def drop(body: Selection, poller: Watched) -> Response:
+async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Forgets the letters."""
-    outcomes = await DeadLetters(poller.broker).drop(body.entry_ids)
+    outcomes = await DeadLetters(poller.broker, by=_named(caller)).drop(body.entry_ids)
     poller.look_now()
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
+
+
+@router.get("/v1/audit", response_model=Changes)
+async def audit(poller: Watched, count: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+    """Who changed the run by hand, and which trainer published which weights. Newest first."""
+    found = await changes(poller.broker, count)
+    return _json(Changes(changes=tuple(Change.model_validate(change._asdict()) for change in found)))
 
 
 @router.get("/healthz", response_model=Health)
@@ -156,6 +164,10 @@ async def readyz(poller: Watched) -> Response:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(poller: Watched) -> Response:
     return Response(exposition(lambda: poller.snapshot), media_type=CONTENT_TYPE_LATEST)
+
+
+def _named(caller: Caller) -> str:
+    return f"{caller.scope}/{caller.name} (dvp-monitor)"
 
 
 def _file(name: str, media_type: str) -> Response:

@@ -83,6 +83,20 @@ class Fates(Body):
     fates: tuple[Fate, ...]
 
 
+class Change(Body):
+    at: float
+    """Unix seconds."""
+    by: str
+    did: str
+    what: str
+
+
+class Changes(Body):
+    """Newest first."""
+
+    changes: tuple[Change, ...]
+
+
 class Viewer(Body):
     name: str
     """Empty where no token is asked for."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
+import os
+import socket
 from collections.abc import Awaitable, Callable, Iterable
 from heapq import nlargest
 from operator import attrgetter
@@ -17,6 +20,7 @@ from services.contract.errors import ConfigError, NotFoundError, RequestError, U
 from services.contract.job import JobState
 from services.settings import user_errors
 from services.transport.admission import check_run, close_queue, open_queue, purge_run
+from services.transport.audit import changes
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.health import queue_health, take_snapshot
@@ -26,7 +30,7 @@ from services.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
 from .settings import QueueSettings
-from .tables import show_client_jobs, show_health, show_letter, show_letters, show_outcomes, show_pending
+from .tables import show_changes, show_client_jobs, show_health, show_letter, show_letters, show_outcomes, show_pending
 
 T = TypeVar("T")
 
@@ -110,7 +114,7 @@ def drain(
     """Admit no new jobs and wait until the others have ended. Lasts until `dvp-queue open`."""
 
     async def close_and_wait(broker: Broker) -> None:
-        await close_queue(broker, reason)
+        await close_queue(broker, reason, by=_me())
         if wait:
             await _empty(broker, timeout_s)
 
@@ -122,7 +126,7 @@ def drain(
 @app.command(name="open")
 def reopen(context: typer.Context, as_json: Json = False) -> None:
     """Admit jobs again after a drain."""
-    was_closed = _run(context, open_queue)
+    was_closed = _run(context, lambda broker: open_queue(broker, by=_me()))
     words = "open again" if was_closed else "was open already"
     typer.echo(json.dumps({"closed": False, "was_closed": was_closed}) if as_json else words)
 
@@ -138,9 +142,19 @@ def purge(
     run_id = QueueSettings.load(context.obj).run_id
     if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
         raise RequestError("that is not its name; nothing was removed")
-    removed = _run(context, lambda broker: purge_run(broker, force=force))
+    removed = _run(context, lambda broker: purge_run(broker, by=_me(), force=force))
     words = f"run {run_id} is gone, with the books of {removed} jobs, results and replicas"
     typer.echo(json.dumps({"run_id": run_id, "removed": removed}) if as_json else words)
+
+
+@app.command()
+def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> None:
+    """Who changed the run by hand, purges included, and which trainer published which weights. Newest first."""
+    found = _run(context, lambda broker: changes(broker, count), must_exist=False)
+    if as_json:
+        typer.echo(json.dumps([change._asdict() for change in found], indent=2))
+    else:
+        show_changes(Console(), found)
 
 
 @dead.command(name="list")
@@ -178,13 +192,13 @@ def replay(
     """Put the jobs back into the queue, as if they had never died."""
 
     async def one_by_one(broker: Broker) -> list[Fate]:
-        letters = DeadLetters(broker)
+        letters = DeadLetters(broker, by=_me())
         wanted = [await letters.get(entry) for entry in entries or ()]
         outcomes = await letters.replay(wanted)
         return [Fate.of(letter.entry_id, outcome) for letter, outcome in zip(wanted, outcomes, strict=True)]
 
     async def all_of_them(broker: Broker) -> list[Fate]:
-        letters, fates = DeadLetters(broker), list[Fate]()
+        letters, fates = DeadLetters(broker, by=_me()), list[Fate]()
         async for page in letters.pages():
             outcomes = await letters.replay(page)
             fates += [Fate.of(letter.entry_id, outcome) for letter, outcome in zip(page, outcomes, strict=True)]
@@ -200,11 +214,11 @@ def drop(
     """Forget letters, with their jobs."""
 
     async def one_by_one(broker: Broker) -> list[Fate]:
-        outcomes = await DeadLetters(broker).drop(entries or ())
+        outcomes = await DeadLetters(broker, by=_me()).drop(entries or ())
         return [Fate.of(entry, outcome) for entry, outcome in zip(entries or (), outcomes, strict=True)]
 
     async def all_of_them(broker: Broker) -> list[Fate]:
-        letters, fates = DeadLetters(broker), list[Fate]()
+        letters, fates = DeadLetters(broker, by=_me()), list[Fate]()
         async for page in letters.pages():
             ids = [letter.entry_id for letter in page]
             fates += [Fate.of(*pair) for pair in zip(ids, await letters.drop(ids), strict=True)]
@@ -244,7 +258,7 @@ def drop_results(
             names = [job.name for job in await client_jobs(broker) if job.held is Held.DONE]
         for name in names:
             try:
-                await submission.delete(name, only=JobState.DONE if everything else None)
+                await submission.delete(name, only=JobState.DONE if everything else None, by=_me())
             except (NotFoundError, RequestError) as error:
                 left.append(str(error))
         return len(names) - len(left), left
@@ -297,13 +311,23 @@ async def _empty(broker: Broker, timeout_s: float) -> None:
             ) from None
 
 
-def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]]) -> T:
-    """`work` with a connection to a run that exists."""
+def _me() -> str:
+    """As this machine knows the user; whoever has the broker's password could say anything."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()} (dvp-queue)".encode(errors="replace").decode()
+
+
+def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]], *, must_exist: bool = True) -> T:
+    """`work` with a connection to the run."""
     settings = QueueSettings.load(context.obj)
 
     async def connected() -> T:
         async with await Broker.connect(settings.redis_url, settings.run_id, create=False) as broker:
-            await check_run(broker)
+            if must_exist:
+                await check_run(broker)
             return await work(broker)
 
     return asyncio.run(connected())

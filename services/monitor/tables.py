@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from services.contract.http import QueueHealth, Severity, StreamHealth
+from services.transport.audit import Change
 from services.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
 from services.transport.pending import Pending
 from services.transport.results import ClientJob
@@ -88,6 +90,14 @@ def show_client_jobs(console: Console, jobs: Sequence[ClientJob]) -> None:
         expires = "-" if job.expires_s is None else duration(job.expires_s)
         table.add_row(_plain(job.name), job.held, expires, f"{job.num_bytes / 2**20:.2f}")
     console.print(table if jobs else "nothing is held for clients")
+
+
+def show_changes(console: Console, changes: Sequence[Change]) -> None:
+    table = _table("when", "who", "did", "what")
+    for change in changes:
+        when = datetime.fromtimestamp(change.at).astimezone().isoformat(" ", "seconds")
+        table.add_row(when, *map(_plain, change[1:]))
+    console.print(table if changes else "nobody has changed anything")
 
 
 def duration(seconds: float) -> str:

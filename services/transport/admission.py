@@ -13,25 +13,26 @@ SCAN_COUNT = 1_000
 MAX_NAMED = 10
 
 
-async def close_queue(broker: Broker, why: str) -> None:
+async def close_queue(broker: Broker, why: str, *, by: str) -> None:
     """From here on the trainer's jobs are refused, to be submitted again later, and clients are told 429. What is
     queued runs to its end. Lasts until `open_queue`."""
-    await broker.script("close", why)
+    await broker.script("close", why, by)
 
 
-async def open_queue(broker: Broker) -> bool:
+async def open_queue(broker: Broker, *, by: str) -> bool:
     """True if it was closed."""
-    return bool(await broker.script("open"))
+    return bool(await broker.script("open", by))
 
 
-async def purge_run(broker: Broker, *, force: bool = False) -> int:
-    """Removes every key of the run, as if the broker had been wiped for it; returns how many of its jobs and replicas
-    there were. Raises RequestError while a trainer or a replica works on it, unless `force`."""
-    await broker.script("purge", "any" if force else "idle", int(1000 * BEAT_S * MISSED_BEATS))
+async def purge_run(broker: Broker, *, by: str, force: bool = False) -> int:
+    """Removes every key of the run but the audit, as if the broker had been wiped for it; returns how many of its jobs
+    and replicas there were. Raises RequestError while a trainer or a replica works on it, unless `force`."""
+    await broker.script("purge", "any" if force else "idle", int(1000 * BEAT_S * MISSED_BEATS), by)
     removed, cursor = 0, None
     while cursor != 0:
         async with broker.call():
             cursor, keys = await broker.redis.scan(cursor or 0, broker.keys.everything, SCAN_COUNT)
+            keys = [key for key in keys if key != broker.keys.audit.encode()]
             removed += await broker.redis.unlink(*keys) if keys else 0
     return removed
 

@@ -65,6 +65,9 @@ CLIENT_SHARE = 0.25
 """What the jobs of a run's clients may take of the broker's maxmemory: no job is admitted that could exceed it."""
 CLIENT_MEMORY_SHARE = 0.5
 """No client's job is admitted that could bring the broker's memory above this one: the rest is the trainer's."""
+AUDIT_LENGTH = 1_000
+AUDIT_TTL_S = 90 * 24 * 3600
+"""How many changes by people are remembered, and how long after the last one."""
 KEY_BYTES = 512
 """What a key and the books of it take beside its value."""
 RETRY_AFTER_MEMORY_S = 5.0
@@ -72,7 +75,7 @@ RETRY_AFTER_MEMORY_S = 5.0
 _KEYS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
-    *("backlogs", "client_reserved", "client_held", "client_expiry", "client_deadlines"),
+    *("backlogs", "client_reserved", "client_held", "client_expiry", "client_deadlines", "audit"),
 )
 """What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
 
@@ -360,6 +363,8 @@ def _source(name: str, run_id: str) -> str:
         "CLIENT_SHARE": CLIENT_SHARE,
         "CLIENT_MEMORY_SHARE": CLIENT_MEMORY_SHARE,
         "KEY_BYTES": KEY_BYTES,
+        "AUDIT_LENGTH": AUDIT_LENGTH,
+        "AUDIT_TTL_S": AUDIT_TTL_S,
     }
     header = [
         f"local {', '.join(names)} = unpack(KEYS)",

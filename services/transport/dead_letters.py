@@ -69,8 +69,10 @@ class DeadLetters:
     """Every change is one script that checks each letter before it writes, so that letters are neither lost nor doubled
     however many people and processes work on them. Safe while the system runs."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, *, by: str = "somebody") -> None:
+        """`by`: who changes them, for the audit."""
         self.broker = broker
+        self._by = by
 
     async def page(self, count: int = PAGE, *, before: str | None = None) -> list[Letter]:
         """Newest first; `before`: the entry id that ended the page before."""
@@ -87,14 +89,16 @@ class DeadLetters:
         """Puts each job back into the queue as if it had never died: deliveries start from zero, the trainer's
         tombstone is taken back. REPLAYED also for a call whose reply was lost."""
         jobs = [(entry_id, letter.job_id, job.max_bytes) for entry_id, letter, job, _ in letters if job is not None]
-        answers = await self.broker.script("replay", *(part for job in jobs for part in job)) if jobs else []
+        answers = await self.broker.script("replay", self._by, *(part for job in jobs for part in job)) if jobs else []
         outcomes = iter([Outcome(answer.decode()) for answer in answers])
         return [Outcome.NO_JOB if letter.job is None else next(outcomes) for letter in letters]
 
     async def drop(self, entry_ids: Sequence[str]) -> list[Outcome]:
         """Forgets letters. What the trainer was told of them stays."""
         ids = [checked(entry_id) for entry_id in entry_ids]
-        return [Outcome(answer.decode()) for answer in await self.broker.script("discard", *ids)] if ids else []
+        return (
+            [Outcome(answer.decode()) for answer in await self.broker.script("discard", self._by, *ids)] if ids else []
+        )
 
     async def pages(self) -> AsyncIterator[list[Letter]]:
         """All that are there now, oldest first, so that replayed jobs keep their order. What dies meanwhile does not

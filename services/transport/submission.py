@@ -103,12 +103,12 @@ class Submission:
             case state:
                 return Submitted(state)
 
-    async def delete(self, job_id: str, only: JobState | None = None) -> JobState:
+    async def delete(self, job_id: str, only: JobState | None = None, *, by: str = "") -> JobState:
         """Forgets a client's job, its result or its dead letter; what is queued or running is cancelled. With `only`,
-        not in another state. Returns the state that it had.
+        not in another state. `by`: who does it, if not the client. Returns the state that it had.
         Raises NotFoundError as `status` does, RequestError if the job is the trainer's."""
         known = re.fullmatch(JOB_ID, job_id)
-        state = (await self.broker.script("delete", job_id, only or "")).decode() if known else "unknown"
+        state = (await self.broker.script("delete", job_id, only or "", by)).decode() if known else "unknown"
         if state in ("unknown", "other"):
             raise NotFoundError(UNKNOWN.format(job_id))
         return JobState(state)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Forgets a client's job: what was queued or running is cancelled, its result or dead letter is gone.
--- ARGV: job id, the only state in which to do so ('': any). Answers the state that it had, 'unknown', or 'other'.
+-- ARGV: job id, the only state in which to do so ('': any), who does it ('': the client). Answers the state that it had, 'unknown', or 'other'.
 local id = ARGV[1]
 local state, sink, letter = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'letter'))
 if not state then return 'unknown' end
@@ -25,4 +25,5 @@ redis.call('UNLINK', RESULT .. id)
 redis.call('DEL', JOB .. id)
 reserve(id, 0)
 hold(id, 0)
+if ARGV[3] ~= '' then audit(ARGV[3], 'deleted', id) end
 return state

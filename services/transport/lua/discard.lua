@@ -1,8 +1,15 @@
 #!lua flags=allow-oom
--- Forgets dead letters; what the trainer was told of them stays. ARGV: entry ids. Answers 'dropped' or 'gone' each.
-local answers = {}
-for i = 1, #ARGV do
-  answers[i] = redis.call('XDEL', DEAD, ARGV[i]) == 1 and 'dropped' or 'gone'
+-- Forgets dead letters; what the trainer was told of them stays. ARGV: who does it, then entry ids. Answers 'dropped' or
+-- 'gone' each.
+local answers, dropped = {}, {}
+for i = 2, #ARGV do
+  local letter = read(DEAD, ARGV[i])
+  if letter then
+    redis.call('XDEL', DEAD, ARGV[i])
+    dropped[#dropped + 1] = letter.id or ARGV[i]
+  end
   hold(':dead:' .. ARGV[i], 0)
+  answers[i - 1] = letter and 'dropped' or 'gone'
 end
+audit_jobs(ARGV[1], 'dropped', dropped)
 return answers

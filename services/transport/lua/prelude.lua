@@ -220,6 +220,18 @@ local function requeue(stream, id)
   end
 end
 
+-- Writes down what somebody did to the run, in the script that did it.
+local function audit(by, did, what)
+  redis.call('XADD', AUDIT, 'MAXLEN', AUDIT_LENGTH, '*', 'by', by, 'did', did, 'what', what)
+  redis.call('EXPIRE', AUDIT, AUDIT_TTL_S)
+end
+
+local function audit_jobs(by, did, ids)
+  if #ids == 0 then return end
+  local more = #ids > 10 and ' and ' .. #ids - 10 .. ' more' or ''
+  audit(by, did, table.concat(ids, ', ', 1, math.min(#ids, 10)) .. more)
+end
+
 -- True while the queue takes no new jobs.
 local function closed()
   return redis.call('EXISTS', CLOSED) == 1

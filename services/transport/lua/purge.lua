@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Removes the run's streams and books; the rest goes by name. ARGV: 'idle' to refuse while anybody works on the run,
--- ms after which a silent replica does not.
+-- ms after which a silent replica does not, who does it.
 local holder = redis.call('HGET', LEASE, 'holder')
 if ARGV[1] == 'idle' and holder then
   return redis.error_reply('CONFLICT run ' .. RUN_ID .. ' is being trained by ' .. holder .. '; stop it, or force the purge')
@@ -9,4 +9,7 @@ local newest = redis.call('ZREVRANGE', REPLICAS, 0, 0, 'WITHSCORES')
 if ARGV[1] == 'idle' and newest[1] and now_ms() - newest[2] < tonumber(ARGV[2]) then
   return redis.error_reply('CONFLICT replica ' .. newest[1] .. ' is serving run ' .. RUN_ID .. '; stop it, or force the purge')
 end
-for _, key in ipairs(KEYS) do redis.call('UNLINK', key) end
+for _, key in ipairs(KEYS) do
+  if key ~= AUDIT then redis.call('UNLINK', key) end
+end
+audit(ARGV[3], 'purged', ARGV[1] == 'idle' and 'the run' or 'the run, whoever worked on it')

@@ -1,9 +1,9 @@
 #!lua
--- Puts the jobs of dead letters back into the queue. No allow-oom: it admits. ARGV: (entry id of the letter, job id,
--- bytes that the job may come to) each. Answers for each 'replayed', 'gone', 'memory', 'large', or the prospect that speaks
--- against it.
-local answers, full = {}, memory_full()
-for i = 1, #ARGV, 3 do
+-- Puts the jobs of dead letters back into the queue. No allow-oom: it admits. ARGV: who does it, then (entry id of the
+-- letter, job id, bytes that the job may come to) each. Answers for each 'replayed', 'gone', 'memory', 'large', or the
+-- prospect that speaks against it.
+local answers, replayed, full = {}, {}, memory_full()
+for i = 2, #ARGV, 3 do
   local entry, id, bytes = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local hash, letter = JOB .. id, read(DEAD, entry)
   local answer = letter and prospect(letter) or 'gone'
@@ -29,8 +29,10 @@ for i = 1, #ARGV, 3 do
     end
     if letter.sink == 'train' then redis.call('SADD', IN_FLIGHT, id) end
     count('replayed')
+    replayed[#replayed + 1] = id
     answer = 'replayed'
   end
   answers[#answers + 1] = answer
 end
+audit_jobs(ARGV[1], 'replayed', replayed)
 return answers

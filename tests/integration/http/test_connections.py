@@ -20,6 +20,7 @@ from services.http.server import http_server
 from tests.integration.http.served import serving
 from tests.kit import web
 from tests.kit.processes import PYTHON, process, run
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S, until
 
 ANSWER_BYTES = 64 << 20
@@ -164,7 +165,7 @@ def test_thousands_that_say_nothing_stop_no_replica(small_model: Path, broker_ur
     """More than it may open files."""
     port_file, log = tmp_path / "port", tmp_path / "log"
     arguments = ["--model", str(small_model), "--engine", "fake", "--redis-url", broker_url, "--run-id", "half-open"]
-    command = _limited(MAX_FILES, [*arguments, "--port", "0", "--port-file", str(port_file), "--token", "secret"])
+    command = _limited(MAX_FILES, [*arguments, "--port", "0", "--port-file", str(port_file), "--token", TOKEN])
     with _many_files(), process(command, log) as replica, ExitStack() as stack:
         until(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text().strip()}"
@@ -172,7 +173,7 @@ def test_thousands_that_say_nothing_stop_no_replica(small_model: Path, broker_ur
         for _ in range(NUM_HALF_OPEN):
             stack.enter_context(_connect(url)).sendall(BEGUN)
             assert replica.poll() is None
-        headers = {"Authorization": "Bearer secret"}
+        headers = {"Authorization": f"Bearer {TOKEN}"}
         assert web.get(f"{url}/healthz").status_code == 200
         job = {"prompt": "1", "job_id": "one"}
         assert web.post(f"{url}/v1/jobs", json=job, headers=headers).status_code == 202

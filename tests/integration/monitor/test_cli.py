@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -141,6 +142,24 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
     assert "nothing is held for clients" in (await cli(rig.run_id, "results", "list")).out
 
 
+async def test_the_audit_names_this_user_and_outlives_the_run(
+    cli: Cli, staged: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert re.search(
+        rf"test \(host .*, pid \d+\) +published +{staged.run_id}:7:ab", (await cli(staged.run_id, "audit")).out
+    )
+    monkeypatch.setenv("LOGNAME", "ali\udcffce")
+    for command in (["dead", "drop", "--all", "--yes"], ["drain", "--no-wait", "--reason", "a new disk"], ["open"]):
+        assert (await cli(staged.run_id, *command)).code == 0
+    assert (await cli(staged.run_id, "purge", "--yes", "--force")).code == 0
+    assert (await cli(staged.run_id, "status")).code == 2
+    told = (await cli(staged.run_id, "audit", "--json")).json
+    assert [change["did"] for change in told] == ["purged", "opened", "closed", "dropped"]
+    assert {change["by"] for change in told} == {f"ali?ce@{socket.gethostname()} (dvp-queue)"}
+    text = (await cli(staged.run_id, "audit", "--count", "1")).out
+    assert re.search(r"20\d\d-\d\d-\d\d .* ali\?ce@.* purged +the run", text)
+
+
 async def test_pending_names_the_holders(cli: Cli, staged: Rig) -> None:
     rows = (await cli(staged.run_id, "pending", "--json")).json
     assert [row["holder"].partition("/")[0] for row in rows] == ["replica-0"] * 2
@@ -209,7 +228,7 @@ async def test_mistakes_are_explained(cli: Cli, rig: Rig, args: list[str], messa
 
 
 async def test_watching_by_terminal_changes_nothing(cli: Cli, staged: Rig) -> None:
-    await close_queue(staged.broker, "still")
+    await close_queue(staged.broker, "still", by="test")
     keys = staged.broker.keys
 
     async def everything() -> list[Any]:

@@ -89,6 +89,8 @@ async def test_letters_are_paged_replayed_and_dropped_with_the_token(
             fates = monitor.post("/v1/dead/drop", {"entry_ids": ids}).json()["fates"]
             assert [fate["outcome"] for fate in fates] == ["gone", "dropped", "dropped"]
             assert fates[0]["detail"]
+            told = [(change["by"], change["did"]) for change in monitor.get("/v1/audit").json()["changes"]]
+            assert told[:2] == [("operate/token (dvp-monitor)", did) for did in ("dropped", "replayed")]
 
     await asyncio.to_thread(mend)
     assert await staged.counter("replayed") == 1

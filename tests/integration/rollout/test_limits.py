@@ -47,7 +47,7 @@ def reason(refused: httpx.Response) -> str:
 def test_a_queue_that_takes_no_more_says_why(busy_replica: ReplicaThread, own_broker: EmbeddedBroker) -> None:
     async def drain(closed: bool) -> None:
         async with await Broker.connect(own_broker.url, RUN_ID) as broker:
-            await (close_queue(broker, "test") if closed else open_queue(broker))
+            await (close_queue(broker, "test", by="test") if closed else open_queue(broker, by="test"))
 
     status = f"{busy_replica.url}/v1/jobs/running"
     assert submit(busy_replica, "running").status_code == 202

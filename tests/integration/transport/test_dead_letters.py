@@ -214,7 +214,7 @@ async def test_a_full_broker_admits_no_replays(own_broker: EmbeddedBroker, run_i
 
 async def test_a_closed_queue_runs_empty_and_opens_again(rig: Rig) -> None:
     await rig.submit(2)
-    await close_queue(rig.broker, "maintenance")
+    await close_queue(rig.broker, "maintenance", by="test")
     late: list[Job] = [make_job(rig.run_id, 2)]
     assert await rig.submission.submit(late, fence=rig.fence, limit=NO_LIMIT) == [Submitted.REFUSED]
     with pytest.raises(OverloadedError, match="being drained"):
@@ -222,7 +222,7 @@ async def test_a_closed_queue_runs_empty_and_opens_again(rig: Rig) -> None:
     closed = [reason for reason in (await queue_health(rig.broker)).reasons if reason.verdict == "closed"]
     assert "maintenance" in closed[0].detail
     assert len(await rig.finish(rig.replica("a"), 4)) == 2
-    assert [await open_queue(rig.broker), await open_queue(rig.broker)] == [True, False]
+    assert [await open_queue(rig.broker, by="test"), await open_queue(rig.broker, by="test")] == [True, False]
     assert await rig.submission.submit(late, fence=rig.fence, limit=NO_LIMIT) == [Submitted.NEW]
 
 
@@ -246,14 +246,15 @@ async def test_a_purge_removes_the_run_and_nothing_else(rig: Rig, broker_url: st
     await _kill(rig, 2)
     async with await Broker.connect(broker_url, f"{rig.run_id}-2") as neighbour:
         with pytest.raises(RequestError, match="is being trained by test"):
-            await purge_run(rig.broker)
+            await purge_run(rig.broker, by="test")
         await rig.broker.redis.delete(rig.broker.keys.lease)
         await ReplicaRegistry(rig.broker).beat(ReplicaBeat("a", ReplicaState.SERVING, "run:0:ab", in_flight=0))
         with pytest.raises(RequestError, match="replica a is serving"):
-            await purge_run(rig.broker)
+            await purge_run(rig.broker, by="test")
         await ReplicaRegistry(rig.broker).leave("a")
-        assert await purge_run(rig.broker) == 2
-        assert [key async for key in rig.broker.redis.scan_iter(rig.broker.keys.everything)] == []
+        assert await purge_run(rig.broker, by="test") == 2
+        left = [key async for key in rig.broker.redis.scan_iter(rig.broker.keys.everything)]
+        assert left == [rig.broker.keys.audit.encode()]
         await check_run(neighbour)
         with pytest.raises(NotFoundError, match=f"runs there: {neighbour.run_id}"):
             await check_run(rig.broker)
@@ -261,7 +262,7 @@ async def test_a_purge_removes_the_run_and_nothing_else(rig: Rig, broker_url: st
 
 async def test_a_forced_purge_costs_time_only(rig: Rig) -> None:
     jobs = await rig.submit(2)
-    await purge_run(rig.broker, force=True)
+    await purge_run(rig.broker, by="test", force=True)
     assert await rig.submission.submit(jobs, fence=rig.fence, limit=2) == [Submitted.NEW] * 2
     assert len(await until_async(lambda: rig.finish(rig.replica("a"), 4))) == 2
 

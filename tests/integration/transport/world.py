@@ -426,7 +426,7 @@ class World:
             for name in ("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")
         }
         single |= {keys.fence, keys.lease, keys.counters, keys.client_reserved, keys.client_held, keys.client_expiry}
-        single.add(keys.client_deadlines)
+        single |= {keys.client_deadlines, keys.audit}
         orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
         assert not orphans, f"nobody knows {orphans}"
 
