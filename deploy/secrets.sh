@@ -19,7 +19,8 @@ for caller in operate/operator rollout/client read/prometheus weights/replica; d
         (
             umask 022
             mkdir -p ".secrets/tokens/${caller%/*}"
-            draw > ".secrets/tokens/$caller"
+            draw > .secrets/partial
+            mv .secrets/partial ".secrets/tokens/$caller"
         )
         echo "drew .secrets/tokens/$caller"
     fi

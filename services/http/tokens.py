@@ -149,6 +149,8 @@ def _tokens_of(path: Path) -> list[str]:
     """Raises OSError, and ValueError without the text."""
     if not NAME.fullmatch(path.name):
         raise ValueError(f"no name of a caller: expected {NAME.pattern}")
+    if not path.is_file() and path.exists():
+        raise ValueError("no ordinary file")  # opening a pipe would wait for its writer
     with path.open("rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,13 @@ def test_what_is_no_token_is_named_and_refused(
     for said in (str(refused.value), caplog.text):
         assert TOKEN not in said
         assert bob not in said
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], folder: Path, alice: str) -> None:
+    make(folder / "rollout" / "bob")
+    with pytest.raises(ConfigError, match="bob: no ordinary file"):
+        Tokens(folder=folder)
 
 
 def test_a_folder_without_tokens_is_refused(folder: Path) -> None:
