@@ -5,33 +5,41 @@
 #     FOLDER/.env                             the example, with passwords
 #     FOLDER/.secrets/tokens/SCOPE/CALLER     tokens of the HTTP services (services/http/README.md)
 set -eu
-cd "${1:-.}"
+CDPATH='' cd -- "${1:-.}"
+[ -e .env ] || [ -r .env.example ] || { echo "$PWD: no .env.example here" >&2; exit 1; }
 
 draw() {
-    od -An -N24 -tx1 /dev/urandom | tr -d ' \n'
+    drawn=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
+    [ "${#drawn}" = 48 ] || { echo "/dev/urandom cannot be read" >&2; exit 1; }
+    printf %s "$drawn"
 }
 
 # Only you pass .secrets; in a container, which sees what is below it, anybody may read.
 umask 077
 mkdir -p .secrets
+chmod 700 .secrets
 for caller in operate/operator rollout/client read/prometheus weights/replica; do
-    if ! [ -e ".secrets/tokens/$caller" ]; then
-        (
-            umask 022
-            mkdir -p ".secrets/tokens/${caller%/*}"
-            draw > .secrets/partial
-            mv .secrets/partial ".secrets/tokens/$caller"
-        )
-        echo "drew .secrets/tokens/$caller"
-    fi
+    [ -s ".secrets/tokens/$caller" ] && continue
+    (
+        umask 022
+        mkdir -p ".secrets/tokens/${caller%/*}"
+        draw > .secrets/partial
+        mv .secrets/partial ".secrets/tokens/$caller"
+    )
+    echo "drew .secrets/tokens/$caller"
 done
-if ! [ -e .env ]; then
-    while IFS= read -r line; do
+if ! [ -e .env ] || grep -q '_PASSWORD=$' .env; then
+    given=.env
+    [ -e .env ] || given=.env.example
+    while IFS= read -r line || [ -n "$line" ]; do
         case $line in
-        *_PASSWORD=) printf '%s%s\n' "$line" "$(draw)" ;;
+        *_PASSWORD=)
+            password=$(draw)
+            printf '%s%s\n' "$line" "$password"
+            ;;
         *) printf '%s\n' "$line" ;;
         esac
-    done < .env.example > .env.partial
+    done < "$given" > .env.partial
     mv .env.partial .env
-    echo "wrote .env"
+    echo "wrote passwords into .env"
 fi

@@ -22,6 +22,8 @@ from .settings import MAX_REQUESTS
 from .tokens import Caller, Scope, Tokens
 
 logger = logging.getLogger(__name__)
+operators = logging.getLogger("services.operators")
+"""What those with a token of scope `operate` do. Strangers cannot make it speak (services/logs.py)."""
 
 BUSY_S = 1.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -80,8 +82,8 @@ class Guard:
             or self._too_many(path)
         )
         app = self._app if refusal is None else respond(refusal)
-        if self._tokens and caller is not None and refusal is None and needed is Scope.OPERATE:
-            logger.info("%s/%s: %s %s", caller.scope, caller.name, scope["method"], path[:MAX_VALUE_CHARS])
+        if caller not in (None, self._nobody) and refusal is None and needed is Scope.OPERATE:
+            operators.info("%s: %s %s", caller.name, scope["method"], path[:MAX_VALUE_CHARS])
         self._in_progress += 1
         try:
             await app(scope, *self._bounded(receive, send))

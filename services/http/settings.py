@@ -12,7 +12,7 @@ from services.logs import LogFormat, LogLevel
 from services.loopback import is_loopback
 from services.settings import Settings
 
-from .tokens import Tokens, split_tokens
+from .tokens import Tokens, check_token
 
 MAX_REQUESTS = 512
 """Answered at the same time by one service, unless it says otherwise."""
@@ -49,7 +49,10 @@ class Listening(BaseModel):
         if not all(isinstance(item, (str, SecretStr)) for item in values):
             raise ValueError("every token must be a string")
         tokens = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in values]
-        return tuple(token for item in tokens if item.strip() for token in split_tokens(item))
+        tokens = [part.strip() for item in tokens for part in item.split(",") if part.strip()]
+        for token in tokens:
+            check_token(token)
+        return tuple(tokens)
 
     @model_validator(mode="after")
     def _closed(self) -> Self:

@@ -1,6 +1,6 @@
 """Who may call, and for what. A token has a scope and the name of its caller; both come from where it is written:
 
-    FOLDER/SCOPE/NAME        tokens/rollout/alice holds alice's token, or several, a line each
+    FOLDER/SCOPE/NAME        tokens/rollout/alice holds alice's token, or several, one per line
 
 The folder is read again while it is served, so that tokens come and go without a restart.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from pathlib import Path
 
 from services.contract.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("services.tokens")
+"""Not one of those that strangers can make speak (services/logs.py)."""
 
 MIN_CHARS = 16
 MAX_FILE_BYTES = 4096
@@ -87,11 +90,11 @@ class Tokens:
         before, reported = self._known, self._problems
         self._known = self._listed | self._read()
         self._read_at = time.monotonic()
-        if self._problems != reported:
-            for problem in self._problems:
-                logger.error("%s; its tokens are refused", problem)
-        for what, some, others in (("accepted", self._known, before), ("no longer accepted", before, self._known)):
-            for caller in (some[digest] for digest in some.keys() - others.keys()):
+        for problem in self._problems:
+            if problem not in reported:
+                logger.error("%s", problem)
+        for what, some, others in (("no longer accepted", before, self._known), ("accepted", self._known, before)):
+            for caller in set(some.values()) - set(others.values()):
                 logger.info("a token of %s/%s is %s", caller.scope, caller.name, what)
 
     def _read(self) -> dict[bytes, Caller]:
@@ -101,31 +104,39 @@ class Tokens:
         for scope, path in self._files():
             try:
                 tokens = _tokens_of(path)
-            except FileNotFoundError:
-                continue  # removed a moment ago
             except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                self._problems.append(f"token_folder: {path}: {reason}")
+                self._problem(path, error)
                 continue
             for digest in map(_digest, tokens):
                 caller = Caller(path.name, scope, digest)
-                if found.setdefault(digest, caller) != caller or digest in self._listed:
-                    self._problems.append(f"token_folder: {path}: holds a token that another caller has, too")
+                first = self._listed.get(digest) or found.setdefault(digest, caller)
+                if first != caller:
+                    self._problem(path, ValueError(f"holds a token of {first.scope}/{first.name}, and counts as that"))
         return found
 
     def _files(self) -> Iterator[tuple[Scope, Path]]:
         """Scopes that allow least come first."""
         if self._folder is None:
             return
+        for name in self._names(self._folder) - set(Scope):
+            self._problem(self._folder / name, ValueError(f"no scope; expected {', '.join(Scope)}"))
+        for scope in Scope:
+            folder = self._folder / scope
+            if folder.exists() or folder.is_symlink():
+                yield from ((scope, folder / name) for name in sorted(self._names(folder)))
+
+    def _names(self, folder: Path) -> set[str]:
+        """Kubernetes mounts a secret as links to a hidden folder beside them."""
         try:
-            unknown = _visible(self._folder) - set(Scope)
-            for name in sorted(unknown):
-                self._problems.append(f"token_folder: {self._folder / name}: no scope; expected {', '.join(Scope)}")
-            for scope in Scope:
-                if (folder := self._folder / scope).exists():
-                    yield from ((scope, folder / name) for name in sorted(_visible(folder)))
+            return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
         except OSError as error:
-            self._problems.append(f"token_folder: {error.filename}: {error.strerror}")
+            self._problem(folder, error)
+            return set()
+
+    def _problem(self, path: Path, error: OSError | ValueError) -> None:
+        """A name may hold anything; as it is quoted, nobody writes lines of a log by it."""
+        reason = error.strerror if isinstance(error, OSError) else error
+        self._problems.append(f"token_folder: {str(path)!r}: {reason}")
 
 
 def check_token(token: str) -> None:
@@ -134,35 +145,39 @@ def check_token(token: str) -> None:
         remedy = "openssl rand -hex 24 makes a good one"
         raise ValueError(f"a token has {len(token)} characters, at least {MIN_CHARS} are needed: {remedy}")
     if not all("!" <= character <= "~" for character in token):
-        raise ValueError("a token has characters that no header can hold: only printable ASCII is allowed")
+        raise ValueError(
+            "a token has characters that no header can hold: only printable ASCII without spaces is allowed"
+        )
 
 
-def split_tokens(text: str) -> list[str]:
-    """Raises ValueError as `check_token` does."""
-    tokens = re.split(r"[,\s]+", text.strip())
+def read_tokens(path: Path) -> list[str]:
+    """The tokens in a file, one per line. Raises OSError, and ValueError, which does not say them."""
+    # Opening a pipe would wait for its writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no ordinary file")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+    lines = [line.strip(" \t\r") for line in data.decode("latin-1").split("\n")]
+    tokens = [line for line in lines if line]
+    if not tokens:
+        raise ValueError("holds no token")
     for token in tokens:
         check_token(token)
     return tokens
 
 
 def _tokens_of(path: Path) -> list[str]:
-    """Raises OSError, and ValueError without the text."""
+    """Raises as `read_tokens`; what was removed since it was listed holds none."""
     if not NAME.fullmatch(path.name):
-        raise ValueError(f"no name of a caller: expected {NAME.pattern}")
-    if not path.is_file() and path.exists():
-        raise ValueError("no ordinary file")  # opening a pipe would wait for its writer
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
-    if not data.strip():
-        raise ValueError("holds no token")
-    return split_tokens(data.decode("latin-1"))
-
-
-def _visible(folder: Path) -> set[str]:
-    """Kubernetes mounts a secret as links to a hidden folder beside them."""
-    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        raise ValueError(f"no name of a caller; expected {NAME.pattern}")
+    try:
+        return read_tokens(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise
+        return []
 
 
 def _digest(token: str) -> bytes:

@@ -20,7 +20,7 @@ from services.contract.errors import ConfigError, NotFoundError, RequestError, U
 from services.contract.job import JobState
 from services.settings import user_errors
 from services.transport.admission import check_run, close_queue, open_queue, purge_run
-from services.transport.audit import changes
+from services.transport.audit import Change, changes
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.health import queue_health, take_snapshot
@@ -150,7 +150,14 @@ def purge(
 @app.command()
 def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> None:
     """Who changed the run by hand, purges included, and which trainer published which weights. Newest first."""
-    found = _run(context, lambda broker: changes(broker, count), must_exist=False)
+
+    async def known(broker: Broker) -> list[Change]:
+        found = await changes(broker, count)
+        if not found:
+            await check_run(broker)
+        return found
+
+    found = _run(context, known, must_exist=False)
     if as_json:
         typer.echo(json.dumps([change._asdict() for change in found], indent=2))
     else:

@@ -25,8 +25,8 @@ def show_health(console: Console, health: QueueHealth) -> None:
     style = STYLES[health.reasons[0].severity if health.reasons else Severity.INFO]
     console.print(Text.assemble((health.verdict, style), f"  run {health.run_id}"))
     for reason in health.reasons:
-        console.print(Text(f"  {reason.verdict}: {reason.detail}"))
-        console.print(Text(f"    {reason.remedy}", style="dim"))
+        console.print(_plain(f"  {reason.verdict}: {reason.detail}"))
+        console.print(_plain(f"    {reason.remedy}"), style="dim")
     streams = _table("", "waiting", "held", "oldest", "redelivered", numbers=4)
     for name, stream in (("jobs", health.jobs), ("client jobs", health.client_jobs), ("groups", health.groups)):
         streams.add_row(name, *_stream(stream))

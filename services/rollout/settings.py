@@ -17,7 +17,7 @@ from services.contract.errors import WeightError
 from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID
 from services.http.settings import MAX_REQUESTS, ListenSettings, RedisUrl
-from services.http.tokens import split_tokens
+from services.http.tokens import read_tokens
 from services.settings import Section
 from services.tracing import TraceUrl
 
@@ -102,11 +102,9 @@ class WeightSettings(Section):
         if self.token_file is None:
             return self.token.get_secret_value()
         try:
-            return split_tokens(self.token_file.read_text(encoding="ascii"))[0]
-        except OSError as error:
-            raise WeightError(f"weights.token_file {self.token_file}: {error.strerror}") from None
-        except ValueError as error:
-            reason = "not ASCII" if isinstance(error, UnicodeDecodeError) else error
+            return read_tokens(self.token_file)[0]
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise WeightError(f"weights.token_file {self.token_file}: {reason}") from None
 
 

@@ -66,8 +66,9 @@ CLIENT_SHARE = 0.25
 CLIENT_MEMORY_SHARE = 0.5
 """No client's job is admitted that could bring the broker's memory above this one: the rest is the trainer's."""
 AUDIT_LENGTH = 1_000
+AUDIT_BYTES = 1_000
 AUDIT_TTL_S = 90 * 24 * 3600
-"""How many changes by people are remembered, and how long after the last one."""
+"""How many changes by people are remembered, how much of each text, and how long after the last one."""
 KEY_BYTES = 512
 """What a key and the books of it take beside its value."""
 RETRY_AFTER_MEMORY_S = 5.0
@@ -364,6 +365,7 @@ def _source(name: str, run_id: str) -> str:
         "CLIENT_MEMORY_SHARE": CLIENT_MEMORY_SHARE,
         "KEY_BYTES": KEY_BYTES,
         "AUDIT_LENGTH": AUDIT_LENGTH,
+        "AUDIT_BYTES": AUDIT_BYTES,
         "AUDIT_TTL_S": AUDIT_TTL_S,
     }
     header = [

@@ -181,9 +181,9 @@ def test_trainers_understand_their_environment(name: str, monkeypatch: pytest.Mo
 
 
 SERVED = {
-    "rollout": set(Scope),
-    "rollout-gpu": set(Scope),
-    "monitor": set(Scope),
+    "rollout": {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    "rollout-gpu": {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    "monitor": {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
     "trainer": {Scope.READ},
     "trainer-gpu": {Scope.READ},
 }
@@ -216,6 +216,31 @@ def test_secrets_are_drawn_once_and_long(drawn: Path) -> None:
     before = {file: file.read_bytes() for file in drawn.rglob("*") if file.is_file()}
     assert draw(drawn) == ""
     assert {file: file.read_bytes() for file in drawn.rglob("*") if file.is_file()} == before
+
+
+def test_what_is_missing_is_drawn_and_the_rest_stays(tmp_path: Path) -> None:
+    """A run that was cut off, an .env that was copied, folders that others may read."""
+    folder = tmp_path / "a folder"
+    (folder / ".secrets" / "tokens" / "operate").mkdir(parents=True)
+    (folder / ".secrets" / "tokens" / "operate" / "operator").touch()
+    (folder / ".env.example").write_text(EXAMPLE)
+    (folder / ".env").write_text("GRAFANA_PASSWORD=mine\nREDIS_PASSWORD=")
+    (folder / ".secrets").chmod(0o755)
+    (tmp_path / "elsewhere" / "a folder").mkdir(parents=True)
+    command = [REPOSITORY / "deploy" / "secrets.sh", "a folder"]
+    environment = os.environ | {"CDPATH": str(tmp_path / "elsewhere")}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=WITHIN_S, capture_output=True)
+    assert len((folder / ".secrets" / "tokens" / "operate" / "operator").read_text()) == 48
+    assert re.fullmatch(r"GRAFANA_PASSWORD=mine\nREDIS_PASSWORD=[0-9a-f]{48}\n", (folder / ".env").read_text())
+    assert (folder / ".secrets").stat().st_mode & 0o077 == 0
+    assert not any((tmp_path / "elsewhere" / "a folder").iterdir())
+
+
+def test_nothing_is_drawn_where_nothing_is_deployed(tmp_path: Path) -> None:
+    command = [REPOSITORY / "deploy" / "secrets.sh", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
+    assert (done.returncode, done.stderr) == (1, f"{tmp_path}: no .env.example here\n")
+    assert not any(tmp_path.iterdir())
 
 
 def test_secrets_are_for_their_owner_and_for_containers(drawn: Path) -> None:

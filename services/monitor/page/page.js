@@ -10,7 +10,7 @@ const WHY_NOT = {
 };
 
 let picture = null;
-let mayOperate = false;
+let mayOperate = null; // until /v1/caller has answered
 let olderPage = null; // null: the list follows the newest page
 
 // --- small things ---------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ function showPicture() {
   showReplicas(picture.health.replicas);
   say("num-dead", whole(picture.health.dead));
   if (!olderPage) showLetters(picture.letters);
-  if (!mayOperate && picture.health.dead) say("dead-note", "Replaying and dropping need a token of scope operate; dvp-queue dead does it too.");
+  if (mayOperate === false && picture.health.dead) say("dead-note", "Replaying and dropping need a token of scope operate; dvp-queue dead does it too.");
 }
 
 function showVerdict() {
@@ -303,10 +303,13 @@ function connect() {
   });
   source.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
   source.addEventListener("error", () => {
-    at("link").className = "lost";
-    say("link", "dvp-monitor does not answer; trying again");
     // The browser gives up by itself after a refusal.
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 5000);
+    const refused = source.readyState === EventSource.CLOSED;
+    at("link").className = "lost";
+    say("link", refused ? "refused; load the page again if this stays" : "dvp-monitor does not answer; trying again");
+    mayOperate = null;
+    if (picture) showPicture();
+    if (refused) setTimeout(connect, 5000);
   });
 }
 

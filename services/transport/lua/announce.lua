@@ -11,7 +11,7 @@ if last then
 end
 -- A lease that ran out while nobody took over is forgotten with its holder; the fence still lets the trainer pass.
 local by = redis.call('HMGET', LEASE, 'holder', 'host', 'pid')
-by = by[1] and by[1] .. ' (host ' .. by[2] .. ', pid ' .. by[3] .. ')' or 'a trainer whose lease had run out'
+by = by[1] and by[1] .. ' (host ' .. (by[2] or '?') .. ', pid ' .. (by[3] or '?') .. ')' or 'a trainer whose lease had run out'
 redis.call('XADD', VERSIONS, 'MAXLEN', '~', 1000, '*', 'kind', 'announcement', 'seq', ARGV[2], 'version', ARGV[3],
   'min_seq', ARGV[4], 'data', ARGV[5], 'at', now_ms(), 'by', by)
 redis.call('SET', SEQ, string.format('%.0f', math.max(redis.call('GET', SEQ) or 0, ARGV[2])))

@@ -6,7 +6,7 @@ for i = 2, #ARGV do
   local letter = read(DEAD, ARGV[i])
   if letter then
     redis.call('XDEL', DEAD, ARGV[i])
-    dropped[#dropped + 1] = letter.id or ARGV[i]
+    dropped[#dropped + 1] = (letter.id or '') ~= '' and letter.id or 'letter ' .. ARGV[i]
   end
   hold(':dead:' .. ARGV[i], 0)
   answers[i - 1] = letter and 'dropped' or 'gone'

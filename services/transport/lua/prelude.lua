@@ -222,7 +222,8 @@ end
 
 -- Writes down what somebody did to the run, in the script that did it.
 local function audit(by, did, what)
-  redis.call('XADD', AUDIT, 'MAXLEN', AUDIT_LENGTH, '*', 'by', by, 'did', did, 'what', what)
+  what = string.sub(what, 1, AUDIT_BYTES)
+  redis.call('XADD', AUDIT, 'MAXLEN', AUDIT_LENGTH, '*', 'by', string.sub(by, 1, AUDIT_BYTES), 'did', did, 'what', what)
   redis.call('EXPIRE', AUDIT, AUDIT_TTL_S)
 end
 

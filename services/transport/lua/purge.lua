@@ -9,7 +9,9 @@ local newest = redis.call('ZREVRANGE', REPLICAS, 0, 0, 'WITHSCORES')
 if ARGV[1] == 'idle' and newest[1] and now_ms() - newest[2] < tonumber(ARGV[2]) then
   return redis.error_reply('CONFLICT replica ' .. newest[1] .. ' is serving run ' .. RUN_ID .. '; stop it, or force the purge')
 end
+local removed = 0
 for _, key in ipairs(KEYS) do
-  if key ~= AUDIT then redis.call('UNLINK', key) end
+  if key ~= AUDIT then removed = removed + redis.call('UNLINK', key) end
 end
-audit(ARGV[3], 'purged', ARGV[1] == 'idle' and 'the run' or 'the run, whoever worked on it')
+-- A retry whose reply was lost finds nothing.
+if removed > 0 then audit(ARGV[3], 'purged', ARGV[1] == 'idle' and 'the run' or 'the run, whoever worked on it') end

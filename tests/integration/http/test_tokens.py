@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,16 @@ def test_an_emptied_folder_lets_nobody_in(url: str, folder: Path, alice: str) ->
     [
         ("rollout/alice", "short", "a token has 5 characters, at least 16 are needed"),
         ("rollout/alice", "", "holds no token"),
-        ("rollout/alice", f"{TOKEN} \xe9{TOKEN}", "characters that no header can hold"),
+        ("rollout/alice", f"{TOKEN}\n\xe9{TOKEN}", "characters that no header can hold"),
+        ("rollout/alice", f"{TOKEN} {TOKEN}", "characters that no header can hold"),
+        ("rollout/alice", f"{TOKEN}\xa0{TOKEN}", "characters that no header can hold"),
         ("rollout/alice", TOKEN * 1000, "more than 4096 bytes"),
         ("rollout/alice~", TOKEN, "no name of a caller"),
+        ("rollout/a\nERROR \x1b[31mlice", TOKEN, r"a\nERROR \x1b[31mlice': no name of a caller"),
         ("rollout/alice.bak", TOKEN, "no name of a caller"),
-        ("operate/alice", "{bob}", "holds a token that another caller has, too"),
-        ("roll-out/alice", TOKEN, "roll-out: no scope; expected read, rollout, weights, operate"),
-        ("alice", TOKEN, "alice: no scope"),
+        ("operate/alice", "{bob}", "holds a token of read/bob, and counts as that"),
+        ("roll-out/alice", TOKEN, "roll-out': no scope; expected read, rollout, weights, operate"),
+        ("alice", TOKEN, "alice': no scope"),
     ],
 )
 def test_what_is_no_token_is_named_and_refused(
@@ -107,7 +111,8 @@ def test_what_is_no_token_is_named_and_refused(
         Tokens(folder=folder)
     assert f"{folder / Path(name).parts[0]}" in str(refused.value)
     assert reason in str(refused.value)
-    with caplog.at_level(logging.ERROR, "services.http.tokens"):
+    assert "\n" not in str(refused.value)
+    with caplog.at_level(logging.ERROR, "services.tokens"):
         until(lambda: running.find(bob.encode()) is not None and bool(caplog.messages), "it is said")
     assert reason in caplog.text
     assert caplog.text.count(str(file.parent)) == 1, "once, however many calls come"
@@ -120,8 +125,60 @@ def test_what_is_no_token_is_named_and_refused(
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], folder: Path, alice: str) -> None:
     make(folder / "rollout" / "bob")
-    with pytest.raises(ConfigError, match="bob: no ordinary file"):
+    with pytest.raises(ConfigError, match="bob': (no ordinary file|Is a directory)"):
         Tokens(folder=folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda read: read.rename(read.with_name(".gone")),
+        lambda read: (read.rename(read.with_name(".gone")), read.write_text("no folder")),
+        lambda read: (read.rename(read.with_name(".gone")), read.symlink_to("read")),
+        lambda read: (read / "loop").symlink_to("loop"),
+        lambda read: (read / "link").symlink_to("nowhere"),
+    ],
+    ids=["gone", "a file", "a loop", "a loop in it", "a link to nothing"],
+)
+def test_what_is_wrong_with_one_scope_locks_nobody_of_another_out(
+    damage: Callable[[Path], object], folder: Path, alice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = write_token(folder, Scope.READ, "reader")
+    tokens = Tokens(folder=folder)
+    damage(folder / "read")
+    # A second caller, so that one sees that the folder was read again.
+    other = write_token(folder, Scope.OPERATE, "other")
+    until(lambda: tokens.find(other.encode()))
+    assert tokens.find(alice.encode()) is not None
+    whole = (folder / "read").is_dir()
+    assert (tokens.find(reader.encode()) is not None) == whole
+    said = [line for line in caplog.messages if line.startswith(f"token_folder: '{folder / 'read'}")]
+    assert len(said) == (1 if whole or (folder / "read").is_symlink() or (folder / "read").is_file() else 0)
+
+
+def test_a_change_of_scope_is_said(folder: Path, alice: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = Tokens(folder=folder)
+    (folder / "operate").mkdir()
+    (folder / "rollout" / "alice").rename(folder / "operate" / "alice")
+    with caplog.at_level(logging.INFO, "services.tokens"):
+        until(lambda: tokens.find(alice.encode()) == Caller("alice", Scope.OPERATE, sha256(alice.encode()).digest()))
+    assert caplog.messages == [
+        "a token of rollout/alice is no longer accepted",
+        "a token of operate/alice is accepted",
+    ]
+
+
+def test_only_operators_are_named_in_the_log(
+    url: str, folder: Path, alice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bob = write_token(folder, Scope.OPERATE, "bob")
+    until(lambda: status(url, bob) == 200, "bob is let in")
+    with caplog.at_level(logging.INFO, "services.operators"):
+        for path, token in (("/healthz", bob), ("/v1/weights", "x" * 16), ("/v1/weights", alice), ("/v1/weights", bob)):
+            web.post(url + path, headers={"Authorization": f"Bearer {token}"})
+    assert [record.getMessage() for record in caplog.records if record.name == "services.operators"] == [
+        "bob: POST /v1/weights"
+    ]
 
 
 def test_a_folder_without_tokens_is_refused(folder: Path) -> None:

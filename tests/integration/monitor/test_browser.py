@@ -75,7 +75,8 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
         assert browser.evaluate(histogram) == "Staleness of trained groups: 86 % at 0; 13 % at 1; 2 % at 2"
         assert browser.evaluate(CONTRAST) == []
         assert browser.evaluate(UNNAMED) == []
-        # Without a token nothing can be changed here.
+        # Without a token nothing can be changed here, and the page says so.
+        browser.until("document.getElementById('dead-note').textContent.includes('need a token of scope operate')")
         assert browser.evaluate("[...document.querySelectorAll('#letters button')].every((b) => b.hidden)") is True
         browser.screenshot(folder / "page.png")
         assert (folder / "page.png").stat().st_size > 10_000
@@ -96,6 +97,7 @@ def _mend(monitor: Monitor) -> None:
         cards = "document.querySelectorAll('#letters li').length"
         browser.until(f"{cards} === 3")
         browser.until("!document.querySelector('#letters button').hidden")
+        assert browser.evaluate("document.getElementById('dead-note').textContent") == ""
         browser.evaluate("document.getElementById('link').focus()")
         for _ in range(2):
             browser.press("Tab")

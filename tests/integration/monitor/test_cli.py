@@ -213,6 +213,7 @@ async def test_purge_needs_the_name_and_an_idle_run(cli: Cli, staged: Rig) -> No
     ("args", "message"),
     [
         (["status"], "this broker knows no such run"),
+        (["audit"], "this broker knows no such run"),
         (["dead", "show", "nonsense"], "entry id 'nonsense': expected one like"),
         (["pending", "--after", "nonsense"], "entry id 'nonsense': expected one like"),
         (["dead", "replay"], "name them"),

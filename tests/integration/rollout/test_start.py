@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
             "'0.0.0.0' is reachable from other machines: name a token_folder, set a token",
         ),
         (["--model", "m", "--port", "70000"], {}, "port: Input should be less than or equal to 65535, got '70000'"),
-        (["--model", "m", "--token-folder", "/no/tokens"], {}, "token_folder: /no/tokens: No such file or directory"),
+        (["--model", "m", "--token-folder", "/no/tokens"], {}, "token_folder: '/no/tokens': No such file or directory"),
         (
             ["--model", "m"],
             {"DVP_ROLLOUT__TOKEN": "change-me"},

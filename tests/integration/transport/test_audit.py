@@ -50,6 +50,12 @@ async def test_many_are_one_line(rig: Rig) -> None:
     assert await told(rig) == [(ALICE, "replayed", f"{', '.join(ids[:10])} and 2 more")]
 
 
+async def test_a_damaged_letter_is_named_by_its_entry(rig: Rig) -> None:
+    entry = (await rig.broker.redis.xadd(rig.broker.keys.dead, {"kind": "dead", "id": "", "sink": "train"})).decode()
+    await DeadLetters(rig.broker, by=ALICE).drop([entry])
+    assert await told(rig) == [(ALICE, "dropped", f"letter {entry}")]
+
+
 async def test_what_was_left_alone_is_no_change(rig: Rig) -> None:
     await kill(rig, 1)
     await rig.groups.read(1, BLOCK_MS)  # the trainer has counted it
@@ -61,8 +67,10 @@ async def test_what_was_left_alone_is_no_change(rig: Rig) -> None:
 
 
 async def test_the_queue_and_results_name_who_closed_and_deleted_them(rig: Rig) -> None:
-    await close_queue(rig.broker, "a new disk", by=ALICE)
-    await open_queue(rig.broker, by=ALICE)
+    for _ in range(2):
+        await close_queue(rig.broker, "a new disk", by=ALICE)
+    for _ in range(2):
+        await open_queue(rig.broker, by=ALICE)
     for name in ("mine", "theirs"):
         await rig.submission.submit_client(
             make_job(rig.run_id, sink=Sink.CLIENT).model_copy(update={"job_id": name}), limit=9
@@ -96,7 +104,8 @@ async def test_a_purge_does_not_hide_what_came_before_it(rig: Rig) -> None:
     (job_id,) = await kill(rig, 1)
     letters = DeadLetters(rig.broker, by=ALICE)
     await letters.drop([letter.entry_id for letter in await letters.page()])
-    await purge_run(rig.broker, by="bob", force=True)
+    for _ in range(2):
+        await purge_run(rig.broker, by="bob", force=True)
     assert await told(rig) == [
         (ALICE, "dropped", job_id),
         ("bob", "purged", "the run, whoever worked on it"),
@@ -109,5 +118,8 @@ async def test_it_is_bounded(rig: Rig) -> None:
     seen = await told(rig)
     assert len(seen) == limits.AUDIT_LENGTH
     assert seen[-1] == (ALICE, "closed", f"the queue: {limits.AUDIT_LENGTH + 2}")
+    await close_queue(rig.broker, "x" * 10**6, by="y" * 10**6)
+    (newest,) = await changes(rig.broker, 1)
+    assert (len(newest.by), len(newest.what)) == (limits.AUDIT_BYTES, limits.AUDIT_BYTES)
     left_s = await rig.broker.redis.ttl(rig.broker.keys.audit)
     assert 0 < left_s <= limits.AUDIT_TTL_S

@@ -696,8 +696,8 @@ async def _drop(world: World, before: Seen, number: int) -> None:
 
 async def _wipe(world: World, before: Seen) -> None:
     await world.broker.redis.delete(*before.keys)
-    # Tokens are milliseconds of the clock, and ahead of it where trainers start faster than it ticks. No broker is wiped
-    # and full of life again before it has caught up.
+    # Tokens are milliseconds of the clock, and ahead of it where trainers start faster than it ticks. No broker is
+    # wiped and full of life again before it has caught up.
     while True:
         seconds, microseconds = await world.broker.redis.time()
         if 1000 * seconds + microseconds // 1000 > int(before.fence or 0):

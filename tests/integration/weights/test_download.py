@@ -201,7 +201,7 @@ async def test_a_replica_and_dvp_weights_change_their_token_together(
 
 @pytest.mark.parametrize(
     ("data", "reason"),
-    [(None, "No such file"), (b"", "at least 16"), (b"short", "at least 16"), (b"\xff" * 20, "not ASCII")],
+    [(None, "No such file"), (b"", "holds no token"), (b"short", "at least 16"), (b"\xff" * 20, "printable ASCII")],
 )
 def test_a_token_file_that_holds_none_is_named(data: bytes | None, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
