@@ -125,7 +125,7 @@ def test_what_is_no_token_is_named_and_refused(
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], folder: Path, alice: str) -> None:
     make(folder / "rollout" / "bob")
-    with pytest.raises(ConfigError, match="bob': (no ordinary file|Is a directory)"):
+    with pytest.raises(ConfigError, match=r"bob': (no ordinary file|Is a directory)"):
         Tokens(folder=folder)
 
 
