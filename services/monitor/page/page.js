@@ -292,7 +292,8 @@ function drawHistogram(histogram) {
 function connect() {
   const source = new EventSource("/v1/events");
   source.addEventListener("open", async () => {
-    mayOperate = (await ask("/v1/caller"))?.scope === "operate";
+    const viewer = await ask("/v1/caller");
+    mayOperate = viewer && viewer.scope === "operate";
     if (picture) showPicture();
   });
   source.addEventListener("picture", (event) => {
