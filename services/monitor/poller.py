@@ -80,8 +80,9 @@ class Poller:
         settings = self._settings
         if self._broker is None:
             self._broker = await Broker.connect(settings.redis_url, settings.run_id, create=False)
-        self.snapshot = seen = await take_snapshot(self._broker)
+        seen = await take_snapshot(self._broker)
         letters = await DeadLetters(self._broker).page(NUM_LETTERS)
+        self.snapshot = seen
         return Picture(
             at=time.time(),
             run_id=settings.run_id,

@@ -65,9 +65,15 @@ MUTANTS = {
     ),
     "one who asks for all viewers": Mutant(
         MONITOR,
-        "poller.feed.follow()",
+        "poller.feed.follow(lambda: tokens.still_has(caller))",
         "(await poller._ask() and news async for news in poller.feed.follow())",
         "tests/integration/monitor/test_page.py::test_the_broker_does_not_feel_the_viewers",
+    ),
+    "a scope that nobody looks at": Mutant(
+        "services/http/guard.py",
+        "caller.scope.includes(needed)",
+        "caller.scope",
+        "tests/integration/http/test_control.py::test_everybody_may_do_what_their_token_is_for",
     ),
 }
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.cancellation import cancel
 from services.contract.errors import ConfigError
 from services.contract.http import Problem
 from services.http.tokens import Scope
@@ -31,7 +32,7 @@ from tests.integration.monitor.process import Monitor, stage, write_metrics
 from tests.integration.transport.rig import Rig
 from tests.kit import web
 from tests.kit.tokens import TOKEN, write_token
-from tests.kit.wait import until_async
+from tests.kit.wait import WITHIN_S, until_async
 
 READS = ["/", "/page.css", "/page.js", "/v1/events", "/v1/queue", "/v1/dead", "/metrics", "/openapi.json"]
 
@@ -59,6 +60,18 @@ async def test_events_tell_what_queue_health_says(staged: Rig, broker_url: str, 
             assert monitor.get("/v1/queue").json()["verdict"] == expected.verdict
 
     await asyncio.to_thread(watch)
+
+
+async def test_it_is_ready_once_it_can_answer(staged: Rig, broker_url: str) -> None:
+    poller = Poller(MonitorSettings.load([f"--redis-url={broker_url}", f"--run-id={staged.run_id}"]))
+    polling = asyncio.create_task(poller.run())
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while poller.snapshot is None:  # noqa: ASYNC110  # looks at every turn of the loop
+                await asyncio.sleep(0)
+        assert poller.picture.health is not None
+    finally:
+        await cancel([polling])
 
 
 async def test_rates_follow_the_counters(rig: Rig, broker_url: str, tmp_path: Path) -> None:
