@@ -38,7 +38,7 @@ class Listening(BaseModel):
     token: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Tokens that may do everything; comma-separated in the environment."""
     token_folder: Path | None = None
-    """SCOPE/NAME in it holds a caller's token (services/http/README.md). Read again when it changes."""
+    """SCOPE/NAME in it holds a caller's token (services/http/README.md). Read again while it is served."""
 
     @field_validator("token", mode="before")
     @classmethod

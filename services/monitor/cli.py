@@ -138,7 +138,7 @@ def purge(
     force: Annotated[bool, typer.Option("--force", help="Even while a trainer or replicas work on the run.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove everything the broker holds of this run: jobs, groups, dead letters, weight versions, books."""
+    """Remove all that the broker holds of this run (jobs, groups, dead letters, weight versions, books) but the audit."""
     run_id = QueueSettings.load(context.obj).run_id
     if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
         raise RequestError("that is not its name; nothing was removed")
@@ -260,12 +260,12 @@ def drop_results(
     _confirm("Drop all results", jobs, everything, yes)
 
     async def drop_them(broker: Broker) -> tuple[int, list[str]]:
-        submission, left, names = Submission(broker), list[str](), jobs or []
+        submission, left, names, me = Submission(broker), list[str](), jobs or [], _me()
         if everything:
             names = [job.name for job in await client_jobs(broker) if job.held is Held.DONE]
         for name in names:
             try:
-                await submission.delete(name, only=JobState.DONE if everything else None, by=_me())
+                await submission.delete(name, only=JobState.DONE if everything else None, by=me)
             except (NotFoundError, RequestError) as error:
                 left.append(str(error))
         return len(names) - len(left), left

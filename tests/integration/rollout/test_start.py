@@ -58,7 +58,11 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
             {"DVP_ROLLOUT__TOKEN": "change-me"},
             "token: a token has 9 characters, at least 16 are needed",
         ),
-        (["--model", "tests", "--weights.token-file", "/no/token"], {}, "weights.token_file /no/token: No such file"),
+        (
+            ["--model", str(Path(__file__).parent), "--weights.token-file", "/no/token"],
+            {},
+            "weights.token_file /no/token: No such file",
+        ),
         ([], {}, "model is required: --model or DVP_ROLLOUT__MODEL"),
         (["--model", "m"], {"DVP_ROLLOUT__PROT": "1"}, "DVP_ROLLOUT__PROT; did you mean DVP_ROLLOUT__PORT"),
     ],
