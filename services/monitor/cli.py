@@ -138,7 +138,7 @@ def purge(
     force: Annotated[bool, typer.Option("--force", help="Even while a trainer or replicas work on the run.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all that the broker holds of this run (jobs, groups, dead letters, weight versions, books) but the audit."""
+    """Remove all that the broker holds of this run but the audit: jobs, groups, dead letters, versions, books."""
     run_id = QueueSettings.load(context.obj).run_id
     if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
         raise RequestError("that is not its name; nothing was removed")
