@@ -28,10 +28,18 @@ for caller in operate/operator rollout/client read/prometheus weights/replica; d
     )
     echo "drew .secrets/tokens/$caller"
 done
-if ! [ -e .env ] || grep -q '_PASSWORD=$' .env; then
-    given=.env
-    [ -e .env ] || given=.env.example
-    while IFS= read -r line || [ -n "$line" ]; do
+given=.env
+[ -e .env ] || given=.env.example
+lines() {
+    while IFS= read -r line || [ -n "$line" ]; do printf '%s\n' "$line"; done < "$given"
+    [ -r .env.example ] || return 0
+    # An .env that is older than the example.
+    while IFS= read -r line; do
+        case $line in *_PASSWORD=) grep -q "^$line" "$given" || printf '%s\n' "$line" ;; esac
+    done < .env.example
+}
+if [ "$given" = .env.example ] || lines | grep -q '_PASSWORD=$'; then
+    lines | while IFS= read -r line; do
         case $line in
         *_PASSWORD=)
             password=$(draw)
@@ -39,7 +47,7 @@ if ! [ -e .env ] || grep -q '_PASSWORD=$' .env; then
             ;;
         *) printf '%s\n' "$line" ;;
         esac
-    done < "$given" > .env.partial
+    done > .env.partial
     mv .env.partial .env
     echo "wrote passwords into .env"
 fi

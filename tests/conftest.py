@@ -105,10 +105,15 @@ def broker_binary() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def broker_url(tmp_path_factory: pytest.TempPathFactory, broker_binary: Path | None) -> Iterator[str]:
+def shared_broker(tmp_path_factory: pytest.TempPathFactory, broker_binary: Path | None) -> Iterator[EmbeddedBroker]:
     """One real broker for the whole session. Tests keep apart by `run_id` and never flush."""
     with EmbeddedBroker(tmp_path_factory.mktemp("broker"), binary=broker_binary) as embedded:
-        yield embedded.url
+        yield embedded
+
+
+@pytest.fixture(scope="session")
+def broker_url(shared_broker: EmbeddedBroker) -> str:
+    return shared_broker.url
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.replicas import ReplicaRegistry
+from services.transport.roles import Role
 from services.transport.submission import Submission
 from services.transport.transfers import Transfers
 from services.transport.weights import WeightRegistry
@@ -95,7 +96,7 @@ async def _assemble(
     async with AsyncExitStack() as stack:
         url = settings.broker.url.get_secret_value()
         broker = await stack.enter_async_context(
-            await Broker.connect(url, settings.run_id, patience_s=settings.broker.stall_timeout_s)
+            await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=settings.broker.stall_timeout_s)
         )
         pool = await stack.enter_async_context(
             RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib)

@@ -23,6 +23,7 @@ from services.contract.errors import DvpError, UnavailableError
 from services.rollout.settings import EngineName
 from services.settings import forget_variables, user_errors
 from services.transport.embedded import EmbeddedBroker
+from services.transport.roles import Role
 from trainer.config import TrainSettings
 from trainer.report import write_report
 from trainer.reporting import read_metrics
@@ -132,8 +133,8 @@ class Demo:
         self.announce(folder)
         with EmbeddedBroker(folder.path / "broker") as broker, Fleet(folder.logs) as fleet:
             names = [f"replica-{number}" for number in range(1, self.num_replicas + 1)]
-            servers = [self.start_replica(fleet, folder, broker.url, name) for name in names]
-            trainer = self.start_trainer(fleet, broker.url)
+            servers = [self.start_replica(fleet, folder, broker.url_of(Role.ROLLOUT), name) for name in names]
+            trainer = self.start_trainer(fleet, broker.url_of(Role.TRAINER))
             fleet.wait_until(lambda: all(s.is_ready() for s in servers), "every replica is ready", READY_TIMEOUT_S)
             fleet.wait_for(trainer, self.timeout_s)
             newest = folder.progress()["seq"]

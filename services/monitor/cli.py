@@ -6,6 +6,7 @@ import asyncio
 import getpass
 import json
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from heapq import nlargest
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from services.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from services.contract.job import JobState
+from services.contract.weights import RUN_ID
 from services.settings import user_errors
 from services.transport.admission import check_run, close_queue, open_queue, purge_run
 from services.transport.audit import Change, changes
@@ -26,6 +28,7 @@ from services.transport.dead_letters import DeadLetters, Outcome
 from services.transport.health import queue_health, take_snapshot
 from services.transport.pending import Stream, pending
 from services.transport.results import Held, client_jobs
+from services.transport.roles import Role, rules
 from services.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
@@ -162,6 +165,17 @@ def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> N
         typer.echo(json.dumps([change._asdict() for change in found], indent=2))
     else:
         show_changes(Console(), found)
+
+
+@app.command()
+def users(
+    run: Annotated[str, typer.Argument(help="The only run that they may touch.", show_default="any")] = "*",
+) -> None:
+    """Print users of Redis for the parts of the system, as a users.acl or redis.conf takes them, but for passwords."""
+    if run != "*" and not re.fullmatch(RUN_ID, run):
+        raise RequestError(f"run {run!r}: must match {RUN_ID}")
+    for role in Role:
+        typer.echo(f"user {role} {rules(role, run)}")
 
 
 @dead.command(name="list")
@@ -332,7 +346,8 @@ def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]], *, must
     settings = QueueSettings.load(context.obj)
 
     async def connected() -> T:
-        async with await Broker.connect(settings.redis_url, settings.run_id, create=False) as broker:
+        broker = await Broker.connect(settings.redis_url, settings.run_id, role=Role.OPERATOR, create=False)
+        async with broker:
             if must_exist:
                 await check_run(broker)
             return await work(broker)

@@ -10,6 +10,7 @@ from services.contract.errors import DvpError, UnavailableError
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters
 from services.transport.health import Snapshot, report, take_snapshot
+from services.transport.roles import Role
 
 from .bodies import LetterPage, Picture
 from .curves import MetricsFile
@@ -79,7 +80,7 @@ class Poller:
     async def _ask(self) -> Picture:
         settings = self._settings
         if self._broker is None:
-            self._broker = await Broker.connect(settings.redis_url, settings.run_id, create=False)
+            self._broker = await Broker.connect(settings.redis_url, settings.run_id, role=Role.MONITOR, create=False)
         seen = await take_snapshot(self._broker)
         letters = await DeadLetters(self._broker).page(NUM_LETTERS)
         self.snapshot = seen

@@ -12,6 +12,7 @@ from services.contract.http import ReplicaState, WeightStatus
 from services.transport.broker import Broker
 from services.transport.jobs import JobQueue
 from services.transport.replicas import BEAT_S, ReplicaBeat, ReplicaRegistry
+from services.transport.roles import Role
 from services.transport.weights import WeightRegistry
 
 from .loops import keep_doing, pauses
@@ -108,7 +109,7 @@ class Uplink:
         told = ""
         for pause in pauses():
             try:
-                return await Broker.connect(self._url, self._settings.run_id)
+                return await Broker.connect(self._url, self._settings.run_id, role=Role.ROLLOUT)
             except DvpError as error:
                 self.error = str(error)
             if self.error != told:

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +27,7 @@ from redis.exceptions import (
     AuthorizationError,
     ConnectionError,
     MasterDownError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -43,6 +43,7 @@ from services.contract.record import SCHEMA_VERSION
 from services.contract.weights import RUN_ID
 
 from .failpoints import failpoint
+from .roles import LUA, Role, trials
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ _KEYS = (
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
     *("backlogs", "client_reserved", "client_held", "client_expiry", "client_deadlines", "audit"),
 )
-"""What every script gets as KEYS, under the same name in capitals; then the prefixes JOB, RESULT and REPLICA."""
+"""What every script knows under the same name in capitals; and the prefixes JOB, RESULT and REPLICA."""
 
 
 class Broker:
@@ -89,17 +90,23 @@ class Broker:
         self.keys = keys
         self._where = where
         self._outage = outage
-        self._script_keys = [*(getattr(keys, name) for name in _KEYS), keys.job(""), keys.result(""), keys.replica("")]
         self._scripts: dict[str, AsyncScript] = {}
 
     @property
     def run_id(self) -> str:
         return self.keys.run_id
 
+    @property
+    def user(self) -> str:
+        return self.redis.connection_pool.connection_kwargs.get("username") or "default"
+
     @classmethod
-    async def connect(cls, url: str, run_id: str, *, create: bool = True, patience_s: float = 0.0) -> Self:
-        """Raises ConfigError (bad URL or run id, nobody answers, wrong password) naming host and port, never the
-        password. `create=False` leaves a run that does not exist alone: for those who only watch.
+    async def connect(
+        cls, url: str, run_id: str, *, role: Role | None = None, create: bool = True, patience_s: float = 0.0
+    ) -> Self:
+        """Raises ConfigError (bad URL or run id, nobody answers, wrong password, a user who may not do all that `role`
+        does) naming host and port, never the password. `create=False` leaves a run that does not exist alone: for those
+        who only watch.
 
         A broker that is away is tried again a few times, within seconds. With `patience_s`, each call waits so long for
         it (REPLY_TIMEOUT_S at least), this one, too, and the log says so: for those who can do nothing without."""
@@ -110,7 +117,9 @@ class Broker:
         where = outage.where = _address(redis)
         broker = cls(redis, Keys(run_id), where, outage)
         try:
-            await (broker.set_up() if create else broker.ping())
+            await (broker.check_role(role) if role else broker.ping())
+            if create:
+                await broker.set_up()
         except UnavailableError as error:
             await broker.close()
             raise ConfigError(
@@ -129,7 +138,7 @@ class Broker:
             script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
         failpoint(f"{name}.before")
         async with self.call():
-            reply = await script(keys=self._script_keys, args=args)
+            reply = await script(args=args)
         failpoint(f"{name}.after")
         return reply
 
@@ -152,6 +161,9 @@ class Broker:
             raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
         except OutOfMemoryError:
             raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
+        except NoPermissionError as error:
+            kind = UnavailableError if self._outage.answered else ConfigError
+            raise kind(f"Redis at {self._where} refuses user {self.user!r}: {error}; {_REMEDY}") from None
         except ResponseError as error:
             code, _, detail = str(error).partition(" ")
             if code == "LEASELOST":
@@ -168,6 +180,16 @@ class Broker:
         """Raises UnavailableError, or ConfigError for a wrong password."""
         async with self.call():
             await self.redis.time()  # not PING: with its disk full a broker refuses that as it refuses writes
+
+    async def check_role(self, role: Role) -> None:
+        """Raises ConfigError if the user may not do all that `role` does."""
+        refused = await self.script("refused", *trials(role, self.run_id))
+        if refused:
+            named = ", ".join(line.decode() for line in refused[:3]) + (", ..." if len(refused) > 3 else "")
+            raise ConfigError(
+                f"Redis at {self._where} refuses user {self.user!r} {len(refused)} of the commands of role {role}: "
+                f"{named}; {_REMEDY}"
+            )
 
     async def set_up(self) -> None:
         """Raises ConfigError if the server cannot be trusted to keep a run."""
@@ -215,6 +237,8 @@ class Broker:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+
+_REMEDY = "dvp-queue users prints the rules of each part's user"
 
 _cancelled_before = ContextVar("cancelled before", default=sys.maxsize)
 """How often the task had been cancelled when its `Broker.call` began. Outside of a call, no number is above it."""
@@ -324,6 +348,7 @@ def _client(url: str, outage: Outage) -> Redis:
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
             health_check_interval=15,
+            driver_info=None,  # CLIENT SETINFO, which Redis 7.0 does not know and no user needs
             retry=_Retry(outage),
             retry_on_error=[ConnectionError, TimeoutError],
         )
@@ -349,11 +374,16 @@ def _address(redis: Redis) -> str:
 
 
 def _source(name: str, run_id: str) -> str:
-    """A script's text: its shebang line, the names of keys and constants, the prelude, the body."""
-    folder = files(__package__) / "lua"
-    shebang, _, body = (folder / f"{name}.lua").read_text().partition("\n")
-    names = [key.upper() for key in (*_KEYS, "job", "result", "replica")]
+    """A script's text: its shebang line, the names of keys and constants, the prelude, the body. Keys are not declared
+    in EVALSHA: its caller would need to be allowed to write all of them."""
+    shebang, _, body = (LUA / f"{name}.lua").read_text().partition("\n")
+    keys = Keys(run_id)
     constants = {
+        **{key.upper(): f"'{getattr(keys, key)}'" for key in _KEYS},
+        "JOB": f"'{keys.job('')}'",
+        "RESULT": f"'{keys.result('')}'",
+        "REPLICA": f"'{keys.replica('')}'",
+        "BOOKS": f"{{{', '.join(key.upper() for key in _KEYS)}}}",
         "RUN_ID": f"'{run_id}'",
         "REPLICA_GROUP": f"'{REPLICAS}'",
         "TRAINER_GROUP": f"'{TRAINER}'",
@@ -368,8 +398,5 @@ def _source(name: str, run_id: str) -> str:
         "AUDIT_BYTES": AUDIT_BYTES,
         "AUDIT_TTL_S": AUDIT_TTL_S,
     }
-    header = [
-        f"local {', '.join(names)} = unpack(KEYS)",
-        *(f"local {key} = {value}" for key, value in constants.items()),
-    ]
-    return "\n".join([shebang, *header, (folder / "prelude.lua").read_text(), body])
+    header = [f"local {key} = {value}" for key, value in constants.items()]
+    return "\n".join([shebang, *header, (LUA / "prelude.lua").read_text(), body])

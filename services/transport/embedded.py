@@ -15,6 +15,8 @@ from typing import Literal, Self
 from services.contract.errors import ConfigError
 from services.ports import HOST, ReservedPort
 
+from .roles import Role, rules
+
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 15.0
@@ -36,7 +38,8 @@ def valkey_binary() -> Path:
 
 
 class EmbeddedBroker:
-    """`with EmbeddedBroker(folder) as broker: broker.url`. Loopback, a free port, a password, noeviction."""
+    """`with EmbeddedBroker(folder) as broker: broker.url_of(Role.TRAINER)`. Loopback, a free port, noeviction, a user
+    with a password for each role."""
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class EmbeddedBroker:
         self._reserved = None if port else ReservedPort()
         self.port = self._reserved.number if self._reserved else port
         self.password = secrets.token_urlsafe(16)
+        self._passwords = {role: secrets.token_urlsafe(16) for role in Role}
         self._aof = aof
         self._fsync = fsync
         self._maxmemory = maxmemory
@@ -63,8 +67,12 @@ class EmbeddedBroker:
 
     @property
     def url(self) -> str:
-        """redis://:password@127.0.0.1:port/0; the same after a restart."""
+        """redis://:password@127.0.0.1:port/0, of the user who may do everything; the same after a restart."""
         return f"redis://:{self.password}@{HOST}:{self.port}/0"
+
+    def url_of(self, role: Role) -> str:
+        """Of the user who may do what `role` does."""
+        return f"redis://{role}:{self._passwords[role]}@{HOST}:{self.port}/0"
 
     @property
     def pid(self) -> int | None:
@@ -107,6 +115,7 @@ class EmbeddedBroker:
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
         }
+        settings |= {f"user {role} >{password}": rules(role) for role, password in self._passwords.items()}
         return "".join(f"{name} {value}\n" for name, value in settings.items())
 
     def _await_answer(self) -> None:

@@ -16,6 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 from services.cancellation import cancel
+from services.transport import roles
 from services.transport.embedded import EmbeddedBroker
 from services.transport.failpoints import VARIABLE as FAILPOINTS
 from tests.kit.forked import ROLLOUT, Service
@@ -156,11 +157,11 @@ class System:
     def start(self, role: Role, slot: str, trap: str | None, argv: list[str] | None = None) -> Child:
         self.counts[f"starts {role}"] += 1
         log = self.layout.logs / f"{slot}-{self.counts[f'starts {role}']:04d}.log"
-        url, folder = self.broker.url, self.layout.folder
+        folder = self.layout.folder
         variables = {
-            "DVP_ROLLOUT__REDIS_URL": url,
-            "DVP_TRAIN__BROKER__URL": url,
-            "DVP_QUEUE__REDIS_URL": url,
+            "DVP_ROLLOUT__REDIS_URL": self.broker.url_of(roles.Role.ROLLOUT),
+            "DVP_TRAIN__BROKER__URL": self.broker.url_of(roles.Role.TRAINER),
+            "DVP_QUEUE__REDIS_URL": self.broker.url_of(roles.Role.OPERATOR),
             recorder.VARIABLE: str(folder / "evidence"),
             FAILPOINTS: "" if trap is None else f"{trap}:{self.nth_pass(trap)}=kill",
         }

@@ -20,7 +20,7 @@ REPLICA = ("create_groups", "beat", "start", "expire", "renew", "commit", "fail"
 OPERATOR = ("close", "open", "health", "letters", "pending", "replay", "discard", "purge")
 AT_STOP = ("release", "abandon", "leave", "lease_release")
 """Reached only by a process that is asked to stop."""
-AT_START = ("lease_acquire", "takeover", "restore")
+AT_START = ("refused", "lease_acquire", "takeover", "restore")
 
 
 def all_points() -> list[str]:

@@ -31,7 +31,9 @@ ASSIGNMENT = re.compile(r"^#?([A-Z_]+)=(.*)$", re.MULTILINE)
 
 TEXT = (REPOSITORY / "docker-compose.yml").read_text()
 EXAMPLE = (REPOSITORY / ".env.example").read_text()
-SECRETS = ("REDIS_PASSWORD", "GRAFANA_PASSWORD")
+USERS = ("rollout", "trainer", "monitor", "operator")
+"""Of Redis, beside the one who may do everything."""
+SECRETS = ("REDIS_PASSWORD", *(f"{user.upper()}_REDIS_PASSWORD" for user in USERS), "GRAFANA_PASSWORD")
 DEFAULTS = {name: value for name, value in ASSIGNMENT.findall(EXAMPLE) if f"\n{name}=" in EXAMPLE} | dict.fromkeys(
     SECRETS, "drawn"
 )
@@ -97,8 +99,9 @@ def test_containers_are_hardened_and_bounded(service: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_containers_restart_by_themselves(name: str) -> None:
-    """A trainer that is done stays so."""
-    assert SERVICES[name]["restart"] == ("on-failure" if name.startswith("trainer") else "unless-stopped")
+    """A trainer that is done stays so; `queue` is a command."""
+    own = {"trainer": "on-failure", "trainer-gpu": "on-failure", "queue": "no"}
+    assert SERVICES[name]["restart"] == own.get(name, "unless-stopped")
 
 
 def test_what_is_published_is_published_on_loopback_only() -> None:
@@ -114,7 +117,24 @@ def test_what_is_published_is_published_on_loopback_only() -> None:
 def test_broker_is_reached_by_those_who_need_it() -> None:
     (network,) = SERVICES["redis"]["networks"]
     reaching = {name for name, service in SERVICES.items() if network in service["networks"]}
-    assert reaching == {"redis", "rollout", "rollout-gpu", "trainer", "trainer-gpu", "monitor"}
+    assert reaching == {"redis", "rollout", "rollout-gpu", "trainer", "trainer-gpu", "monitor", "queue"}
+
+
+def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user() -> None:
+    services = resolve(DEFAULTS | {secret: f"<{secret}>" for secret in SECRETS})["services"]
+    users = {"rollout-gpu": "rollout", "trainer-gpu": "trainer", "queue": "operator"}
+    for name, service in services.items():
+        known = {secret for secret in SECRETS if f"<{secret}>" in json.dumps(service)}
+        if name == "redis":
+            assert known == {*SECRETS} - {"GRAFANA_PASSWORD"}
+        elif name == "grafana":
+            assert known == {"GRAFANA_PASSWORD"}
+        elif "queue" in service["networks"]:
+            user = users.get(name, name)
+            assert known == {f"{user.upper()}_REDIS_PASSWORD"}, name
+            assert f"redis://{user}:<{user.upper()}_REDIS_PASSWORD>@redis:6379/0" in service["environment"].values()
+        else:
+            assert not known, name
 
 
 def test_start_waits_for_health() -> None:
@@ -158,7 +178,7 @@ def test_example_states_the_defaults() -> None:
 def test_replicas_understand_their_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(name, monkeypatch)
     settings = RolloutSettings.load([])
-    assert settings.redis_url == "redis://:drawn@redis:6379/0"
+    assert settings.redis_url == "redis://rollout:drawn@redis:6379/0"
     assert settings.device == ("cuda" if name == "rollout-gpu" else "cpu")
     assert settings.engine is (EngineName.SGLANG if name == "rollout-gpu" else EngineName.TRANSFORMERS)
 
@@ -231,7 +251,10 @@ def test_what_is_missing_is_drawn_and_the_rest_stays(tmp_path: Path) -> None:
     environment = os.environ | {"CDPATH": str(tmp_path / "elsewhere")}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=WITHIN_S, capture_output=True)
     assert len((folder / ".secrets" / "tokens" / "operate" / "operator").read_text()) == 48
-    assert re.fullmatch(r"GRAFANA_PASSWORD=mine\nREDIS_PASSWORD=[0-9a-f]{48}\n", (folder / ".env").read_text())
+    lines = dict(ASSIGNMENT.findall((folder / ".env").read_text()))
+    assert lines.keys() == {*SECRETS}, "an older .env gets what is new in the example, and nothing else of it"
+    assert lines.pop("GRAFANA_PASSWORD") == "mine"
+    assert all(re.fullmatch("[0-9a-f]{48}", password) for password in lines.values())
     assert (folder / ".secrets").stat().st_mode & 0o077 == 0
     assert not any((tmp_path / "elsewhere" / "a folder").iterdir())
 

@@ -1,15 +1,14 @@
 """deploy/kubernetes as far as that can be told without a cluster: rendered, and held against the API's schemas.
 
 Kubernetes' own schemas come from PyPI's kubernetes-validate, in their strict form: an unknown field is an error.
-keda-scaledobject.json is written after config/crd/bases/keda.sh_scaledobjects.yaml and the documentation of the
-redis-streams scaler, github.com/kedacore/keda and keda-docs (Apache-2.0), and as strict.
+The two of KEDA are written after config/crd/bases and the documentation of the redis-streams scaler,
+github.com/kedacore/keda and keda-docs (Apache-2.0), and as strict.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,15 +22,20 @@ from services.contract.keys import Keys
 from services.http.tokens import Scope, Tokens
 from services.monitor.settings import MonitorSettings
 from services.rollout.settings import EngineName, RolloutSettings, WeightSettings
+from services.transport.roles import Role
 from services.weights.settings import WeightServerSettings
-from tests.kit.manifests import FOLDER, REPOSITORY, Manifest, Rendered, renderer
+from tests.kit.manifests import FOLDER, REPOSITORY, Manifest, Rendered, copy_of, renderer
 from tests.kit.wait import WITHIN_S
 from trainer.config import SamplingSection, TrainSettings
 
-BASE = sorted(path for path in (FOLDER / "base").glob("*.yaml") if path.name != "kustomization.yaml")
+NO_MANIFESTS = {"kustomization.yaml", "names.yaml"}
+BASE = sorted(path for path in (FOLDER / "base").glob("*.yaml") if path.name not in NO_MANIFESTS)
 VERSIONS = ("1.30", "1.37")
 """Oldest and newest that the manifests are meant for."""
-SCALED_OBJECT = json.loads((Path(__file__).parent / "keda-scaledobject.json").read_text())
+KEDA = {
+    kind: json.loads((Path(__file__).parent / f"keda-{kind.lower()}.json").read_text())
+    for kind in ("ScaledObject", "TriggerAuthentication")
+}
 OVERLAYS = pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
 
 
@@ -42,7 +46,7 @@ def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def check(manifest: Manifest, version: str) -> None:
     if manifest["apiVersion"].startswith("keda.sh/"):
-        jsonschema.Draft7Validator(SCALED_OBJECT).validate(manifest)
+        jsonschema.Draft7Validator(KEDA[manifest["kind"]]).validate(manifest)
     else:
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -73,6 +77,7 @@ def test_what_is_applied_follows_the_schemas(rendered: Rendered, version: str) -
         ("rollout", "readinessProbe", "readynessProbe"),
         ("redis", "periodSeconds: 2", "periodSeconds: soon"),
         ("scaling", "streamLength", "streamlength"),
+        ("scaling", "key: SCALER_REDIS_USER", "keys: SCALER_REDIS_USER"),
         ("trainer", "action: Ignore", "acton: Ignore"),
     ],
 )
@@ -138,8 +143,7 @@ def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
 @OVERLAYS
 def test_replicas_understand_their_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RolloutSettings.load(given(rendered, "rollout", "rollout", monkeypatch))
-    (password,) = rendered.secret("redis-").values()
-    assert settings.redis_url == f"redis://:{password}@redis:6379/0"
+    assert settings.redis_url == broker_url(rendered, "rollout")
     assert settings.run_id == run(rendered)["RUN_ID"]
     assert str(settings.model) == run(rendered)["MODEL"]
     assert settings.engine is (EngineName.SGLANG if rendered.overlay == "gpu" else EngineName.TRANSFORMERS)
@@ -156,6 +160,7 @@ def test_the_trainer_serves_the_weights_that_it_announces(
     trainer = TrainSettings.load(given(rendered, "trainer", "trainer", monkeypatch), tmp_path / "config.toml")
     weights = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
     assert trainer.run_id == run(rendered)["RUN_ID"]
+    assert trainer.broker.url.get_secret_value() == broker_url(rendered, "trainer")
     assert trainer.weights_folder == weights.folder
     assert trainer.weights.url == f"http://trainer:{weights.port}"
     assert trainer.metrics.port == 9100
@@ -169,6 +174,19 @@ def test_the_trainer_serves_the_weights_that_it_announces(
 def test_the_monitor_understands_its_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = MonitorSettings.load(given(rendered, "monitor", "monitor", monkeypatch))
     assert (settings.port, settings.run_id) == (8080, run(rendered)["RUN_ID"])
+    assert settings.redis_url == broker_url(rendered, "monitor")
+
+
+@OVERLAYS
+def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user(rendered: Rendered) -> None:
+    passwords = {name: value for name, value in rendered.secret("redis-").items() if name.endswith("_PASSWORD")}
+    assert len({*passwords.values()}) == len(passwords) == 1 + len(Role)
+    for pod, spec in rendered.pods().items():
+        for one in spec["containers"] + spec.get("initContainers", []):
+            seen = "".join(rendered.environment(pod, one["name"]).values()) if "env" in one else ""
+            known = {name for name, password in passwords.items() if password in seen}
+            own = {f"{pod.upper()}_REDIS_PASSWORD"} if one["name"] == pod else set()
+            assert known == (set(passwords) if pod == "redis" else own), (pod, one["name"])
 
 
 SERVED = {
@@ -209,6 +227,10 @@ def test_a_new_token_starts_nothing_again(rendered: Rendered, tmp_path: Path) ->
     assert pods[0] == pods[1]
 
 
+def broker_url(rendered: Rendered, user: str) -> str:
+    return f"redis://{user}:{rendered.secret('redis-')[f'{user.upper()}_REDIS_PASSWORD']}@redis:6379/0"
+
+
 def given(rendered: Rendered, pod: str, container: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sets the container's environment; no arguments."""
     for name, value in rendered.environment(pod, container).items():
@@ -227,6 +249,7 @@ def test_replicas_scale_with_the_jobs_that_exist(rendered: Rendered) -> None:
     keys, environment = Keys(run(rendered)["RUN_ID"]), rendered.environment("rollout", "rollout")
     at_once = int(environment["DVP_ROLLOUT__MAX_BATCH"]) // SamplingSection().n
     share = RolloutSettings.model_fields["client_share"].default
+    assert {trigger["authenticationRef"]["name"] for trigger in spec["triggers"]} == {"redis"}
     triggers = [trigger["metadata"] for trigger in spec["triggers"]]
     assert {trigger["stream"]: int(trigger["streamLength"]) for trigger in triggers} == {
         keys.jobs: at_once,
@@ -234,7 +257,11 @@ def test_replicas_scale_with_the_jobs_that_exist(rendered: Rendered) -> None:
     }
     for trigger in triggers:
         assert "consumerGroup" not in trigger, "KEDA would look at pending entries instead"
-        assert environment[trigger["passwordFromEnv"]] in rendered.secret("redis-").values()
+    shown = {
+        one["parameter"]: rendered.secret(one["name"])[one["key"]]
+        for one in rendered.one("TriggerAuthentication", "redis")["spec"]["secretTargetRef"]
+    }
+    assert shown == {"username": Role.SCALER, "password": rendered.secret("redis-")["SCALER_REDIS_PASSWORD"]}
     assert "replicas" not in rendered.one("Deployment", "rollout")["spec"], "each apply would undo KEDA's choice"
 
 
@@ -276,7 +303,7 @@ def test_no_secret_is_committed(tmp_path: Path) -> None:
         listed = subprocess.run(["git", "check-ignore", *names], cwd=REPOSITORY, capture_output=True, text=True)
         assert listed.stdout.split() == names
     assert not any("kind: Secret" in path.read_text() for path in BASE)
-    copy = shutil.copytree(FOLDER, tmp_path / "kubernetes", ignore=lambda _, names: {".env", ".secrets"} & set(names))
-    done = subprocess.run([*command, str(copy / "overlays" / "cpu")], capture_output=True, text=True, timeout=WITHIN_S)
+    overlay = copy_of("cpu", tmp_path)
+    done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode != 0
     assert ".env" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import threading
@@ -116,6 +117,8 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
     assert not set(before) & set(stack.containers("rollout"))
     assert answers["ok"] > 0
     assert answers.keys() == {"ok"}
+    # Each part is a user of its own.
+    assert stack.compose("exec", "-T", "redis", "redis-cli", "acl", "log").strip() == ""
 
 
 @contextmanager
@@ -175,6 +178,25 @@ def test_a_token_is_replaced_while_everything_runs(stack: Stack) -> None:
     stack.wait_until(lambda: all(accepted(new)), "the new token is accepted everywhere", 60)
     assert not any(accepted(old))
     assert [stack.containers(service) for service in SERVICES] == before
+
+
+def test_an_operator_has_dvp_queue(stack: Stack) -> None:
+    status = json.loads(stack.compose("run", "--rm", "queue", "status", "--json"))
+    assert status["run_id"] == "demo"
+
+
+def test_a_password_of_the_broker_is_replaced(stack: Stack) -> None:
+    """As deploy/docker/README.md says."""
+    (monitor,), (replica, *_) = stack.containers("monitor"), stack.containers("rollout")
+    env = stack.folder / ".env"
+    env.write_text(re.sub("^(ROLLOUT_REDIS_PASSWORD=).*$", r"\1", env.read_text(), flags=re.MULTILINE))
+    stack.run("deploy/secrets.sh")
+    stack.compose("up", "--detach", "--wait", "redis", "rollout", "gateway", "monitor")
+    assert stack.containers("monitor") == [monitor]
+    assert replica not in stack.containers("rollout")
+    with stack.client() as client:
+        job = client.submit(prompt="37+58=", n=1, sampling={"max_tokens": 6})
+        assert len(client.wait(job).samples) == 1
 
 
 def is_let_in(stack: Stack, token: str, port: int) -> bool:

@@ -29,11 +29,18 @@ def renderer() -> list[str]:
     pytest.skip("NOT TESTED: neither kustomize nor kubectl here")
 
 
+def copy_of(overlay: str, folder: Path) -> Path:
+    """The overlay in a copy of all that it is made of, without secrets."""
+    for source in (FOLDER, FOLDER.parent / "redis"):
+        shutil.copytree(source, folder / source.name, ignore=lambda _, names: {".env", ".secrets"} & set(names))
+    return folder / FOLDER.name / "overlays" / overlay
+
+
 class Rendered:
     def __init__(self, overlay: str, folder: Path) -> None:
         """Rendered in a copy in `folder`, with secrets of its own."""
         command = renderer()
-        copy = shutil.copytree(FOLDER, folder / "kubernetes") / "overlays" / overlay
+        copy = copy_of(overlay, folder)
         subprocess.run([REPOSITORY / "deploy" / "secrets.sh", copy], check=True, capture_output=True, timeout=WITHIN_S)
         done = subprocess.run([*command, str(copy)], capture_output=True, text=True, timeout=WITHIN_S)
         assert done.returncode == 0, done.stderr

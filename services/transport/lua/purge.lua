@@ -10,7 +10,7 @@ if ARGV[1] == 'idle' and newest[1] and now_ms() - newest[2] < tonumber(ARGV[2]) 
   return redis.error_reply('CONFLICT replica ' .. newest[1] .. ' is serving run ' .. RUN_ID .. '; stop it, or force the purge')
 end
 local removed = 0
-for _, key in ipairs(KEYS) do
+for _, key in ipairs(BOOKS) do
   if key ~= AUDIT then removed = removed + redis.call('UNLINK', key) end
 end
 -- A retry whose reply was lost finds nothing.

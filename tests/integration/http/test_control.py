@@ -19,9 +19,11 @@ from fastapi import FastAPI
 from services.http.tokens import Scope, Tokens
 from services.monitor.cli import app as queue_app
 from services.monitor.cli import main
+from services.transport.embedded import EmbeddedBroker
+from services.transport.roles import Role
 from tests.integration.http.served import APPS, serving
-from tests.integration.http.table import check_table
 from tests.kit import web
+from tests.kit.table import check_table
 from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S
 
@@ -165,23 +167,30 @@ ARGUMENTS = {
 }
 
 
-def test_dvp_queue_needs_the_brokers_password(
-    broker_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_dvp_queue_needs_an_operators_password(
+    shared_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = broker_url.partition("@")[2]
-    commands = list(_commands(typer.main.get_command(queue_app)))
+    address = shared_broker.url.partition("@")[2]
+    callers = {"no password": f"redis://{address}", "wrong password": f"redis://operator:wrong@{address}"}
+    callers |= {f"`{role}`": shared_broker.url_of(role) for role in Role}
+    commands = [command for command in _commands(typer.main.get_command(queue_app)) if command != ("users",)]
     assert len(commands) >= 9
     table = []
     for command in commands:
-        codes = []
-        for url in (f"redis://{address}", f"redis://:wrong@{address}"):
+        answers = []
+        for url in callers.values():
             argv = ["--redis-url", url, "--run-id", run_id, *command, *ARGUMENTS.get(command, ())]
-            code, words = _run_queue(argv, monkeypatch, capsys)
-            assert "refuses the user or password" in words, words
-            codes.append(f"refused, exit code {code}")
-        table.append((f"`dvp-queue {' '.join(command)}`", *codes))
-    assert {code for _, *codes in table for code in codes} == {"refused, exit code 2"}
-    check_table("commands", ("Command", "no password", "wrong password"), table)
+            answers.append(_answer(*_run_queue(argv, monkeypatch, capsys)))
+        table.append((f"`dvp-queue {' '.join(command)}`", *answers))
+    for _, *answers in table:
+        assert [role for role, answer in zip(callers, answers, strict=True) if answer == "let in"] == ["`operator`"]
+    check_table("commands", ("Command", *callers), table)
+
+
+def _answer(code: int, words: str) -> str:
+    refused = re.search("refuses (the user or password|user)", words)
+    assert refused or "this broker knows no such run" in words, words
+    return f"refused, exit code {code}" if refused else "let in"
 
 
 def _run_queue(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -24,9 +24,9 @@ from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
-from tests.integration.http.table import check_table
 from tests.integration.rollout.publishing import announce
 from tests.kit.replicas import ReplicaProcess
+from tests.kit.table import check_table
 from tests.kit.wait import WITHIN_S, until_async
 
 from .routes import answers

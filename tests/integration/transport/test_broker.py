@@ -17,7 +17,7 @@ from tests.kit.wait import WITHIN_S, until_async
 
 SCRIPTS = sorted(path for path in (Path(broker_module.__file__).parent / "lua").glob("*.lua") if path.stem != "prelude")
 ADMISSION = {"submit", "submit_client", "replay"}
-READING = {"health", "letters", "pending"}
+READING = {"health", "letters", "pending", "refused"}
 
 
 @pytest.mark.usefixtures("impatient")

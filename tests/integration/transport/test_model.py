@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from services.contract.job import Sink
 from services.transport import broker as broker_module
-from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
 from tests.integration.transport import world as world_module
 from tests.integration.transport.walk import stuck, walk
-from tests.integration.transport.world import Checkpoint, Seen, ViolationError, World, look, step
+from tests.integration.transport.world import Checkpoint, Parts, Seen, ViolationError, World, connect_parts, look, step
 from tests.kit.records import make_job
 
 logger = logging.getLogger(__name__)
@@ -30,16 +30,23 @@ CHOICES = st.lists(st.integers(0, 10**6), min_size=20, max_size=150)
 
 
 def small_world(
-    broker: Broker, *, jobs: int = 1, asked: int = 0, replicas: str = "AB", faults: int = 2, max_deliveries: int = 3
+    parts: Parts, *, jobs: int = 1, asked: int = 0, replicas: str = "AB", faults: int = 2, max_deliveries: int = 3
 ) -> World:
+    run_id = parts.everybody.run_id
     return World.new(
-        broker,
-        [make_job(broker.run_id, position) for position in range(jobs)],
-        [make_job(broker.run_id, position, sink=Sink.CLIENT) for position in range(asked)],
+        parts,
+        [make_job(run_id, position) for position in range(jobs)],
+        [make_job(run_id, position, sink=Sink.CLIENT) for position in range(asked)],
         replicas=replicas,
         faults=faults,
         max_deliveries=max_deliveries,
     )
+
+
+@pytest.fixture
+async def parts(shared_broker: EmbeddedBroker, run_id: str) -> AsyncIterator[Parts]:
+    async with connect_parts(shared_broker, run_id) as connected:
+        yield connected
 
 
 async def _walk_all(world: World, at_least: int) -> None:
@@ -60,9 +67,9 @@ async def _walk_all(world: World, at_least: int) -> None:
     ],
 )
 async def test_every_state_of_a_small_world(
-    broker: Broker, jobs: int, asked: int, faults: int, max_deliveries: int, at_least: int
+    parts: Parts, jobs: int, asked: int, faults: int, max_deliveries: int, at_least: int
 ) -> None:
-    world = small_world(broker, jobs=jobs, asked=asked, faults=faults, max_deliveries=max_deliveries)
+    world = small_world(parts, jobs=jobs, asked=asked, faults=faults, max_deliveries=max_deliveries)
     await _walk_all(world, at_least)
 
 
@@ -71,9 +78,9 @@ async def test_every_state_of_a_small_world(
     ("jobs", "faults", "max_deliveries", "at_least"), [(1, 3, 1, 5000), (1, 2, 3, 1000), (2, 1, 1, 2000)]
 )
 async def test_every_state_of_a_larger_world(
-    broker: Broker, jobs: int, faults: int, max_deliveries: int, at_least: int
+    parts: Parts, jobs: int, faults: int, max_deliveries: int, at_least: int
 ) -> None:
-    await _walk_all(small_world(broker, jobs=jobs, faults=faults, max_deliveries=max_deliveries), at_least)
+    await _walk_all(small_world(parts, jobs=jobs, faults=faults, max_deliveries=max_deliveries), at_least)
 
 
 @pytest.fixture
@@ -84,21 +91,26 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(choices=CHOICES)
-def test_a_long_story_ends_well(runner: asyncio.Runner, broker_url: str, run_id: str, choices: list[int]) -> None:
-    runner.run(_story(broker_url, run_id, choices))
+def test_a_long_story_ends_well(
+    runner: asyncio.Runner, shared_broker: EmbeddedBroker, run_id: str, choices: list[int]
+) -> None:
+    runner.run(_story(shared_broker, run_id, choices))
 
 
 @pytest.mark.long
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(choices=CHOICES)
-def test_many_long_stories_end_well(runner: asyncio.Runner, broker_url: str, run_id: str, choices: list[int]) -> None:
-    runner.run(_story(broker_url, run_id, choices))
+def test_many_long_stories_end_well(
+    runner: asyncio.Runner, shared_broker: EmbeddedBroker, run_id: str, choices: list[int]
+) -> None:
+    runner.run(_story(shared_broker, run_id, choices))
 
 
-async def _story(broker_url: str, run_id: str, choices: list[int]) -> None:
+async def _story(shared_broker: EmbeddedBroker, run_id: str, choices: list[int]) -> None:
     """As many failures as there are choices, in a larger world; then none any more, and everything ends."""
-    async with await Broker.connect(broker_url, run_id) as broker:
-        world = small_world(broker, jobs=4, asked=2, replicas="ABC", faults=len(choices))
+    async with connect_parts(shared_broker, run_id) as parts:
+        broker = parts.everybody
+        world = small_world(parts, jobs=4, asked=2, replicas="ABC", faults=len(choices))
         if keys := (await look(broker, world.job_ids)).keys:
             await broker.redis.delete(*keys)
         await broker.ensure_groups()
@@ -169,16 +181,17 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in MUTANTS])
-async def test_the_walk_finds_a_script_that_is_wrong(name: str, broker: Broker) -> None:
+async def test_the_walk_finds_a_script_that_is_wrong(name: str, parts: Parts) -> None:
     script, text, instead = MUTANTS[name]
-    source = broker_module._source(script, broker.run_id)
+    source = broker_module._source(script, parts.everybody.run_id)
     assert source.count(text) == 1
-    broker._scripts[script] = broker.redis.register_script(source.replace(text, instead))
-    await _expect_trouble(broker)
+    for part in parts:
+        part._scripts[script] = part.redis.register_script(source.replace(text, instead))
+    await _expect_trouble(parts)
 
 
 async def test_the_walk_finds_an_acknowledgement_before_the_checkpoint(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def forgets(world: World, before: Seen, i: int) -> None:
         trainer = world.trainers[i]
@@ -186,14 +199,14 @@ async def test_the_walk_finds_an_acknowledgement_before_the_checkpoint(
         trainer.covered, trainer.finished = trainer.finished, []
 
     monkeypatch.setattr(world_module, "_save", forgets)
-    await _expect_trouble(broker)
+    await _expect_trouble(parts)
 
 
-async def _expect_trouble(broker: Broker) -> None:
+async def _expect_trouble(parts: Parts) -> None:
     """In a world of the trainer, or in one of a client."""
     for faults, asked in itertools.product((1, 2), (0, 1)):
         try:
-            states = await walk(small_world(broker, jobs=1 - asked, asked=asked, faults=faults, max_deliveries=1))
+            states = await walk(small_world(parts, jobs=1 - asked, asked=asked, faults=faults, max_deliveries=1))
         except ViolationError:
             return
         if stuck(states):

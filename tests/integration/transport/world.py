@@ -9,7 +9,8 @@ The trainer here keeps the same books as `trainer.feeder`, without prompts, rewa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,9 +24,11 @@ from services.contract.job import Job
 from services.contract.keys import TRAINER
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters, Outcome, Prospect
+from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import Delivery, GroupQueue
 from services.transport.jobs import Committed, JobQueue, Lease
 from services.transport.lease import TrainerLease
+from services.transport.roles import Role
 from services.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import NO_LIMIT
 from tests.kit.records import make_group
@@ -232,9 +235,32 @@ class Move(NamedTuple):
     act: Act
 
 
+class Parts(NamedTuple):
+    """Connections of the parts of a system, each as its own user, who may do no more than the part does."""
+
+    everybody: Broker
+    """May do everything: nature, and whoever looks on."""
+    replica: Broker
+    trainer: Broker
+    monitor: Broker
+
+
+@asynccontextmanager
+async def connect_parts(embedded: EmbeddedBroker, run_id: str) -> AsyncIterator[Parts]:
+    async with AsyncExitStack() as stack:
+        connected = [await stack.enter_async_context(await Broker.connect(embedded.url, run_id))]
+        for role in (Role.ROLLOUT, Role.TRAINER, Role.MONITOR):
+            broker = await Broker.connect(embedded.url_of(role), run_id, role=role, create=False)
+            connected.append(await stack.enter_async_context(broker))
+        parts = Parts(*connected)
+        await parts.everybody.redis.acl_log_reset()
+        yield parts
+        assert await parts.everybody.redis.acl_log() == [], "somebody was refused what it needs"
+
+
 @dataclass
 class World:
-    broker: Broker
+    parts: Parts
     jobs: dict[str, Job]
     """Of the trainer."""
     asked: dict[str, Job]
@@ -249,26 +275,32 @@ class World:
 
     @classmethod
     def new(
-        cls, broker: Broker, jobs: list[Job], asked: list[Job], *, replicas: str, faults: int, max_deliveries: int
+        cls, parts: Parts, jobs: list[Job], asked: list[Job], *, replicas: str, faults: int, max_deliveries: int
     ) -> World:
-        world = cls(broker, _by_id(jobs), _by_id(asked), [], faults, max_deliveries)
+        world = cls(parts, _by_id(jobs), _by_id(asked), [], faults, max_deliveries)
         names = [*(replicas if jobs else ""), *(CLIENT + name for name in replicas if asked)]
         world.replicas = [Replica(name, world._queue(name)) for name in names]
         return world
 
     def _queue(self, name: str) -> JobQueue:
         clients = name.startswith(CLIENT)
-        return JobQueue(self.broker, name, clients=clients, lease_ms=NO_TIME_MS, max_deliveries=self.max_deliveries)
+        return JobQueue(
+            self.parts.replica, name, clients=clients, lease_ms=NO_TIME_MS, max_deliveries=self.max_deliveries
+        )
+
+    @property
+    def broker(self) -> Broker:
+        return self.parts.everybody
 
     @property
     def job_ids(self) -> list[str]:
         return [*self.jobs, *self.asked]
 
     def fork(self) -> World:
-        """A copy of every process; the broker, jobs and deliveries are shared."""
+        """A copy of every process; the connections, jobs and deliveries are shared."""
         leases = [lease for replica in self.replicas for lease in replica.leases]
         deliveries = [d for t in self.trainers for d in (*t.arrived.values(), *t.finished, *t.covered)]
-        shared = [self.broker, self.jobs, self.asked, *leases, *deliveries]
+        shared = [*self.parts, self.jobs, self.asked, *leases, *deliveries]
         return deepcopy(self, {id(part): part for part in shared})
 
     # --- what may happen ------------------------------------------------------------------------------------------
@@ -452,7 +484,7 @@ def _delivered(trainer: Trainer) -> list[Delivery]:
 
 async def _ask(world: World, before: Seen, job_id: str) -> None:
     job = world.asked[job_id]
-    submission = Submission(world.broker)
+    submission = Submission(world.parts.replica)
     assert await submission.submit_client(job, limit=NO_LIMIT, deadline_s=LONG_S) is Submitted.NEW
 
 
@@ -466,11 +498,11 @@ async def _forget(world: World, before: Seen, job_id: str) -> None:
 async def _overdue(world: World, before: Seen, job_id: str) -> None:
     """Whoever submits next, as here the same client, finds it overdue."""
     await world.broker.redis.zadd(world.broker.keys.client_deadlines, {job_id: 1}, xx=True)
-    assert await Submission(world.broker).submit_client(world.asked[job_id], limit=NO_LIMIT) is Submitted.DEAD
+    assert await Submission(world.parts.replica).submit_client(world.asked[job_id], limit=NO_LIMIT) is Submitted.DEAD
 
 
 async def _delete(world: World, before: Seen, job_id: str) -> None:
-    assert await Submission(world.broker).delete(job_id) == before.books[job_id].state
+    assert await Submission(world.parts.replica).delete(job_id) == before.books[job_id].state
 
 
 # --- a replica --------------------------------------------------------------------------------------------------------
@@ -524,7 +556,7 @@ async def _end(
     replica = world.replicas[i]
     lease = replica.leases[number]
     owner = replica.owns(lease, before)
-    queue = replica.queue if heard else deepcopy(replica.queue, {id(world.broker): world.broker})
+    queue = replica.queue if heard else deepcopy(replica.queue, {id(replica.queue.broker): replica.queue.broker})
     try:
         answer = await call(queue)
     except LeaseLostError:
@@ -560,11 +592,11 @@ async def _stop(world: World, before: Seen, i: int) -> None:
 
 
 async def _start(world: World, before: Seen) -> None:
-    lease = TrainerLease(world.broker, "model", ttl_s=LONG_S)
+    lease = TrainerLease(world.parts.trainer, "model", ttl_s=LONG_S)
     token = await lease.acquire()
     assert all(token > trainer.lease.token for trainer in world.trainers), "a token that does not grow"
     assert token > world.checkpoint.token
-    groups = GroupQueue(world.broker, fence=token)
+    groups = GroupQueue(world.parts.trainer, fence=token)
     world.trainers.append(Trainer(lease, groups, world.checkpoint.trained, world.checkpoint.buried))
 
 
@@ -594,7 +626,7 @@ async def _submit(world: World, before: Seen, i: int) -> bool:
     jobs = [job for job_id, job in world.jobs.items() if job_id in world.trainers[i].unsent]
 
     async def send(trainer: Trainer) -> None:
-        outcomes = await Submission(world.broker).submit(jobs, fence=trainer.lease.token, limit=len(world.jobs))
+        outcomes = await Submission(world.parts.trainer).submit(jobs, fence=trainer.lease.token, limit=len(world.jobs))
         assert Submitted.REFUSED not in outcomes, "there was room"
         trainer.unsent.clear()
 
@@ -623,7 +655,7 @@ async def _read(world: World, before: Seen, i: int) -> None:
 async def _read_unheard(world: World, before: Seen, i: int) -> None:
     """Also what a trainer does that is stopped between the look at its token and the read."""
     reader = f"trainer/{world.trainers[i].lease.token}"
-    await world.broker.read_group(world.broker.keys.groups, TRAINER, reader, 1, 1)
+    await world.parts.trainer.read_group(world.broker.keys.groups, TRAINER, reader, 1, 1)
 
 
 async def _train(world: World, before: Seen, i: int, job_id: str) -> bool:
@@ -679,7 +711,7 @@ async def _lease_runs_out(world: World, before: Seen) -> None:
 
 
 async def _replay(world: World, before: Seen, number: int) -> None:
-    letters = DeadLetters(world.broker)
+    letters = DeadLetters(world.parts.monitor)
     letter = (await letters.page())[::-1][number]
     (outcome,) = await letters.replay([letter])
     assert (outcome is Outcome.REPLAYED) == (letter.prospect is Prospect.OPEN), outcome
@@ -689,7 +721,7 @@ async def _replay(world: World, before: Seen, number: int) -> None:
 
 
 async def _drop(world: World, before: Seen, number: int) -> None:
-    letters = DeadLetters(world.broker)
+    letters = DeadLetters(world.parts.monitor)
     letter = (await letters.page())[::-1][number]
     assert await letters.drop([letter.entry_id]) == [Outcome.DROPPED]
 

@@ -1,0 +1,9 @@
+#!lua flags=no-writes
+-- Which of these command lines the caller's user may not run. ARGV: one each.
+local refused = {}
+for _, line in ipairs(ARGV) do
+  local words = {}
+  for word in string.gmatch(line, '%S+') do words[#words + 1] = word end
+  if not redis.acl_check_cmd(unpack(words)) then refused[#refused + 1] = line end
+end
+return refused

@@ -1,0 +1,124 @@
+"""Users of Redis that may do what their part of the system does, and no more.
+
+`dvp-queue users` prints them; deploy/redis/users.conf is what it prints. `Broker.connect(..., role=...)` makes sure at
+start that a user may do all of it: a script that was refused halfway would leave the books wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+
+from services.contract.keys import Keys
+
+LUA = files(__package__) / "lua"
+
+_CONNECTION = "PING SELECT INFO TIME EVALSHA SCRIPT|LOAD"
+_CLIENTS = "client_reserved client_held client_expiry client_deadlines"
+
+
+class Role(StrEnum):
+    """The name of the user, too."""
+
+    ROLLOUT = "rollout"
+    """A replica: takes jobs, gives back groups, admits jobs of clients. It cannot publish weights, nor train."""
+    TRAINER = "trainer"
+    MONITOR = "monitor"
+    """Sees everything, replays and drops dead letters."""
+    OPERATOR = "operator"
+    """All that dvp-queue does to a run, its removal included."""
+    SCALER = "scaler"
+    """Sees how many jobs there are (KEDA)."""
+
+
+@dataclass(frozen=True)
+class _Needs:
+    scripts: str = ""
+    commands: str = ""
+    """Beside those of its scripts."""
+    writes: str = ""
+    """Names in Keys. What may be written may be read."""
+    reads: str = ""
+
+
+_NEEDS = {
+    Role.ROLLOUT: _Needs(
+        scripts="create_groups start expire renew commit release fail abandon beat leave submit_client delete health",
+        commands=f"{_CONNECTION} XREADGROUP XREAD STRLEN MULTI EXEC RPUSH BLPOP LREM",
+        writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfers "
+        f"transfer {_CLIENTS}",
+        reads="versions closed lease uncheckpointed trainer",
+    ),
+    Role.TRAINER: _Needs(
+        scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle acknowledge "
+        "restore next_seq announce pin beat_trainer health pending sweep",
+        commands=f"{_CONNECTION} XREADGROUP MGET SMEMBERS MULTI EXEC RPUSH BLPOP",
+        writes="jobs client_jobs groups evals dead in_flight uncheckpointed counters versions seq pinned lease fence "
+        f"replicas trainer job result replica transfers transfer {_CLIENTS}",
+        reads="backlogs closed",
+    ),
+    Role.MONITOR: _Needs(
+        scripts="health letters replay discard",
+        commands=_CONNECTION,
+        writes=f"jobs client_jobs groups evals dead in_flight counters job audit {_CLIENTS}",
+        reads="versions closed fence uncheckpointed replicas replica trainer backlogs",
+    ),
+    Role.OPERATOR: _Needs(
+        scripts="health pending letters replay discard delete close open purge",
+        commands=f"{_CONNECTION} EXISTS SCAN HSCAN ZMSCORE",
+        writes="everything",
+    ),
+    Role.SCALER: _Needs(commands="PING XLEN", reads="jobs client_jobs"),
+}
+
+
+def rules(role: Role, run_id: str = "*") -> str:
+    """What ACL SETUSER takes, but for a password. With a run id, for that run alone."""
+    needs, keys = _NEEDS[role], Keys(run_id)
+    allowed = [f"+{command.lower()}" for command in commands(role)]
+    read = [f"%R~{_pattern(keys, name)}" for name in needs.reads.split()]
+    written = [f"~{_pattern(keys, name)}" for name in needs.writes.split()]
+    return " ".join(["on", "resetchannels", "-@all", *allowed, *read, *written])
+
+
+def commands(role: Role) -> list[str]:
+    needs = _NEEDS[role]
+    return sorted({*needs.commands.split(), *(one for name in needs.scripts.split() for one in _commands_of(name))})
+
+
+def trials(role: Role, run_id: str) -> list[str]:
+    """Command lines, one for all that the role may do: each command, each key that it reads or writes."""
+    needs, keys = _NEEDS[role], Keys(run_id)
+    written = [_pattern(keys, name) for name in needs.writes.split()]
+    read = [_pattern(keys, name) for name in needs.reads.split()]
+    key = [*written, *read][0]
+    odd = {"XREADGROUP": "XREADGROUP GROUP g c STREAMS {} >", "XREAD": "XREAD STREAMS {} 0"}
+    # Where another command takes something else than a key, it may be called the same.
+    tried = [odd.get(one, one.replace("|", " ") + " {0} {0} {0}").format(key) for one in commands(role)]
+    if "HSET" in commands(role):
+        tried += [f"HSET {one} f v" for one in written] + [f"HGET {one} f" for one in read]
+    return tried
+
+
+def _pattern(keys: Keys, name: str) -> str:
+    """A key, or all that have its prefix."""
+    key = getattr(keys, name)
+    return key if isinstance(key, str) else str(key("*"))
+
+
+@cache
+def _commands_of(script: str) -> frozenset[str]:
+    """What a script calls, itself and in the functions of the prelude that it uses."""
+    functions = dict(re.findall(r"^local function (\w+)(.*?)^end$", (LUA / "prelude.lua").read_text(), re.S | re.M))
+    found, used, texts = set[str](), set[str](), [(LUA / f"{script}.lua").read_text()]
+    while texts:
+        text = texts.pop()
+        for command, first in re.findall(r"redis\.p?call\('(\w+)'(?:, '(\w+)')?", text):
+            found.add(f"{command}|{first}" if command in ("XGROUP", "XINFO") else command)
+        new = {name for name in functions if re.search(rf"\b{name}\(", text)} - used
+        used |= new
+        texts += [functions[name] for name in new]
+    return frozenset(found)

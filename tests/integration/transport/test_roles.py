@@ -1,0 +1,236 @@
+"""Users of Redis: each part may do what it does, and no more."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import typer
+from redis.asyncio import Redis
+
+from services.contract.errors import ConfigError, UnavailableError
+from services.contract.keys import Keys
+from services.monitor.cli import app as queue_app
+from services.ports import ReservedPort
+from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker, valkey_binary
+from services.transport.replicas import ReplicaRegistry
+from services.transport.roles import LUA, Role, commands, rules, trials
+from tests.kit.table import REPOSITORY, check_table
+from tests.kit.wait import WITHIN_S
+
+START = REPOSITORY / "deploy" / "redis" / "start.sh"
+
+KEYS = [name for name, value in vars(Keys).items() if isinstance(value, property) and name != "everything"]
+PREFIXES = ["job", "result", "replica", "transfer"]
+ADMINISTRATION = (
+    *(
+        "ACL LIST",
+        "BGREWRITEAOF",
+        "CLIENT KILL ID 1",
+        "CLIENT LIST",
+        "CLUSTER RESET",
+        "CONFIG GET *",
+        "CONFIG SET dir /",
+    ),
+    *(
+        "DEBUG SLEEP 0",
+        "EVAL x 0",
+        "FLUSHALL",
+        "FLUSHDB",
+        "FUNCTION LOAD x",
+        "KEYS *",
+        "MIGRATE h 1 k 0 1",
+        "MODULE LIST",
+    ),
+    *("MONITOR", "PSYNC ? -1", "PUBLISH c m", "REPLICAOF h 1", "RESTORE {k} 0 x", "SAVE", "SCRIPT FLUSH", "SHUTDOWN"),
+    *("DUMP {k}", "RENAME {k} {k}", "SLOWLOG GET", "SUBSCRIBE c", "SWAPDB 0 1", "SYNC"),
+)
+
+
+async def _may(admin: Redis, user: str, line: str) -> bool:
+    """As the server sees it."""
+    return bool(await admin.execute_command("ACL", "DRYRUN", user, *line.split()) == b"OK")
+
+
+@pytest.fixture
+async def admin(shared_broker: EmbeddedBroker) -> AsyncIterator[Redis]:
+    async with Redis.from_url(shared_broker.url) as connected:
+        yield connected
+
+
+async def test_what_each_part_may_read_and_write(admin: Redis, run_id: str) -> None:
+    keys = Keys(run_id)
+    table, found = [], dict[str, list[str]]()
+    for name in [*KEYS, *PREFIXES]:
+        key = getattr(keys, name) if name in KEYS else getattr(keys, name)("x")
+        answers = []
+        for role in Role:
+            # A command for each that the role has: the type of what is there does not matter.
+            reads = await _may(admin, role, f"HGET {key} f") or await _may(admin, role, f"XLEN {key}")
+            writes = await _may(admin, role, f"HSET {key} f v")
+            answers.append("write" if writes else "read" if reads else "")
+        found[name] = answers
+        table.append((f"`{name}`" if name in KEYS else f"`{name}:ID`", *answers))
+    head = ("Key", *(f"`{role}`" for role in Role))
+    check_table("roles", head, table, document="services/transport/README.md")
+    writers = {
+        name: {role for role, may in zip(Role, answers, strict=True) if may == "write"}
+        for name, answers in found.items()
+    }
+    for name in ("versions", "seq", "pinned", "lease", "fence", "trainer", "uncheckpointed"):
+        assert writers[name] == {Role.TRAINER, Role.OPERATOR}, name
+    assert writers["audit"] == {Role.MONITOR, Role.OPERATOR}
+    assert writers["closed"] == {Role.OPERATOR}
+    assert not any(found[name][list(Role).index(Role.MONITOR)] for name in ("result", "lease"))
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_nobody_may_administer_the_broker(role: Role, admin: Redis, run_id: str) -> None:
+    for line in ADMINISTRATION:
+        line = line.format(k=Keys(run_id).jobs)
+        assert await _may(admin, "default", line), "no such command"
+        assert not await _may(admin, role, line), line
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_nobody_may_touch_what_is_not_a_runs(role: Role, admin: Redis, run_id: str) -> None:
+    command = "XLEN {}" if role is Role.SCALER else "HGET {} f"
+    assert await _may(admin, role, command.format(Keys(run_id).jobs))
+    for key in ("jobs", "dvp:jobs", "other:{a}:jobs", f"x{Keys(run_id).jobs}", "dvp:{a}:unknown"):
+        assert not await _may(admin, role, command.format(key)) or (role is Role.OPERATOR and "unknown" in key)
+
+
+async def test_a_user_can_be_held_to_one_run(admin: Redis, run_id: str) -> None:
+    await admin.execute_command("ACL", "SETUSER", run_id, *rules(Role.ROLLOUT, run_id).split())
+    try:
+        for role in (Role.ROLLOUT, run_id):
+            assert await _may(admin, role, f"HSET {Keys(run_id).jobs} f v")
+        assert await _may(admin, Role.ROLLOUT, f"HSET {Keys('another').jobs} f v")
+        assert not await _may(admin, run_id, f"HSET {Keys('another').jobs} f v")
+    finally:
+        await admin.execute_command("ACL", "DELUSER", run_id)
+
+
+def test_the_rules_of_the_deployment_are_those_that_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    typer.main.get_command(queue_app)(["users"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == len(Role)
+    written = (START.parent / "users.conf").read_text()
+    assert [line for line in written.splitlines() if not line.startswith("#")] == printed.splitlines()
+
+
+PASSWORDS = {role: f"of{role}" for role in Role if role is not Role.SCALER}
+
+
+@pytest.fixture
+def deployed(tmp_path: Path, broker_binary: Path | None) -> Iterator[str]:
+    """The address of a server that deploy/redis/start.sh has started."""
+    port, binary = ReservedPort(), tmp_path / "redis-server"
+    real = broker_binary or valkey_binary()
+    binary.write_text(f'#!/bin/sh\nexec {real} "$@" --bind 127.0.0.1 --port {port.number}\n')
+    binary.chmod(0o755)
+    variables = {f"{role.upper()}_REDIS_PASSWORD": password for role, password in PASSWORDS.items()}
+    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": "ofall", "REDIS_MAXMEMORY": "64mb"}
+    variables["REDIS_APPENDFSYNC"] = "always"
+    with subprocess.Popen(["sh", START], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL) as server:
+        yield f"127.0.0.1:{port.number}"
+        server.kill()
+
+
+async def test_the_deployments_redis_has_these_users(deployed: str, run_id: str) -> None:
+    """A part that has no password has no user."""
+    async with await Broker.connect(f"redis://:ofall@{deployed}", run_id, patience_s=WITHIN_S) as broker:
+        assert {*await broker.redis.acl_users()} == {"default", *PASSWORDS}
+        given = await broker.redis.config_get("max*", "append*")
+    for role, password in PASSWORDS.items():
+        async with await Broker.connect(f"redis://{role}:{password}@{deployed}", run_id, role=role, create=False):
+            pass
+    assert (given["maxmemory"], given["maxmemory-policy"]) == (str(64 << 20), "noeviction")
+    assert (given["appendonly"], given["appendfsync"]) == ("yes", "always")
+
+
+@asynccontextmanager
+async def _user(broker: EmbeddedBroker, name: str, *given: str) -> AsyncIterator[str]:
+    """The URL of one with these rules."""
+    async with Redis.from_url(broker.url) as admin:
+        await admin.execute_command("ACL", "SETUSER", name, ">password", *given)
+        try:
+            yield f"redis://{name}:password@{broker.url.partition('@')[2]}"
+        finally:
+            await admin.execute_command("ACL", "DELUSER", name)
+
+
+@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.TRAINER, Role.MONITOR, Role.OPERATOR])
+async def test_who_may_do_all_of_it_comes_in(role: Role, shared_broker: EmbeddedBroker, run_id: str) -> None:
+    for url in (shared_broker.url, shared_broker.url_of(role)):
+        async with await Broker.connect(url, run_id, role=role, create=role in (Role.ROLLOUT, Role.TRAINER)):
+            pass
+
+
+@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.TRAINER, Role.MONITOR, Role.OPERATOR])
+async def test_whoever_may_do_less_is_refused_by_name(role: Role, shared_broker: EmbeddedBroker, run_id: str) -> None:
+    """Any command, any key: by none of these would a script stop halfway."""
+    wanted = rules(role).split()
+    needed = [rule for rule in wanted if rule[0] in "+~%" and rule not in ("+evalsha", "+script|load")]
+    for rule in needed:
+        async with _user(shared_broker, f"less-{run_id}", *(other for other in wanted if other != rule)) as url:
+            with pytest.raises(
+                ConfigError, match=rf"refuses user 'less-{run_id}' \d+ of the commands of role {role}"
+            ) as refusal:
+                await Broker.connect(url, run_id, role=role, create=False)
+            name = (
+                rule[1:].replace("|", " ").upper() if rule[0] == "+" else rule.partition("~")[2].replace("*", run_id, 1)
+            )
+            assert name in str(refusal.value), rule
+            assert "dvp-queue users" in str(refusal.value)
+            assert "password@" not in str(refusal.value)
+
+
+async def test_one_who_may_run_no_script_is_told_so(shared_broker: EmbeddedBroker, run_id: str) -> None:
+    async with _user(shared_broker, f"none-{run_id}", "on") as url:
+        for role in (Role.ROLLOUT, None):
+            with pytest.raises(ConfigError, match=rf"refuses user 'none-{run_id}': .*permissions.*; dvp-queue users"):
+                await Broker.connect(url, run_id, role=role, create=False)
+
+
+async def test_rules_that_change_while_it_runs_are_named(shared_broker: EmbeddedBroker, run_id: str) -> None:
+    """No reason to end: whoever took the permission away gives it back."""
+    name = f"changed-{run_id}"
+    async with (
+        _user(shared_broker, name, *rules(Role.MONITOR).split()) as url,
+        await Broker.connect(url, run_id, role=Role.MONITOR, create=False) as broker,
+        Redis.from_url(shared_broker.url) as admin,
+    ):
+        await admin.execute_command("ACL", "SETUSER", name, "-evalsha")
+        with pytest.raises(UnavailableError, match=rf"refuses user '{name}': .*evalsha"):
+            await ReplicaRegistry(broker).swaps_s()
+        await admin.execute_command("ACL", "SETUSER", name, "+evalsha")
+        assert await ReplicaRegistry(broker).swaps_s() == {}
+
+
+def test_scripts_call_what_can_be_read_from_their_text() -> None:
+    """The rules are made of it."""
+    for path in LUA.iterdir():
+        text = path.read_text()
+        calls = re.findall(r"redis\.p?call\((.)", text)
+        odd = 1 if path.name == "letters.lua" else 0
+        assert len([first for first in calls if first != "'"]) == odd, path.name
+    assert {"XRANGE", "XREVRANGE"} <= {*commands(Role.MONITOR)} & {*commands(Role.OPERATOR)}, (
+        "what letters.lua is told to call"
+    )
+
+
+def test_every_command_and_key_is_tried() -> None:
+    for role in (Role.ROLLOUT, Role.TRAINER, Role.MONITOR, Role.OPERATOR):
+        tried = trials(role, "a")
+        allowed = rules(role, "a").split()
+        for command in commands(role):
+            assert any(line.startswith(command.replace("|", " ") + " ") for line in tried)
+        for key in (rule.partition("~")[2] for rule in allowed if "~" in rule):
+            assert any(key in line.split() for line in tried)
