@@ -123,7 +123,8 @@ class Broker:
         except UnavailableError as error:
             await broker.close()
             raise ConfigError(
-                f"{error}. Start one (redis-server, valkey-server or `make demo`'s own) or correct redis_url"
+                f"{str(error).rstrip('.')}. Start one (redis-server, valkey-server or `make demo`'s own) or correct "
+                "redis_url"
             ) from None
         except BaseException:  # a cancellation, too, must not leave a connection behind
             await broker.close()

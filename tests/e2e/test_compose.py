@@ -187,13 +187,12 @@ def test_an_operator_has_dvp_queue(stack: Stack) -> None:
 
 def test_a_password_of_the_broker_is_replaced(stack: Stack) -> None:
     """As deploy/docker/README.md says."""
-    (monitor,), (replica, *_) = stack.containers("monitor"), stack.containers("rollout")
+    before = stack.containers("rollout")
     env = stack.folder / ".env"
     env.write_text(re.sub("^(ROLLOUT_REDIS_PASSWORD=).*$", r"\1", env.read_text(), flags=re.MULTILINE))
     stack.run("deploy/secrets.sh")
     stack.compose("up", "--detach", "--wait", "redis", "rollout", "gateway", "monitor")
-    assert stack.containers("monitor") == [monitor]
-    assert replica not in stack.containers("rollout")
+    assert not set(before) & set(stack.containers("rollout"))
     with stack.client() as client:
         job = client.submit(prompt="37+58=", n=1, sampling={"max_tokens": 6})
         assert len(client.wait(job).samples) == 1

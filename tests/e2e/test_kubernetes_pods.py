@@ -102,8 +102,8 @@ class Cluster:
         return name
 
     def _mounted(self, pod: str, spec: Manifest, mount: Manifest) -> str:
-        """The pod's volume, made at its first use and owned by the pod's group, or a secret."""
-        if any(volume["name"] == mount["name"] and "secret" in volume for volume in spec.get("volumes", ())):
+        """The pod's volume, made at its first use and owned by the pod's group, or files of a manifest."""
+        if any(volume["name"] == mount["name"] and self.rendered.files(volume) for volume in spec.get("volumes", ())):
             return f"--volume={self.secrets / pod}{mount['mountPath']}:{mount['mountPath']}:ro"
         name = f"{self.name}-{pod}-{mount['name']}"
         if name not in self.volumes:
@@ -131,7 +131,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_pods_train_with_weights_over_http(cluster: Cluster) -> None:
     replica_port, monitor_port = free_port(), free_port()
-    cluster.start("redis")
+    redis = cluster.start("redis")
     replica = cluster.start("rollout", 8000, replica_port)
     cluster.start("monitor", 8080, monitor_port)
     trainer = cluster.start("trainer", DVP_TRAIN__STEPS=str(STEPS), DVP_TRAIN__EVALUATE__INTERVAL="0")
@@ -147,6 +147,7 @@ def test_pods_train_with_weights_over_http(cluster: Cluster) -> None:
     mounts = docker("inspect", "--format={{range .Mounts}}{{.Destination}} {{end}}", replica).split()
     of_tokens = {mount for mount in mounts if mount.startswith(("/tokens/", "/weights-token"))}
     assert set(mounts) - of_tokens == {"/cache", "/inputs", "/tmp"}, "no volume that the trainer writes to"
+    assert docker("exec", redis, "redis-cli", "acl", "log") == "", "each pod is a user of its own"
 
 
 def wait_until(condition: Callable[[], bool], container: str) -> None:

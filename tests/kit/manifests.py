@@ -83,14 +83,23 @@ class Rendered:
         return token
 
     def mount(self, pod: str, name: str, folder: Path) -> None:
-        """The container's secrets, below `folder`."""
+        """The container's secrets and files of configuration, below `folder`."""
         volumes = {volume["name"]: volume for volume in self.pods()[pod]["volumes"]}
         for mount in self.container(pod, name)["volumeMounts"]:
-            if "secret" in volumes.get(mount["name"], {}):
-                place = folder / mount["mountPath"].lstrip("/")
+            files = self.files(volumes.get(mount["name"], {}))
+            place = folder / mount["mountPath"].lstrip("/")
+            if files:
                 place.mkdir(parents=True, exist_ok=True)
-                for key, value in self.secret(volumes[mount["name"]]["secret"]["secretName"]).items():
-                    (place / key).write_text(value)
+            for key, value in files.items():
+                (place / key).write_text(value)
+
+    def files(self, volume: Manifest) -> dict[str, str]:
+        """By name; none for a volume that is not made of a manifest."""
+        if "secret" in volume:
+            return self.secret(volume["secret"]["secretName"])
+        if "configMap" in volume:
+            return dict(self.one("ConfigMap", volume["configMap"]["name"])["data"])
+        return {}
 
     def _referenced(self, source: Manifest) -> str:
         ((kind, reference),) = source.items()
