@@ -30,18 +30,24 @@ for caller in operate/operator rollout/client read/prometheus weights/replica; d
 done
 given=.env
 [ -e .env ] || given=.env.example
+if grep -q "$(printf '\r')" "$given"; then
+    echo "$PWD/$given: lines end with a carriage return, which would become part of what they set" >&2
+    exit 1
+fi
 lines() {
     while IFS= read -r line || [ -n "$line" ]; do printf '%s\n' "$line"; done < "$given"
     [ -r .env.example ] || return 0
     # An .env that is older than the example.
     while IFS= read -r line; do
-        case $line in *_PASSWORD=) grep -q "^$line" "$given" || printf '%s\n' "$line" ;; esac
+        case $line in
+        [A-Z]*_PASSWORD=) grep -Eq "^[[:space:]]*(export[[:space:]]+)?${line%=}[[:space:]]*=" "$given" || echo "$line" ;;
+        esac
     done < .env.example
 }
-if [ "$given" = .env.example ] || lines | grep -q '_PASSWORD=$'; then
+if [ "$given" = .env.example ] || lines | grep -q '^[A-Z].*_PASSWORD=$'; then
     lines | while IFS= read -r line; do
         case $line in
-        *_PASSWORD=)
+        [A-Z]*_PASSWORD=)
             password=$(draw)
             printf '%s%s\n' "$line" "$password"
             ;;

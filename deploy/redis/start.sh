@@ -6,17 +6,32 @@
 set -eu
 folder=$(CDPATH='' cd -- "${0%/*}" && pwd)
 
+# A line of the configuration is words.
+check() {
+    case $2 in
+    '' | *[!A-Za-z0-9._~-]*)
+        echo "start.sh: $1 must be letters, digits and . _ ~ - only, and at least one" >&2
+        exit 1
+        ;;
+    esac
+}
+
 users() {
     while read -r user name rules; do
         [ "$user" = user ] || continue
-        eval "password=\${$(printf %s "$name" | tr a-z A-Z)_REDIS_PASSWORD:-}"
-        [ -z "$password" ] || printf 'user %s >%s %s\n' "$name" "$password" "$rules"
+        variable=$(printf %s "${name}_REDIS_PASSWORD" | tr a-z A-Z)
+        eval "password=\${$variable-}"
+        [ -n "$password" ] || continue
+        check "$variable" "$password"
+        printf 'user %s >%s %s\n' "$name" "$password" "$rules"
     done < "$folder/users.conf"
 }
 
+check REDIS_PASSWORD "${REDIS_PASSWORD-}"
+users=$(users)
 exec redis-server - <<END
-requirepass ${REDIS_PASSWORD:?}
-$(users)
+requirepass $REDIS_PASSWORD
+$users
 appendonly yes
 appendfsync ${REDIS_APPENDFSYNC:-everysec}
 save ""

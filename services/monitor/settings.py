@@ -19,7 +19,7 @@ class QueueSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="DVP_QUEUE__", cli_prog_name="dvp-queue")
 
     redis_url: RedisUrl = DEFAULT_URL
-    """redis://[:password@]host:port/db of the broker."""
+    """redis://[user:password@]host:port/db of the broker."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run."""
 
@@ -28,7 +28,7 @@ class MonitorSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_MONITOR__", cli_prog_name="dvp-monitor")
 
     redis_url: RedisUrl = DEFAULT_URL
-    """redis://[:password@]host:port/db of the broker."""
+    """redis://[user:password@]host:port/db of the broker."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run that is shown."""
     metrics_file: Path | None = None

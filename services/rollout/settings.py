@@ -116,7 +116,7 @@ class RolloutSettings(ListenSettings):
     engine: EngineName = EngineName.TRANSFORMERS
     """What generates: transformers in this process, a SGLang server beside it, or fake for load tests."""
     redis_url: RedisUrl | None = None
-    """redis://[:password@]host:port/db of the broker. Without it only HTTP is served."""
+    """redis://[user:password@]host:port/db of the broker. Without it only HTTP is served."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run whose jobs are taken."""
     replica_id: Annotated[str, Field(pattern=RUN_ID)] = Field(default_factory=_replica_id)

@@ -162,10 +162,10 @@ class Broker:
             raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
         except OutOfMemoryError:
             raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
-        except NoPermissionError as error:
-            kind = UnavailableError if self._outage.answered else ConfigError
-            raise kind(f"Redis at {self._where} refuses user {self.user!r}: {error}; {_REMEDY}") from None
         except ResponseError as error:
+            if isinstance(error, NoPermissionError) or str(error).startswith(_REFUSED_IN_A_SCRIPT):
+                kind = UnavailableError if self._outage.answered else ConfigError
+                raise kind(f"Redis at {self._where} refuses user {self.user!r}: {error}; {_REMEDY}") from None
             code, _, detail = str(error).partition(" ")
             if code == "LEASELOST":
                 raise LeaseLostError(detail) from None
@@ -186,7 +186,8 @@ class Broker:
         """Raises ConfigError if the user may not do all that `role` does."""
         refused = await self.script("refused", *trials(role, self.run_id))
         if refused:
-            named = ", ".join(line.decode() for line in refused[:3]) + (", ..." if len(refused) > 3 else "")
+            lines = [" ".join(dict.fromkeys(line.decode().split())) for line in refused[:3]]
+            named = ", ".join(lines + ["..."] * (len(refused) > 3))
             raise ConfigError(
                 f"Redis at {self._where} refuses user {self.user!r} {len(refused)} of the commands of role {role}: "
                 f"{named}; {_REMEDY}"
@@ -240,6 +241,9 @@ class Broker:
 
 
 _REMEDY = "dvp-queue users prints the rules of each part's user"
+
+_REFUSED_IN_A_SCRIPT = ("ACL failure in script", "The user executing the script can't")
+"""Valkey's words, and those of Redis."""
 
 _cancelled_before = ContextVar("cancelled before", default=sys.maxsize)
 """How often the task had been cancelled when its `Broker.call` began. Outside of a call, no number is above it."""
@@ -360,7 +364,7 @@ def _client(url: str, outage: Outage) -> Redis:
         reason = "cannot be read; in a password, / ? # and @ are written %2F %3F %23 and %40"
         raise ConfigError(
             f"redis_url: {reason if isinstance(error, ValueError) else error}; expected "
-            "redis://[:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for an authority of your own"
+            "redis://[user:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for an authority of your own"
         ) from None
     for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         file = client.connection_pool.connection_kwargs.get(option)

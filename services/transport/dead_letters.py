@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from services.contract.errors import NotFoundError, RequestError
 from services.contract.group import DeadLetter
-from services.contract.job import Job
+from services.contract.job import Job, Sink
 
 from .broker import Broker
 from .entries import checked
@@ -110,13 +110,31 @@ class DeadLetters:
                 start = f"({page[-1].entry_id}"
 
     async def _read(self, order: str, start: str, end: str, count: int) -> list[Letter]:
-        return [_letter(*fields) for fields in await self.broker.script("letters", order, start, end, count)]
+        found = await self.broker.script("letters", order, start, end, count)
+        return [_letter(self.broker.run_id, *fields) for fields in found]
 
 
-def _letter(entry_id: bytes, data: bytes, job: bytes, prospect: bytes) -> Letter:
+def _letter(run_id: str, entry_id: bytes, data: bytes, job: bytes, prospect: bytes) -> Letter:
     try:
         decoded = Job.from_bytes(job) if job else None
     except RequestError:
         decoded = None
     outlook = Prospect.NO_JOB if decoded is None else Prospect(prospect.decode())
-    return Letter(entry_id.decode(), DeadLetter.from_bytes(data), decoded, outlook)
+    try:
+        letter = DeadLetter.from_bytes(data)
+    except RequestError as error:
+        return Letter(entry_id.decode(), _unreadable(run_id, error), None, Prospect.NO_JOB)
+    return Letter(entry_id.decode(), letter, decoded, outlook)
+
+
+def _unreadable(run_id: str, error: RequestError) -> DeadLetter:
+    """In the place of a letter that nobody can read."""
+    return DeadLetter(
+        job_id="",
+        run_id=run_id,
+        sink=Sink.TRAIN,
+        error=f"not a letter: {error}",
+        deliveries=0,
+        replica_id="",
+        died_at=0,
+    )

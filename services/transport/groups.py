@@ -118,7 +118,8 @@ class GroupQueue:
     async def _with_data(self, entries: Sequence[Entry]) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
         """Each entry with the record that it tells of: in the entry itself, or a group that lies beside the stream."""
         for page in _pages(entries):
-            names = [self.broker.keys.result(fields[b"id"].decode()) for _, fields in page if b"size" in fields]
+            prefix = self.broker.keys.result("").encode()
+            names = [prefix + fields.get(b"id", b"") for _, fields in page if b"size" in fields]
             async with self.broker.call():
                 groups: Iterator[Any] = iter(await self.broker.redis.mget(names) if names else ())
             for entry_id, fields in page:
@@ -150,7 +151,8 @@ def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     page: list[Entry] = []
     size = 0
     for entry_id, fields in entries:
-        own = int(fields.get(b"size", 0))
+        size_text = fields.get(b"size", b"")
+        own = int(size_text) if size_text.isdigit() else 0
         if page and size + own > FETCH_BYTES:
             yield page
             page, size = [], 0

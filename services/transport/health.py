@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from services.contract.errors import UnavailableError
 from services.contract.http import (
     QueueHealth,
     Reason,
@@ -327,7 +328,15 @@ def judge(snapshot: Snapshot) -> Judgement:
 
 
 async def take_snapshot(broker: Broker) -> Snapshot:
-    found = json.loads(await broker.script("health", MAX_REPLICAS))
+    """Raises UnavailableError, also if somebody has written into the run's books what no part of it writes."""
+    reply = await broker.script("health", MAX_REPLICAS)
+    try:
+        return _snapshot(json.loads(reply.decode(errors="replace")))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnavailableError(f"run {broker.run_id}: its books in the broker are damaged: {error!r}") from None
+
+
+def _snapshot(found: dict[str, Any]) -> Snapshot:
     # cjson writes an empty table as {}, whatever it was.
     counters = {name: int(value) for name, value in found["counters"].items()}
     committed_at = counters.get("committed_at")

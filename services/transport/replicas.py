@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from services.contract.http import ReplicaState
@@ -63,14 +64,23 @@ class ReplicaRegistry:
     async def seqs_in_use(self) -> frozenset[int]:
         """Weight seqs that some replica serves or loads, the lost ones included: they may come back."""
         texts = [replica.get(name) for replica in await self._listed() for name in ("version", "loading")]
-        return frozenset(WeightVersion.parse(text).seq for text in texts if text)
+        seqs = set[int]()
+        for text in filter(None, texts):
+            with suppress(ValueError):  # no replica of ours wrote it
+                seqs.add(WeightVersion.parse(text).seq)
+        return frozenset(seqs)
 
     async def swaps_s(self) -> dict[str, float]:
         """Seconds that each replica has spent on weight swaps since it started."""
-        return {replica["id"]: float(replica.get("swaps_s", 0.0)) for replica in await self._listed()}
+        found: dict[str, float] = {}
+        for replica in await self._listed():
+            with suppress(ValueError):  # as above
+                found[replica["id"]] = float(replica.get("swaps_s", "0"))
+        return found
 
     async def _listed(self) -> list[dict[str, str]]:
-        return json.loads(await self.broker.script("health", MAX_REPLICAS))["replicas"] or []
+        reply = await self.broker.script("health", MAX_REPLICAS)
+        return json.loads(reply.decode(errors="replace"))["replicas"] or []
 
     async def leave(self, replica_id: str) -> None:
         """Graceful stop: forgets this replica at once."""

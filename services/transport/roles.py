@@ -24,7 +24,8 @@ class Role(StrEnum):
     """The name of the user, too."""
 
     ROLLOUT = "rollout"
-    """A replica: takes jobs, gives back groups, admits jobs of clients. It cannot publish weights, nor train."""
+    """A replica: takes jobs, gives back groups, admits jobs of clients. It cannot publish weights, send them to another
+    replica, nor train."""
     TRAINER = "trainer"
     MONITOR = "monitor"
     """Sees everything, replays and drops dead letters."""
@@ -42,15 +43,18 @@ class _Needs:
     writes: str = ""
     """Names in Keys. What may be written may be read."""
     reads: str = ""
+    puts: str = ""
+    """May be written, and not read."""
 
 
 _NEEDS = {
     Role.ROLLOUT: _Needs(
         scripts="create_groups start expire renew commit release fail abandon beat leave submit_client delete health",
         commands=f"{_CONNECTION} XREADGROUP XREAD STRLEN MULTI EXEC RPUSH BLPOP LREM",
-        writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfers "
-        f"transfer {_CLIENTS}",
+        writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfer "
+        f"{_CLIENTS}",
         reads="versions closed lease uncheckpointed trainer",
+        puts="transfers",  # who reads a request could answer it, with weights of its own
     ),
     Role.TRAINER: _Needs(
         scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle acknowledge "
@@ -80,8 +84,9 @@ def rules(role: Role, run_id: str = "*") -> str:
     needs, keys = _NEEDS[role], Keys(run_id)
     allowed = [f"+{command.lower()}" for command in commands(role)]
     read = [f"%R~{_pattern(keys, name)}" for name in needs.reads.split()]
+    put = [f"%W~{_pattern(keys, name)}" for name in needs.puts.split()]
     written = [f"~{_pattern(keys, name)}" for name in needs.writes.split()]
-    return " ".join(["on", "resetchannels", "-@all", *allowed, *read, *written])
+    return " ".join(["on", "resetchannels", "-@all", *allowed, *read, *put, *written])
 
 
 def commands(role: Role) -> list[str]:
@@ -92,14 +97,15 @@ def commands(role: Role) -> list[str]:
 def trials(role: Role, run_id: str) -> list[str]:
     """Command lines, one for all that the role may do: each command, each key that it reads or writes."""
     needs, keys = _NEEDS[role], Keys(run_id)
-    written = [_pattern(keys, name) for name in needs.writes.split()]
-    read = [_pattern(keys, name) for name in needs.reads.split()]
+    written, read, put = (
+        [_pattern(keys, name) for name in names.split()] for names in (needs.writes, needs.reads, needs.puts)
+    )
     key = [*written, *read][0]
     odd = {"XREADGROUP": "XREADGROUP GROUP g c STREAMS {} >", "XREAD": "XREAD STREAMS {} 0"}
     # Where another command takes something else than a key, it may be called the same.
     tried = [odd.get(one, one.replace("|", " ") + " {0} {0} {0}").format(key) for one in commands(role)]
     if "HSET" in commands(role):
-        tried += [f"HSET {one} f v" for one in written] + [f"HGET {one} f" for one in read]
+        tried += [f"HSET {one} f v" for one in [*written, *put]] + [f"HGET {one} f" for one in [*written, *read]]
     return tried
 
 
@@ -116,7 +122,7 @@ def _commands_of(script: str) -> frozenset[str]:
     found, used, texts = set[str](), set[str](), [(LUA / f"{script}.lua").read_text()]
     while texts:
         text = texts.pop()
-        for command, first in re.findall(r"redis\.p?call\('(\w+)'(?:, '(\w+)')?", text):
+        for command, first in re.findall(r"(?:redis\.p?call|if_there)\('(\w+)'(?:, '(\w+)')?", text):
             found.add(f"{command}|{first}" if command in ("XGROUP", "XINFO") else command)
         new = {name for name in functions if re.search(rf"\b{name}\(", text)} - used
         used |= new

@@ -259,6 +259,26 @@ def test_what_is_missing_is_drawn_and_the_rest_stays(tmp_path: Path) -> None:
     assert not any((tmp_path / "elsewhere" / "a folder").iterdir())
 
 
+def test_passwords_that_are_there_stay_however_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    own = "export REDIS_PASSWORD=a\n ROLLOUT_REDIS_PASSWORD=b\nTRAINER_REDIS_PASSWORD = c\n#GRAFANA_PASSWORD=\n"
+    (tmp_path / ".env").write_text(own)
+    draw(tmp_path)
+    drawn = (tmp_path / ".env").read_text().removeprefix(own)
+    names = re.findall("^([A-Z_]+)=[0-9a-f]{48}$", drawn, re.MULTILINE)
+    assert (len(drawn.splitlines()), {*names}) == (3, {*SECRETS[3:]})
+
+
+def test_lines_of_another_system_are_refused(tmp_path: Path) -> None:
+    (tmp_path / ".env.example").write_text(EXAMPLE)
+    (tmp_path / ".env").write_text("GRAFANA_PASSWORD=\r\n")
+    command = [REPOSITORY / "deploy" / "secrets.sh", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.returncode == 1
+    assert "carriage return" in done.stderr
+    assert (tmp_path / ".env").read_bytes() == b"GRAFANA_PASSWORD=\r\n"
+
+
 def test_nothing_is_drawn_where_nothing_is_deployed(tmp_path: Path) -> None:
     command = [REPOSITORY / "deploy" / "secrets.sh", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)

@@ -2,8 +2,8 @@
 -- Gives back everything a consumer still owns, and removes it. ARGV: stream, consumer.
 local pending
 repeat
-  pending = redis.pcall('XPENDING', ARGV[1], REPLICA_GROUP, '-', '+', 100, ARGV[2])
-  if pending.err then return 0 end
+  pending = if_there('XPENDING', ARGV[1], REPLICA_GROUP, '-', '+', 100, ARGV[2])
+  if not pending then return 0 end
   for _, item in ipairs(pending) do requeue(ARGV[1], item[1]) end
 until #pending == 0
 return redis.call('XGROUP', 'DELCONSUMER', ARGV[1], REPLICA_GROUP, ARGV[2])

@@ -8,9 +8,9 @@ local lease, wanted, most = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[
 -- Nobody could renew while the broker was away: all get one lease time to come back.
 local uptime_s = string.match(redis.call('INFO', 'server'), 'uptime_in_seconds:(%d+)')
 if uptime_s * 1000 < lease then return {} end
-local pending = redis.pcall('XPENDING', stream, REPLICA_GROUP, 'IDLE', lease, '-', '+', wanted + #ARGV - 5)
+local pending = if_there('XPENDING', stream, REPLICA_GROUP, 'IDLE', lease, '-', '+', wanted + #ARGV - 5)
 local taken = {}
-for _, item in ipairs(pending.err and {} or pending) do
+for _, item in ipairs(pending or {}) do
   local entry, before = item[1], item[2]
   if #taken < wanted and not held[entry] then
     local fields = read(stream, entry) or {}

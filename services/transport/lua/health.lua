@@ -12,8 +12,8 @@ end
 
 -- How long the next job of a client has waited for a replica, in ms.
 local function client_wait()
-  local groups = redis.pcall('XINFO', 'GROUPS', CLIENT_JOBS)
-  local read = groups[1] and fields_of(groups[1])['last-delivered-id']
+  local groups = if_there('XINFO', 'GROUPS', CLIENT_JOBS)
+  local read = groups and groups[1] and fields_of(groups[1])['last-delivered-id']
   local first = read and redis.call('XRANGE', CLIENT_JOBS, '(' .. read, '+', 'COUNT', 1)[1]
   -- Since it was put there: one that came back was at work before.
   return first and now - string.match(first[1], '^%d+') or 0
@@ -23,7 +23,7 @@ local replicas = {}
 local seen = redis.call('ZREVRANGE', REPLICAS, 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #seen, 2 do
   local fields = fields_of(redis.call('HGETALL', REPLICA .. seen[i]))
-  fields.id, fields.age_ms, fields.up_ms = seen[i], now - seen[i + 1], fields.since and now - fields.since
+  fields.id, fields.age_ms, fields.up_ms = seen[i], now - seen[i + 1], tonumber(fields.since) and now - fields.since
   replicas[#replicas + 1] = fields
 end
 local backlogs = {}

@@ -5,6 +5,13 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- The reply of a command; nil where a stream or its group does not exist.
+local function if_there(...)
+  local reply = redis.pcall(...)
+  if not reply.err then return reply end
+  if not string.find(reply.err, 'NOGROUP') and not string.find(reply.err, 'no such key') then error(reply) end
+end
+
 -- An error reply if a newer trainer than `token` holds the run. A wiped broker knows no token yet: the first one that
 -- comes is taken, because nobody newer has registered since.
 local function fenced_off(token)
@@ -23,8 +30,8 @@ local GROUP_OF = {
 
 -- The consumer that a pending entry is leased to; nil when it is not pending, or the broker was wiped.
 local function owner(stream, id)
-  local pending = redis.pcall('XPENDING', stream, GROUP_OF[stream], id, id, 1)
-  return not pending.err and pending[1] and pending[1][2]
+  local pending = if_there('XPENDING', stream, GROUP_OF[stream], id, id, 1)
+  return pending and pending[1] and pending[1][2]
 end
 
 local function not_owner(id)
@@ -171,8 +178,11 @@ end
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
 local function bury(stream, id, fields, message, replica_id)
   local job_id, now = fields.id or '', now_ms()
+  -- The trainer has to understand what it is told, whatever somebody wrote there.
+  if #job_id > 128 or not string.find(job_id, '^%w[%w_.:-]*$') then job_id = '' end
   local hash = JOB .. job_id
-  local sink = fields.sink or redis.call('HGET', hash, 'sink') or 'train'
+  local sink = fields.sink or redis.call('HGET', hash, 'sink')
+  if sink ~= 'client' and sink ~= 'eval' then sink = 'train' end
   local letter = cmsgpack.pack({SCHEMA_VERSION, {
     job_id = job_id, run_id = RUN_ID, sink = sink, error = message, replica_id = replica_id, died_at = now / 1000,
     deliveries = tonumber(redis.call('HGET', hash, 'deliveries') or 0),
@@ -240,6 +250,6 @@ end
 
 -- Entries that no consumer has read. Never the stream's `lag`, which becomes NULL after one out-of-order delete.
 local function unread(stream)
-  local pending = redis.pcall('XPENDING', stream, GROUP_OF[stream])
-  return redis.call('XLEN', stream) - (pending.err and 0 or pending[1])
+  local pending = if_there('XPENDING', stream, GROUP_OF[stream])
+  return redis.call('XLEN', stream) - (pending and pending[1] or 0)
 end

@@ -7,8 +7,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now_ms() - age
   gone = gone + 1
 end
 for stream, group in pairs(GROUP_OF) do
-  local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
-  for _, item in ipairs(consumers.err and {} or consumers) do
+  local consumers = if_there('XINFO', 'CONSUMERS', stream, group)
+  for _, item in ipairs(consumers or {}) do
     local consumer = {}
     for i = 1, #item, 2 do consumer[item[i]] = item[i + 1] end
     -- One that owns entries keeps them until another consumer has taken them over.

@@ -4,9 +4,9 @@
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local _, stream, consumer, wanted, after = unpack(ARGV)
-local pending = redis.pcall('XPENDING', stream, TRAINER_GROUP, '(' .. after, '+', wanted)
+local pending = if_there('XPENDING', stream, TRAINER_GROUP, '(' .. after, '+', wanted)
 local entries = {}
-for _, item in ipairs(pending.err and {} or pending) do
+for _, item in ipairs(pending or {}) do
   local entry = redis.call('XRANGE', stream, item[1], item[1])[1]
   if not entry then
     redis.call('XACK', stream, TRAINER_GROUP, item[1])

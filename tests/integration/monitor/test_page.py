@@ -27,6 +27,7 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.health import queue_health
 from services.transport.lease import TrainerLease
+from services.transport.roles import Role
 from services.transport.submission import Submission
 from tests.integration.monitor.process import Monitor, stage, write_metrics
 from tests.integration.transport.rig import Rig
@@ -70,6 +71,15 @@ async def test_it_is_ready_once_it_can_answer(staged: Rig, broker_url: str) -> N
             while poller.snapshot is None:  # noqa: ASYNC110  # looks at every turn of the loop
                 await asyncio.sleep(0)
         assert poller.picture.health is not None
+    finally:
+        await cancel([polling])
+
+
+async def test_a_user_who_may_not_do_what_it_does_is_named(shared_broker: EmbeddedBroker, run_id: str) -> None:
+    poller = Poller(MonitorSettings.load([f"--redis-url={shared_broker.url_of(Role.ROLLOUT)}", f"--run-id={run_id}"]))
+    polling = asyncio.create_task(poller.run())
+    try:
+        await until_async(lambda: "of the commands of role monitor" in poller.picture.error)
     finally:
         await cancel([polling])
 

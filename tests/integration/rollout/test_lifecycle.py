@@ -19,6 +19,7 @@ from services.http.tokens import Scope
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 from services.transport.lease import TrainerLease
+from services.transport.roles import Role
 from services.transport.submission import Submission
 from tests.integration.rollout.publishing import announce
 from tests.kit import web
@@ -122,6 +123,14 @@ def test_http_goes_on_while_the_broker_is_away(model: Path, tmp_path: Path, capl
                 until(lambda: web.get(f"{replica.url}/readyz").status_code == 200)
                 assert client.wait(client.submit(prompt="1"), timeout=WITHIN_S)
         assert broker.password not in caplog.text
+
+
+def test_a_user_who_may_not_do_what_a_replica_does_is_named(
+    model: Path, shared_broker: EmbeddedBroker, tmp_path: Path
+) -> None:
+    args = ["--model", str(model), "--engine", "fake", "--redis-url", shared_broker.url_of(Role.MONITOR)]
+    with ReplicaThread(tmp_path, *args, wait_ready=False) as replica:
+        until(lambda: "of the commands of role rollout" in web.get(f"{replica.url}/readyz").json()["detail"])
 
 
 def cut_off(replica: ReplicaProcess) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from services.contract.errors import ConfigError
 from services.transport import broker as broker_module
+from services.transport.embedded import EmbeddedBroker
+from services.transport.roles import Role
 from tests.kit.runs import config, replica, run_trainer, train, trainer_process
 from tests.kit.wait import until
 from trainer.config import TrainSettings
@@ -89,6 +91,13 @@ async def test_a_broker_that_does_not_answer_in_time(
     message = await refusal(flags)
     assert "127.0.0.1:1" in message
     assert "secret" not in message
+
+
+async def test_a_user_who_may_not_do_what_a_trainer_does(
+    tmp_path: Path, shared_broker: EmbeddedBroker, run_id: str
+) -> None:
+    message = await refusal(config(tmp_path, run_id, shared_broker.url_of(Role.ROLLOUT)))
+    assert "of the commands of role trainer" in message
 
 
 async def test_a_reward_that_cannot_be_found(tmp_path: Path, broker_url: str, run_id: str) -> None:

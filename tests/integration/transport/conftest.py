@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from services.transport.broker import Broker
+from services.transport.embedded import EmbeddedBroker
 from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from services.transport.submission import Submission
 from tests.integration.transport.rig import Rig
+from tests.integration.transport.world import Parts, connect_parts
 
 
 @pytest.fixture
 async def rig(broker: Broker) -> Rig:
     fence = await TrainerLease(broker, "test").acquire()
     return Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
+
+
+@pytest.fixture
+async def parts(shared_broker: EmbeddedBroker, run_id: str) -> AsyncIterator[Parts]:
+    """None of them may have been refused anything in the end."""
+    async with connect_parts(shared_broker, run_id) as connected:
+        yield connected

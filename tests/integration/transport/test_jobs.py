@@ -85,7 +85,7 @@ async def test_a_replica_stopped_before_it_starts_does_not_start_late(rig: Rig) 
     hung, other = rig.replica("hung", lease_ms=SHORT_LEASE_MS), rig.replica("other", lease_ms=SHORT_LEASE_MS)
     ((entry_id, _),) = await rig.broker.read_group(rig.broker.keys.jobs, REPLICAS, hung.consumer, 1, BLOCK_MS)
     await rig.expired(other)
-    assert await rig.broker.script("start", hung.consumer, "hung", entry_id, job.job_id, "") == [[-1, 0]]
+    assert await hung._script("start", "hung", entry_id, job.job_id, "") == [[-1, 0]]
 
 
 @pytest.mark.parametrize("call", ["release", "fail"])

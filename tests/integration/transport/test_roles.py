@@ -19,6 +19,7 @@ from services.monitor.cli import app as queue_app
 from services.ports import ReservedPort
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, valkey_binary
+from services.transport.health import take_snapshot
 from services.transport.replicas import ReplicaRegistry
 from services.transport.roles import LUA, Role, commands, rules, trials
 from tests.kit.table import REPOSITORY, check_table
@@ -71,20 +72,21 @@ async def test_what_each_part_may_read_and_write(admin: Redis, run_id: str) -> N
         key = getattr(keys, name) if name in KEYS else getattr(keys, name)("x")
         answers = []
         for role in Role:
-            # A command for each that the role has: the type of what is there does not matter.
-            reads = await _may(admin, role, f"HGET {key} f") or await _may(admin, role, f"XLEN {key}")
+            # A command that the role has: the type of what is there does not matter.
+            reads = await _may(admin, role, f"XLEN {key}" if role is Role.SCALER else f"HGET {key} f")
             writes = await _may(admin, role, f"HSET {key} f v")
-            answers.append("write" if writes else "read" if reads else "")
+            answers.append(("write" if reads else "put") if writes else "read" if reads else "")
         found[name] = answers
         table.append((f"`{name}`" if name in KEYS else f"`{name}:ID`", *answers))
     head = ("Key", *(f"`{role}`" for role in Role))
     check_table("roles", head, table, document="services/transport/README.md")
     writers = {
-        name: {role for role, may in zip(Role, answers, strict=True) if may == "write"}
+        name: {role for role, may in zip(Role, answers, strict=True) if may in ("write", "put")}
         for name, answers in found.items()
     }
     for name in ("versions", "seq", "pinned", "lease", "fence", "trainer", "uncheckpointed"):
         assert writers[name] == {Role.TRAINER, Role.OPERATOR}, name
+    assert found["transfers"][list(Role).index(Role.ROLLOUT)] == "put"
     assert writers["audit"] == {Role.MONITOR, Role.OPERATOR}
     assert writers["closed"] == {Role.OPERATOR}
     assert not any(found[name][list(Role).index(Role.MONITOR)] for name in ("result", "lease"))
@@ -128,6 +130,32 @@ def test_the_rules_of_the_deployment_are_those_that_are_printed(capsys: pytest.C
 PASSWORDS = {role: f"of{role}" for role in Role if role is not Role.SCALER}
 
 
+GIVEN = {f"{role.upper()}_REDIS_PASSWORD": password for role, password in PASSWORDS.items()}
+GIVEN |= {"REDIS_PASSWORD": "ofall", "REDIS_MAXMEMORY": "64mb", "REDIS_APPENDFSYNC": "always"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("REDIS_PASSWORD", None),
+        *(("REDIS_PASSWORD", value) for value in ("", '""', "a b", "a\nb")),
+        *(("TRAINER_REDIS_PASSWORD", value) for value in (" ", "se'cret", "secr et", "a\nuser x on nopass +@all ~*")),
+    ],
+)
+def test_redis_is_not_started_with_a_password_that_would_be_another(
+    name: str, value: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "redis-server").write_text("#!/bin/sh\necho started\n")
+    (tmp_path / "redis-server").chmod(0o755)
+    variables = GIVEN | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({} if value is None else {name: value})
+    if value is None:
+        del variables[name]
+    done = subprocess.run(["sh", START], env=variables, capture_output=True, text=True, timeout=WITHIN_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"start.sh: {name} must be letters, digits")
+    assert not (value or "").strip() or str(value) not in done.stderr
+
+
 @pytest.fixture
 def deployed(tmp_path: Path, broker_binary: Path | None) -> Iterator[str]:
     """The address of a server that deploy/redis/start.sh has started."""
@@ -135,12 +163,13 @@ def deployed(tmp_path: Path, broker_binary: Path | None) -> Iterator[str]:
     real = broker_binary or valkey_binary()
     binary.write_text(f'#!/bin/sh\nexec {real} "$@" --bind 127.0.0.1 --port {port.number}\n')
     binary.chmod(0o755)
-    variables = {f"{role.upper()}_REDIS_PASSWORD": password for role, password in PASSWORDS.items()}
-    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": "ofall", "REDIS_MAXMEMORY": "64mb"}
-    variables["REDIS_APPENDFSYNC"] = "always"
+    variables = GIVEN | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(["sh", START], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL) as server:
         yield f"127.0.0.1:{port.number}"
+        words = Path(f"/proc/{server.pid}/cmdline").read_text()
         server.kill()
+    assert str(real) in words
+    assert not [password for password in ("ofall", *PASSWORDS.values()) if password in words], "for everybody to read"
 
 
 async def test_the_deployments_redis_has_these_users(deployed: str, run_id: str) -> None:
@@ -199,18 +228,21 @@ async def test_one_who_may_run_no_script_is_told_so(shared_broker: EmbeddedBroke
                 await Broker.connect(url, run_id, role=role, create=False)
 
 
-async def test_rules_that_change_while_it_runs_are_named(shared_broker: EmbeddedBroker, run_id: str) -> None:
-    """No reason to end: whoever took the permission away gives it back."""
+@pytest.mark.parametrize("command", ["evalsha", "xpending", "hgetall"])
+async def test_rules_that_change_while_it_runs_are_named(
+    command: str, shared_broker: EmbeddedBroker, run_id: str
+) -> None:
+    """No reason to end, as whoever took the permission away may give it back; and never an answer that is wrong."""
     name = f"changed-{run_id}"
     async with (
         _user(shared_broker, name, *rules(Role.MONITOR).split()) as url,
         await Broker.connect(url, run_id, role=Role.MONITOR, create=False) as broker,
         Redis.from_url(shared_broker.url) as admin,
     ):
-        await admin.execute_command("ACL", "SETUSER", name, "-evalsha")
-        with pytest.raises(UnavailableError, match=rf"refuses user '{name}': .*evalsha"):
-            await ReplicaRegistry(broker).swaps_s()
-        await admin.execute_command("ACL", "SETUSER", name, "+evalsha")
+        await admin.execute_command("ACL", "SETUSER", name, f"-{command}")
+        with pytest.raises(UnavailableError, match=rf"refuses user '{name}': .*; dvp-queue users"):
+            await take_snapshot(broker)
+        await admin.execute_command("ACL", "SETUSER", name, f"+{command}")
         assert await ReplicaRegistry(broker).swaps_s() == {}
 
 
@@ -218,7 +250,7 @@ def test_scripts_call_what_can_be_read_from_their_text() -> None:
     """The rules are made of it."""
     for path in LUA.iterdir():
         text = path.read_text()
-        calls = re.findall(r"redis\.p?call\((.)", text)
+        calls = re.findall(r"(?:redis\.p?call|if_there)\((?!\.\.\.\))(.)", text)
         odd = 1 if path.name == "letters.lua" else 0
         assert len([first for first in calls if first != "'"]) == odd, path.name
     assert {"XRANGE", "XREVRANGE"} <= {*commands(Role.MONITOR)} & {*commands(Role.OPERATOR)}, (

@@ -249,11 +249,11 @@ class Parts(NamedTuple):
 async def connect_parts(embedded: EmbeddedBroker, run_id: str) -> AsyncIterator[Parts]:
     async with AsyncExitStack() as stack:
         connected = [await stack.enter_async_context(await Broker.connect(embedded.url, run_id))]
+        await connected[0].redis.acl_log_reset()
         for role in (Role.ROLLOUT, Role.TRAINER, Role.MONITOR):
             broker = await Broker.connect(embedded.url_of(role), run_id, role=role, create=False)
             connected.append(await stack.enter_async_context(broker))
         parts = Parts(*connected)
-        await parts.everybody.redis.acl_log_reset()
         yield parts
         assert await parts.everybody.redis.acl_log() == [], "somebody was refused what it needs"
 
