@@ -152,7 +152,7 @@ def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     size = 0
     for entry_id, fields in entries:
         size_text = fields.get(b"size", b"")
-        own = int(size_text) if size_text.isdigit() else 0
+        own = int(size_text) if size_text.isdigit() and len(size_text) < 20 else 0
         if page and size + own > FETCH_BYTES:
             yield page
             page, size = [], 0

@@ -22,7 +22,7 @@ ENTRIES: list[dict[bytes, bytes]] = [
     {b"kind": b"group"},
     {b"kind": b"group", b"id": b"x", b"size": b"abc"},
     {b"kind": b"group", b"id": b"x", b"size": b"-1"},
-    {b"kind": b"group", b"id": b"x", b"size": b"9" * 30},
+    {b"kind": b"group", b"id": b"x", b"size": b"9" * 5000},
     {b"kind": b"group", b"size": b"1"},
     {b"kind": b"group", b"id": b"\xff\xfe", b"size": b"1"},
     {b"kind": b"group", b"id": b"a b", b"data": b"\xc1"},
@@ -32,7 +32,9 @@ ENTRIES: list[dict[bytes, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", ENTRIES, ids=lambda fields: b" ".join(b"=".join(pair) for pair in fields.items()))
+@pytest.mark.parametrize(
+    "fields", ENTRIES, ids=lambda fields: b" ".join(b"=".join(pair) for pair in fields.items())[:40]
+)
 async def test_what_is_no_group_is_buried_once(fields: dict[bytes, bytes], rig: Rig) -> None:
     await rig.broker.redis.xadd(rig.broker.keys.groups, dict(fields))
     for _ in range(3):
