@@ -126,7 +126,8 @@ class Submission:
     async def status(self, job_id: str) -> JobReport:
         """Raises NotFoundError for an id nobody submitted, or whose result has expired."""
         keys = self.broker.keys
-        async with self.broker.call(), self.broker.redis.pipeline() as both:
+        # No transaction: with its memory full Redis would refuse it, though it only reads.
+        async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
             both.hgetall(keys.job(job_id))
             both.strlen(keys.result(job_id))
             stored, num_bytes = await both.execute()
