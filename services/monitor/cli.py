@@ -171,7 +171,7 @@ def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> N
 def users(
     run: Annotated[str, typer.Argument(help="The only run that they may touch.", show_default="any")] = "*",
 ) -> None:
-    """Print users of Redis for the parts of the system, as a users.acl or redis.conf takes them, but for passwords."""
+    """Print the rules of each part's user of Redis, without passwords, as redis.conf and users.acl take them."""
     if run != "*" and not re.fullmatch(RUN_ID, run):
         raise RequestError(f"run {run!r}: must match {RUN_ID}")
     for role in Role:

@@ -71,7 +71,7 @@ class EmbeddedBroker:
         return f"redis://:{self.password}@{HOST}:{self.port}/0"
 
     def url_of(self, role: Role) -> str:
-        """Of the user who may do what `role` does."""
+        """The same for the user who may do what `role` does."""
         return f"redis://{role}:{self._passwords[role]}@{HOST}:{self.port}/0"
 
     @property

@@ -81,12 +81,10 @@ _NEEDS = {
 
 def rules(role: Role, run_id: str = "*") -> str:
     """What ACL SETUSER takes, but for a password. With a run id, for that run alone."""
-    needs, keys = _NEEDS[role], Keys(run_id)
     allowed = [f"+{command.lower()}" for command in commands(role)]
-    read = [f"%R~{_pattern(keys, name)}" for name in needs.reads.split()]
-    put = [f"%W~{_pattern(keys, name)}" for name in needs.puts.split()]
-    written = [f"~{_pattern(keys, name)}" for name in needs.writes.split()]
-    return " ".join(["on", "resetchannels", "-@all", *allowed, *read, *put, *written])
+    written, read, put = _patterns(role, run_id)
+    keys = [*(f"%R~{key}" for key in read), *(f"%W~{key}" for key in put), *(f"~{key}" for key in written)]
+    return " ".join(["on", "resetchannels", "-@all", *allowed, *keys])
 
 
 def commands(role: Role) -> list[str]:
@@ -96,10 +94,7 @@ def commands(role: Role) -> list[str]:
 
 def trials(role: Role, run_id: str) -> list[str]:
     """Command lines, one for all that the role may do: each command, each key that it reads or writes."""
-    needs, keys = _NEEDS[role], Keys(run_id)
-    written, read, put = (
-        [_pattern(keys, name) for name in names.split()] for names in (needs.writes, needs.reads, needs.puts)
-    )
+    written, read, put = _patterns(role, run_id)
     key = [*written, *read][0]
     odd = {"XREADGROUP": "XREADGROUP GROUP g c STREAMS {} >", "XREAD": "XREAD STREAMS {} 0"}
     # Where another command takes something else than a key, it may be called the same.
@@ -109,10 +104,15 @@ def trials(role: Role, run_id: str) -> list[str]:
     return tried
 
 
-def _pattern(keys: Keys, name: str) -> str:
-    """A key, or all that have its prefix."""
-    key = getattr(keys, name)
-    return key if isinstance(key, str) else str(key("*"))
+def _patterns(role: Role, run_id: str) -> list[list[str]]:
+    """Keys, and for those with a prefix all that have it: written, read, put."""
+    needs, keys = _NEEDS[role], Keys(run_id)
+
+    def pattern(name: str) -> str:
+        key = getattr(keys, name)
+        return key if isinstance(key, str) else str(key("*"))
+
+    return [[pattern(name) for name in names.split()] for names in (needs.writes, needs.reads, needs.puts)]
 
 
 @cache

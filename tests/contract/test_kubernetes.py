@@ -183,7 +183,7 @@ def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user(rend
     assert len({*passwords.values()}) == len(passwords) == 1 + len(Role)
     for pod, spec in rendered.pods().items():
         for one in spec["containers"] + spec.get("initContainers", []):
-            seen = "".join(rendered.environment(pod, one["name"]).values()) if "env" in one else ""
+            seen = "".join(rendered.environment(pod, one["name"]).values())
             known = {name for name, password in passwords.items() if password in seen}
             own = {f"{pod.upper()}_REDIS_PASSWORD"} if one["name"] == pod else set()
             assert known == (set(passwords) if pod == "redis" else own), (pod, one["name"])

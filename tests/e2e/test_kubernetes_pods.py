@@ -77,7 +77,7 @@ class Cluster:
         return name
 
     def _start(self, pod: str, spec: Manifest, container: Manifest, sandbox: str, extra: dict[str, str]) -> str:
-        environment = self.rendered.environment(pod, container["name"]) if "env" in container else {}
+        environment = self.rendered.environment(pod, container["name"])
         self.rendered.mount(pod, container["name"], self.secrets / pod)
         words = [*container.get("command", []), *container.get("args", [])]
         user = spec["securityContext"]

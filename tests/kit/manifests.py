@@ -66,8 +66,10 @@ class Rendered:
 
     def environment(self, pod: str, name: str) -> dict[str, str]:
         """As the container would see it: references resolved, $(NAME) put in."""
-        resolved: dict[str, str] = {}
-        for entry in self.container(pod, name)["env"]:
+        container = self.container(pod, name)
+        sources = [self.secret(source["secretRef"]["name"]) for source in container.get("envFrom", ())]
+        resolved = {key: value for secret in sources for key, value in secret.items()}
+        for entry in container.get("env", ()):
             value = self._referenced(entry["valueFrom"]) if "valueFrom" in entry else entry["value"]
             resolved[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: resolved[match[1]], value)
         return resolved

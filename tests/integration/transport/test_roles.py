@@ -21,7 +21,7 @@ from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker, valkey_binary
 from services.transport.health import take_snapshot
 from services.transport.replicas import ReplicaRegistry
-from services.transport.roles import LUA, Role, commands, rules, trials
+from services.transport.roles import LUA, Role, commands, rules
 from tests.kit.table import REPOSITORY, check_table
 from tests.kit.wait import WITHIN_S
 
@@ -29,29 +29,12 @@ START = REPOSITORY / "deploy" / "redis" / "start.sh"
 
 KEYS = [name for name, value in vars(Keys).items() if isinstance(value, property) and name != "everything"]
 PREFIXES = ["job", "result", "replica", "transfer"]
-ADMINISTRATION = (
-    *(
-        "ACL LIST",
-        "BGREWRITEAOF",
-        "CLIENT KILL ID 1",
-        "CLIENT LIST",
-        "CLUSTER RESET",
-        "CONFIG GET *",
-        "CONFIG SET dir /",
-    ),
-    *(
-        "DEBUG SLEEP 0",
-        "EVAL x 0",
-        "FLUSHALL",
-        "FLUSHDB",
-        "FUNCTION LOAD x",
-        "KEYS *",
-        "MIGRATE h 1 k 0 1",
-        "MODULE LIST",
-    ),
-    *("MONITOR", "PSYNC ? -1", "PUBLISH c m", "REPLICAOF h 1", "RESTORE {k} 0 x", "SAVE", "SCRIPT FLUSH", "SHUTDOWN"),
-    *("DUMP {k}", "RENAME {k} {k}", "SLOWLOG GET", "SUBSCRIBE c", "SWAPDB 0 1", "SYNC"),
-)
+ADMINISTRATION = """
+    ACL LIST, BGREWRITEAOF, CLIENT KILL ID 1, CLIENT LIST, CLUSTER RESET, CONFIG GET *, CONFIG SET dir /, DEBUG SLEEP 0,
+    DUMP {k}, EVAL x 0, FLUSHALL, FLUSHDB, FUNCTION LOAD x, KEYS *, MIGRATE h 1 k 0 1, MODULE LIST, MONITOR, PSYNC ? -1,
+    PUBLISH c m, RENAME {k} {k}, REPLICAOF h 1, RESTORE {k} 0 x, SAVE, SCRIPT FLUSH, SHUTDOWN, SLOWLOG GET, SUBSCRIBE c,
+    SWAPDB 0 1, SYNC
+"""
 
 
 async def _may(admin: Redis, user: str, line: str) -> bool:
@@ -94,8 +77,7 @@ async def test_what_each_part_may_read_and_write(admin: Redis, run_id: str) -> N
 
 @pytest.mark.parametrize("role", Role)
 async def test_nobody_may_administer_the_broker(role: Role, admin: Redis, run_id: str) -> None:
-    for line in ADMINISTRATION:
-        line = line.format(k=Keys(run_id).jobs)
+    for line in ADMINISTRATION.format(k=Keys(run_id).jobs).split(","):
         assert await _may(admin, "default", line), "no such command"
         assert not await _may(admin, role, line), line
 
@@ -128,8 +110,6 @@ def test_the_rules_of_the_deployment_are_those_that_are_printed(capsys: pytest.C
 
 
 PASSWORDS = {role: f"of{role}" for role in Role if role is not Role.SCALER}
-
-
 GIVEN = {f"{role.upper()}_REDIS_PASSWORD": password for role, password in PASSWORDS.items()}
 GIVEN |= {"REDIS_PASSWORD": "ofall", "REDIS_MAXMEMORY": "64mb", "REDIS_APPENDFSYNC": "always"}
 
@@ -256,13 +236,3 @@ def test_scripts_call_what_can_be_read_from_their_text() -> None:
     assert {"XRANGE", "XREVRANGE"} <= {*commands(Role.MONITOR)} & {*commands(Role.OPERATOR)}, (
         "what letters.lua is told to call"
     )
-
-
-def test_every_command_and_key_is_tried() -> None:
-    for role in (Role.ROLLOUT, Role.TRAINER, Role.MONITOR, Role.OPERATOR):
-        tried = trials(role, "a")
-        allowed = rules(role, "a").split()
-        for command in commands(role):
-            assert any(line.startswith(command.replace("|", " ") + " ") for line in tried)
-        for key in (rule.partition("~")[2] for rule in allowed if "~" in rule):
-            assert any(key in line.split() for line in tried)
