@@ -27,8 +27,9 @@ from trainer.reporting import read_metrics
 from .stack import BUILD_S, Stack, clone, require_engine, running
 
 TRAINING_S = 1200.0
-STEPS = 400
-"""More than the demo's, so that the run lasts until everything has been done to it."""
+ENDLESS = 1_000_000
+LAST_STEPS, MIN_STEPS = 30, 150
+"""The run goes on until everything has been done to it, then so many steps more, and until the model has learned."""
 IMAGES = ("rollout", "trainer", "monitor", "gateway")
 SERVICES = ("redis", *IMAGES)
 PROBE = """
@@ -58,10 +59,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + 2 * TRAINING_S)]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     require_engine()
     stack = Stack(clone(tmp_path_factory.mktemp("clone")))
-    config = stack.folder / "deploy" / "demo" / "config.toml"
-    config.write_text(config.read_text().replace("steps = 80", f"steps = {STEPS}"))
+    set_steps(stack, ENDLESS)
     with running(stack, "--scale", "rollout=3"):
         yield stack
+
+
+def set_steps(stack: Stack, steps: int) -> None:
+    config = stack.folder / "deploy" / "demo" / "config.toml"
+    text, found = re.subn("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.MULTILINE)
+    assert found == 1
+    config.write_text(text)
 
 
 def test_training_survives_scaling_kills_and_a_rolling_restart(
@@ -83,6 +90,8 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
     with calling(stack) as answers:
         stack.run("deploy/docker/roll.sh")
     after(2)
+    set_steps(stack, max(stack.step() + LAST_STEPS, MIN_STEPS))
+    stack.compose("restart", "trainer")
     (trainer,) = stack.containers("trainer")
     stack.wait_until(lambda: stack.inspect(trainer)["State"]["Status"] == "exited", "the trainer is done", TRAINING_S)
 
@@ -111,7 +120,8 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
     assert (accounting["lost"], accounting["trained twice"]) == (0, 0)
     assert mean(rewards[-ENDS:]) > mean(rewards[:ENDS]) + 0.1
     assert stack.inspect(trainer)["State"]["ExitCode"] == 0
-    assert [record["step"] for record in metrics] == list(range(1, progress["step"] + 1)) == list(range(1, STEPS + 1))
+    assert [record["step"] for record in metrics] == list(range(1, progress["step"] + 1))
+    assert progress["step"] >= MIN_STEPS
     assert stack.killed == list(SERVICES)
     assert len(stack.containers("rollout")) == 2
     assert not set(before) & set(stack.containers("rollout"))
