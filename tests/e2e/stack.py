@@ -128,7 +128,7 @@ class Stack:
 
     def client(self, *, token: str | None = None, port: int | None = None) -> Client:
         """Of the gateway, or of what listens on `port`, with the token that clients have."""
-        shown = (self.tokens / "rollout" / "client").read_text() if token is None else token
+        shown = (self.tokens / "rollout" / "client").read_text().strip() if token is None else token
         return Client(f"http://127.0.0.1:{port or self.port}", token=shown)
 
 
