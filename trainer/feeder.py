@@ -224,8 +224,11 @@ class Feeder:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if outcome is not Submitted.REFUSED:
                 self._unsent.pop(job.job_id, None)
-        if Submitted.REFUSED in outcomes and self._unacknowledged:
-            self._refusal.set()
+        if Submitted.REFUSED in outcomes:
+            if num := await self.groups.recount(self.outstanding):
+                logger.warning("the broker lost its last writes: it counted %d jobs as in flight that have ended", num)
+            elif self._unacknowledged:
+                self._refusal.set()
         return not self._unsent
 
     def _job(self, position: int, attempt: int) -> Job:
@@ -270,6 +273,10 @@ class Feeder:
             await self._take(delivery)
         elif id not in self.outstanding and id not in self._early and self._comes_later(id):
             self._early[id] = delivery
+        elif id in self._arrived:
+            # The broker lost what it had told, and has told it anew: that is what it must keep until a checkpoint.
+            self._drop_duplicate(self._arrived[id])
+            self._arrived[id] = delivery
         else:
             self._drop_duplicate(delivery)
 

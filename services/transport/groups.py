@@ -80,7 +80,7 @@ class GroupQueue:
         late, the new one recovers when it is idle."""
         async with self.broker.call():
             newest = await self.broker.redis.get(self.broker.keys.fence)
-        if newest is not None and int(newest) != self._fence:
+        if newest is not None and int(newest) > self._fence:
             raise LeaseLostError(f"another trainer took over run {self.broker.run_id}")
 
     async def _recover(self, inbox: _Inbox, count: int) -> list[Delivery]:
@@ -144,6 +144,12 @@ class GroupQueue:
     async def restore(self, outstanding: Iterable[str]) -> None:
         """On resume: the in-flight set becomes `outstanding` (less the dead), and nothing awaits a checkpoint."""
         await self.broker.script("restore", self._fence, *outstanding)
+
+    async def recount(self, outstanding: Iterable[str]) -> int:
+        """No job but these is in flight any more. Returns how many were: a broker that lost its last writes counts jobs
+        that have ended. Not while jobs are being submitted."""
+        gone: int = await self.broker.script("recount", self._fence, *outstanding)
+        return gone
 
 
 def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

@@ -58,7 +58,7 @@ _NEEDS = {
     ),
     Role.TRAINER: _Needs(
         scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle acknowledge "
-        "restore next_seq announce pin beat_trainer health pending sweep",
+        "restore recount next_seq announce pin beat_trainer health pending sweep",
         commands=f"{_CONNECTION} XREADGROUP MGET SMEMBERS MULTI EXEC RPUSH BLPOP",
         writes="jobs client_jobs groups evals dead in_flight uncheckpointed counters versions seq pinned lease fence "
         f"replicas trainer job result replica transfers transfer {_CLIENTS}",

@@ -6,10 +6,11 @@ for i = 3, #ARGV, 2 do
   local entry, id = ARGV[i], ARGV[i + 1]
   count('acked', redis.call('XACK', ARGV[2], TRAINER_GROUP, entry))
   redis.call('XDEL', ARGV[2], entry)
-  -- After a wipe the job may live again, and its group is told by another entry.
-  local told = redis.call('HGET', JOB .. id, 'told') == entry
-  if told then redis.call('UNLINK', RESULT .. id) end
-  redis.call('SREM', IN_FLIGHT, id)
-  redis.call('SREM', UNCHECKPOINTED, id)
-  if told then redis.call('EXPIRE', JOB .. id, RESULT_TTL_S) end
+  -- A broker that was wiped, or lost its last writes, may tell of the job by another entry.
+  if (redis.call('HGET', JOB .. id, 'told') or entry) == entry then
+    redis.call('UNLINK', RESULT .. id)
+    redis.call('SREM', IN_FLIGHT, id)
+    redis.call('SREM', UNCHECKPOINTED, id)
+    redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)
+  end
 end

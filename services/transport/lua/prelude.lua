@@ -12,13 +12,13 @@ local function if_there(...)
   if not string.find(reply.err, 'NOGROUP') and not string.find(reply.err, 'no such key') then error(reply) end
 end
 
--- An error reply if a newer trainer than `token` holds the run. A wiped broker knows no token yet: the first one that
--- comes is taken, because nobody newer has registered since.
+-- An error reply if a newer trainer than `token` holds the run. A broker that was wiped, or lost its last writes, has
+-- forgotten a token: the one that comes is taken, because nobody newer has registered since.
 local function fenced_off(token)
-  local newest = redis.call('GET', FENCE)
-  if not newest then
+  local newest = tonumber(redis.call('GET', FENCE) or 0)
+  if newest < tonumber(token) then
     redis.call('SET', FENCE, token)
-  elseif newest ~= token then
+  elseif newest > tonumber(token) then
     return redis.error_reply('LEASELOST another trainer took over run ' .. RUN_ID)
   end
 end

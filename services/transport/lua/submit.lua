@@ -18,7 +18,10 @@ for i = 3, #ARGV, 3 do
       redis.call('DEL', JOB .. id)
       enqueue(id, sink, data, now)
       count('submitted')
-      if sink == 'train' then redis.call('SADD', IN_FLIGHT, id) end
+      if sink == 'train' then
+        redis.call('SADD', IN_FLIGHT, id)
+        redis.call('SREM', UNCHECKPOINTED, id)
+      end
       if counts then room = room - 1 end
     end
   end

@@ -27,6 +27,7 @@ from services.transport.embedded import EmbeddedBroker
 from services.transport.jobs import JobQueue, Lease
 from services.transport.pending import Stream, pending
 from services.transport.weights import WeightRegistry
+from tests.integration.transport.world import dump, look, put_back
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.runs import HELDOUT, MODEL, config
 from tests.kit.wait import WITHIN_S, until_async
@@ -410,6 +411,39 @@ async def test_a_wiped_broker_costs_only_time(
         latest = await WeightRegistry(player.jobs.broker).latest()
         assert latest is not None
         assert latest.seq > before
+
+
+async def test_a_broker_that_lost_its_last_writes_counts_no_ended_job_for_long(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        batch = await both(run, player.play(GROUPS))
+        await run.feeder.settle(batch)
+        await run.save()
+        redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
+        await redis.sadd(keys.in_flight, *(scored.group.job_id for scored in batch.groups))
+        await run.feeder.settle(await both(run, player.play(GROUPS)))
+        await asyncio.wait_for(player.claim(GROUPS), WITHIN_S)
+        assert await redis.scard(keys.in_flight) == GROUPS
+
+
+async def test_a_group_that_is_told_anew_stays_until_a_checkpoint_covers_it(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        broker = player.jobs.broker
+        redis, keys = broker.redis, broker.keys
+        leases = await player.claim(GROUPS)
+        ids = [lease.job.job_id for lease in leases]
+        before = await dump(broker, await look(broker, ids))
+        await player.jobs.commit(leases[0], player.group(leases[0]))
+        await until_async(lambda: ids[0] in run.feeder._arrived)
+        await put_back(broker, before, ids)
+        await player.jobs.commit(leases[0], player.group(leases[0]))
+        await until_async(lambda: run.feeder._counters["duplicates"])
+        await run.save()
+        assert await redis.xlen(keys.groups) == 1, "no checkpoint covers it"
+        assert await redis.scard(keys.in_flight) == GROUPS
+        await player.jobs.commit(leases[1], player.group(leases[1]))
+        await run.feeder.settle(await both(run))
+        await run.save()
+        assert await redis.xlen(keys.groups) == 0
 
 
 async def test_versions_after_a_wipe_are_newer_than_any_folder(forgetful: EmbeddedBroker, opened: Open) -> None:

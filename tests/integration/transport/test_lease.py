@@ -12,6 +12,7 @@ from services.contract.errors import ConfigError, LeaseLostError, WeightError
 from services.transport import lease as lease_module
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
+from services.transport.groups import GroupQueue
 from services.transport.lease import TrainerLease
 from tests.kit.wait import WITHIN_S, until_async
 
@@ -56,6 +57,19 @@ async def test_tokens_grow_also_over_a_wiped_broker(broker: Broker) -> None:
             # The next token comes from the broker's clock.
             await until_async(lambda: _clock_passed(broker, tokens[-1]))
     assert tokens == sorted(set(tokens))
+
+
+async def test_the_newest_trainer_goes_on_where_the_broker_has_forgotten_it(broker: Broker) -> None:
+    older, newest = TrainerLease(broker, "x"), TrainerLease(broker, "x")
+    await older.acquire()
+    await _run_out(broker)
+    await newest.acquire()
+    await broker.redis.set(broker.keys.fence, older.token)  # another broker took over, which lacks the last writes
+    await older.renew()
+    assert await GroupQueue(broker, fence=newest.token).read(1, 1) == []
+    await newest.renew()
+    with pytest.raises(LeaseLostError, match="another trainer took over"):
+        await older.renew()
 
 
 async def _clock_passed(broker: Broker, token: int) -> bool:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -49,7 +48,9 @@ async def _walk_all(world: World, at_least: int) -> None:
     logger.info("%d states, %d of them final", len(states), done)
     assert len(states) >= at_least
     assert done
-    assert [node.story for node in stuck(states)] == [], "from here no fault-free way leads to the end of all jobs"
+    if nodes := stuck(states):
+        story = "\n".join(nodes[0].story)
+        pytest.fail(f"from {len(nodes)} states no fault-free way leads to the end of all jobs, first after:\n{story}")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,23 @@ async def test_every_state_of_a_small_world(
     parts: Parts, jobs: int, asked: int, faults: int, max_deliveries: int, at_least: int
 ) -> None:
     world = small_world(parts, jobs=jobs, asked=asked, faults=faults, max_deliveries=max_deliveries)
+    await _walk_all(world, at_least)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "asked", "faults", "at_least"),
+    [
+        pytest.param(1, 0, 1, 300, id="train"),
+        pytest.param(1, 0, 2, 5000, id="train, two faults", marks=pytest.mark.slow),
+        pytest.param(0, 1, 2, 300, id="client, two faults"),
+    ],
+)
+async def test_every_state_when_the_broker_falls_back(
+    parts: Parts, jobs: int, asked: int, faults: int, at_least: int
+) -> None:
+    """A second broker takes over, and lacks what the first one did last."""
+    world = small_world(parts, jobs=jobs, asked=asked, faults=faults, max_deliveries=2)
+    world.may_fail_over = True
     await _walk_all(world, at_least)
 
 
@@ -105,6 +123,7 @@ async def _story(shared_broker: EmbeddedBroker, run_id: str, choices: list[int])
     async with connect_parts(shared_broker, run_id) as parts:
         broker = parts.everybody
         world = small_world(parts, jobs=4, asked=2, replicas="ABC", faults=len(choices))
+        world.may_fail_over = True
         if keys := (await look(broker, world.job_ids)).keys:
             await broker.redis.delete(*keys)
         await broker.ensure_groups()
@@ -142,6 +161,8 @@ MUTANTS = {
         "math.max(now, (redis.call('GET', FENCE) or 0) + 1, ARGV[3] + 1)",
         "1",
     ),
+    "a count that is not mended": ("recount", "redis.call('SREM', IN_FLIGHT, id)", "0"),
+    "an acknowledgement of what is told anew": ("acknowledge", "'told') or entry) == entry", "'told') or entry) ~= ''"),
     "a death without a tombstone": ("fail", "job_id ~= '' and sink ~= 'client'", "false"),
     "a death that stays in flight": ("fail", "redis.call('SREM', IN_FLIGHT, job_id)", ""),
     "a replay that leaves the tombstone": ("replay", "letter.tombstone ~= ''", "false"),
@@ -197,10 +218,12 @@ async def test_the_walk_finds_an_acknowledgement_before_the_checkpoint(
 
 
 async def _expect_trouble(parts: Parts) -> None:
-    """In a world of the trainer, or in one of a client."""
-    for faults, asked in itertools.product((1, 2), (0, 1)):
+    """In a world of the trainer, in one of a client, or where a broker takes over."""
+    for faults, asked, may_fail_over in ((1, 0, False), (1, 1, False), (1, 0, True), (2, 0, False), (2, 1, False)):
+        world = small_world(parts, jobs=1 - asked, asked=asked, faults=faults, max_deliveries=1)
+        world.may_fail_over = may_fail_over
         try:
-            states = await walk(small_world(parts, jobs=1 - asked, asked=asked, faults=faults, max_deliveries=1))
+            states = await walk(world)
         except ViolationError:
             return
         if stuck(states):

@@ -10,13 +10,10 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.transport.broker import Broker
-from tests.integration.transport.world import Seen, Trainer, ViolationError, World, look, step
+from tests.integration.transport.world import Dump, Seen, Trainer, ViolationError, World, dump, look, put_back, step
 
 ENTRY = re.compile(r"\d{13}-\d+")
 TOKEN = re.compile(r"(?<![\d-])\d{13}(?![\d-])")
-
-Dump = dict[bytes, tuple[bytes, int]]
 
 
 @dataclass
@@ -37,13 +34,13 @@ async def walk(world: World, max_states: int = 10**6) -> dict[str, Node]:
         await broker.redis.delete(*keys)
     await broker.ensure_groups()
     start = await look(broker, world.job_ids)
-    first = Node(world, start, await _dump(broker, start), ())
+    first = Node(world, start, await dump(broker, start), ())
     nodes, queue = {canonical(world, start): first}, deque([first])
     while queue:
         node = queue.popleft()
         node.done = node.world.is_done(node.seen)
         for move in node.world.moves(node.seen):
-            await _restore(broker, node.dump, node.world)
+            await put_back(broker, node.dump, node.world.job_ids)
             after = node.world.fork()
             story = (*node.story, move.label)
             try:
@@ -53,7 +50,7 @@ async def walk(world: World, max_states: int = 10**6) -> dict[str, Node]:
             name = canonical(after, seen)
             if name not in nodes:
                 assert len(nodes) < max_states, f"more than {max_states} states"
-                nodes[name] = Node(after, seen, await _dump(broker, seen), story)
+                nodes[name] = Node(after, seen, await dump(broker, seen), story)
                 queue.append(nodes[name])
             if not move.fault:
                 node.next.add(name)
@@ -79,9 +76,23 @@ def stuck(nodes: dict[str, Node]) -> list[Node]:
 
 def canonical(world: World, seen: Seen) -> str:
     """Equal for states that differ only in names that nobody compares."""
+    state = (
+        _broker(world, seen),
+        [(r.name, [lease.entry_id for lease in r.leases], sorted(r.queue._held)) for r in world.replicas],
+        [_trainer(trainer) for trainer in world.trainers],
+        (_token(world, seen, str(world.checkpoint.token)), *_books(world.checkpoint)),
+        world.faults,
+        world.standby and _broker(world, world.standby.seen),
+        world.went_back,
+        sorted(world.superseded),
+    )
+    return _ranked(TOKEN, _ranked(ENTRY, repr(state)))
+
+
+def _broker(world: World, seen: Seen) -> tuple[object, ...]:
     names = {replica.queue.consumer: replica.name for replica in world.replicas}
     living = {lease.entry_id for replica in world.replicas for lease in replica.leases}
-    state = (
+    return (
         [row[:3] for row in seen.jobs],
         [(entry, names.get(owner, "gone")) for entry, owner in seen.owners.items()],
         [row[:3] for row in seen.groups],
@@ -95,15 +106,10 @@ def canonical(world: World, seen: Seen) -> str:
             (b.state, b.deliveries, _committer(b.committed, names, living), b.has_result, b.ends)
             for b in seen.books.values()
         ],
-        [(r.name, [lease.entry_id for lease in r.leases], sorted(r.queue._held)) for r in world.replicas],
-        [_trainer(trainer) for trainer in world.trainers],
-        (_token(world, seen, str(world.checkpoint.token)), *_books(world.checkpoint)),
-        world.faults,
         seen.readable,
         sorted(seen.memory),
         sorted(seen.deadlines),
     )
-    return _ranked(TOKEN, _ranked(ENTRY, repr(state)))
 
 
 def _committer(committed: str, names: dict[str, str], living: set[str]) -> str:
@@ -147,36 +153,3 @@ def _ranked(pattern: re.Pattern[str], text: str) -> str:
     found = sorted(set(pattern.findall(text)), key=lambda name: [int(part) for part in name.split("-")])
     places = {name: f"#{place}" for place, name in enumerate(found)}
     return pattern.sub(lambda match: places[match[0]], text)
-
-
-async def _dump(broker: Broker, seen: Seen) -> Dump:
-    async with broker.redis.pipeline(transaction=False) as pipeline:
-        for key in seen.keys:
-            pipeline.dump(key)
-            pipeline.pttl(key)
-        reply = await pipeline.execute()
-    return {key.encode(): (reply[2 * i], max(reply[2 * i + 1], 0)) for i, key in enumerate(seen.keys)}
-
-
-async def _restore(broker: Broker, dump: Dump, world: World) -> None:
-    keys = broker.keys
-    names = (
-        "jobs",
-        "client_jobs",
-        "groups",
-        "evals",
-        "dead",
-        "in_flight",
-        "uncheckpointed",
-        "fence",
-        "lease",
-        "counters",
-    )
-    names += ("client_reserved", "client_held", "client_expiry", "client_deadlines")
-    known = [getattr(keys, name) for name in names]
-    known += [name(job_id) for job_id in world.job_ids for name in (keys.job, keys.result)]
-    async with broker.redis.pipeline(transaction=False) as pipeline:
-        pipeline.delete(*known)
-        for key, (value, ttl_ms) in dump.items():
-            pipeline.restore(key, ttl_ms, value)
-        await pipeline.execute()

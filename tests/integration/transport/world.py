@@ -41,6 +41,12 @@ MAX_LEASES = 2
 CLIENT = "client "
 """Before the entries of clients' jobs, and before the name of what takes them: ids of two streams may be equal."""
 
+BOOKS = (
+    *("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters"),
+    *("client_reserved", "client_held", "client_expiry", "client_deadlines"),
+)
+"""Every key of this world's runs that is not of one job."""
+
 LOOK = """
 local function rows(stream)
   local found = {}
@@ -148,6 +154,17 @@ class Seen(NamedTuple):
     """Jobs of clients that end when their time has passed."""
 
 
+Dump = dict[bytes, tuple[bytes, int]]
+"""Every key of a run, but the audit: its value, and its time to live in ms or 0."""
+
+
+class Standby(NamedTuple):
+    """A second broker that has stopped following the first one, and what it holds."""
+
+    dump: Dump
+    seen: Seen
+
+
 async def look(broker: Broker, job_ids: list[str]) -> Seen:
     keys = broker.keys
     names = [keys.jobs, keys.client_jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence]
@@ -171,6 +188,27 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
         tuple(Taken(*row) for row in memory),
         frozenset(deadlines),
     )
+
+
+async def dump(broker: Broker, seen: Seen) -> Dump:
+    async with broker.redis.pipeline(transaction=False) as pipeline:
+        for key in seen.keys:
+            pipeline.dump(key)
+            pipeline.pttl(key)
+        reply = await pipeline.execute()
+    return {key.encode(): (reply[2 * i], max(reply[2 * i + 1], 0)) for i, key in enumerate(seen.keys)}
+
+
+async def put_back(broker: Broker, dump: Dump, job_ids: list[str]) -> None:
+    """What `dump` holds is all that the run has."""
+    keys = broker.keys
+    known = [getattr(keys, name) for name in BOOKS]
+    known += [name(job_id) for job_id in job_ids for name in (keys.job, keys.result)]
+    async with broker.redis.pipeline(transaction=False) as pipeline:
+        pipeline.delete(*known)
+        for key, (value, ttl_ms) in dump.items():
+            pipeline.restore(key, ttl_ms, value, replace=True)
+        await pipeline.execute()
 
 
 @dataclass(frozen=True)
@@ -272,6 +310,13 @@ class World:
     trainers: list[Trainer] = field(default_factory=list)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """The one that a resume takes up."""
+    superseded: frozenset[str] = frozenset()
+    """What an older trainer's checkpoint covered, and the newer one's does not."""
+    may_fail_over: bool = False
+    """There is a second broker that takes over when the first one fails, and may not have heard everything."""
+    standby: Standby | None = None
+    went_back: bool = False
+    """The broker has lost its last writes, or tokens of two trainers: a trainer may know more than it."""
 
     @classmethod
     def new(
@@ -300,7 +345,7 @@ class World:
         """A copy of every process; the connections, jobs and deliveries are shared."""
         leases = [lease for replica in self.replicas for lease in replica.leases]
         deliveries = [d for t in self.trainers for d in (*t.arrived.values(), *t.finished, *t.covered)]
-        shared = [*self.parts, self.jobs, self.asked, *leases, *deliveries]
+        shared = [*self.parts, self.jobs, self.asked, self.standby, *leases, *deliveries]
         return deepcopy(self, {id(part): part for part in shared})
 
     # --- what may happen ------------------------------------------------------------------------------------------
@@ -330,8 +375,8 @@ class World:
         if len(replica.leases) < MAX_LEASES:
             if any(replica.sees(row.entry) and row.entry not in seen.owners for row in seen.jobs):
                 yield Move(f"{name} claims", False, partial(_claim, i=i))
-            if (owner := self._next_expired(replica, seen)) is not None:
-                yield Move(f"{name} takes over", self._is_alive(owner), partial(_take_over, i=i))
+            if (entry := self._next_expired(replica, seen)) is not None:
+                yield Move(f"{name} takes over", self._is_held(entry, seen), partial(_take_over, i=i))
         for number, lease in enumerate(replica.leases):
             what = f"{name} {{}} {lease.job.job_id}"
             yield Move(what.format("commits"), False, partial(_commit, i=i, number=number))
@@ -345,12 +390,16 @@ class World:
             yield Move(f"{name} stops", True, partial(_stop, i=i))
 
     def _next_expired(self, replica: Replica, seen: Seen) -> str | None:
-        """Whose entry `claim_expired` would take."""
+        """The entry that `claim_expired` would take."""
         held = {replica.prefix + lease.entry_id for lease in replica.leases}
-        return next((owner for entry, owner in seen.owners.items() if replica.sees(entry) and entry not in held), None)
+        return next((entry for entry in seen.owners if replica.sees(entry) and entry not in held), None)
 
-    def _is_alive(self, consumer: str) -> bool:
-        return any(replica.queue.consumer == consumer for replica in self.replicas)
+    def _is_held(self, entry: str, seen: Seen) -> bool:
+        return any(
+            replica.prefix + lease.entry_id == entry and replica.owns(lease, seen)
+            for replica in self.replicas
+            for lease in replica.leases
+        )
 
     def _trainer_moves(self, i: int, trainer: Trainer, seen: Seen) -> Iterator[Move]:
         yield Move(f"trainer {i} dies", True, partial(_trainer_dies, i=i))
@@ -372,8 +421,16 @@ class World:
             yield Move(f"trainer {i} writes a checkpoint", False, partial(_save, i=i))
         if trainer.covered:
             yield Move(f"trainer {i} acknowledges", False, partial(_acknowledge, i=i))
-        if any(not seen.books[id].state for id in trainer.outstanding - trainer.unsent - set(trainer.arrived)):
+        if seen.in_flight - trainer.outstanding - trainer.buried:
+            yield Move(f"trainer {i} counts again", False, partial(_recount, i=i))
+        if any(self._is_lost(id, seen) for id in trainer.outstanding - trainer.unsent - set(trainer.arrived)):
             yield Move(f"trainer {i} hears nothing", False, partial(_recheck, i=i))
+
+    def _is_lost(self, job_id: str, seen: Seen) -> bool:
+        """The trainer would wait for it in vain."""
+        return not seen.books[job_id].state or (
+            seen.books[job_id].state in ("done", "dead") and all(row.job_id != job_id for row in seen.groups)
+        )
 
     def _outside_moves(self, seen: Seen) -> Iterator[Move]:
         if not seen.lease and len(self.trainers) < MAX_TRAINERS and self.jobs:
@@ -386,6 +443,10 @@ class World:
             yield Move(f"operator drops {row.job_id}", True, partial(_drop, number=number))
         if seen.keys:
             yield Move("the broker is wiped", True, _wipe)
+        if self.standby:
+            yield Move("the standby takes over", True, _fail_over)
+        elif self.may_fail_over and self.faults:
+            yield Move("the standby falls behind", False, _fall_behind)
 
     # --- what must hold -------------------------------------------------------------------------------------------
 
@@ -399,7 +460,7 @@ class World:
             assert pending.keys() <= {row.entry for row in entries}, "somebody holds what does not exist"
         assert not seen.in_flight & seen.uncheckpointed, "trained, and still in flight"
         assert seen.in_flight | seen.uncheckpointed <= self.jobs.keys()
-        for trainer in self.trainers:
+        for trainer in () if self.went_back else self.trainers:
             if trainer.restored and str(trainer.lease.token) == seen.fence == seen.lease:
                 self._check_books(trainer, seen)
         self._check_memory(seen)
@@ -419,7 +480,8 @@ class World:
             assert (queued, books.has_result) == (0, int(books.state == "done")), books
         elif books.state:
             kind = "group" if books.state == "done" else "dead"
-            told = kinds == [kind] or (not kinds and books.job_id in self.checkpoint.finished)
+            covered = self.checkpoint.finished | (self.superseded if self.went_back else set())
+            told = kinds == [kind] or (not kinds and books.job_id in covered)
             assert told, f"{books} acknowledged before a checkpoint covers it, or doubled: {kinds}"
             assert not queued, f"{books} and queued"
             assert books.state == "done" or books.job_id not in seen.in_flight, f"{books} counts as in flight"
@@ -454,20 +516,17 @@ class World:
 
     def _check_keys(self, seen: Seen) -> None:
         keys = self.broker.keys
-        single = {
-            getattr(keys, name)
-            for name in ("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed")
-        }
-        single |= {keys.fence, keys.lease, keys.counters, keys.client_reserved, keys.client_held, keys.client_expiry}
-        single.add(keys.client_deadlines)
-        orphans = set(seen.keys) - single - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
+        known = {getattr(keys, name) for name in BOOKS}
+        orphans = set(seen.keys) - known - {name(id) for id in self.job_ids for name in (keys.job, keys.result)}
         assert not orphans, f"nobody knows {orphans}"
 
     def is_done(self, seen: Seen) -> bool:
         """Every job has ended, a checkpoint says so, and the broker holds nothing of it but what has a time to live."""
         ended = self.checkpoint.finished >= self.jobs.keys()
         answered = all(seen.books[job_id].state in ("done", "dead") for job_id in self.asked)
-        empty = not (seen.jobs or seen.groups or seen.in_flight or seen.uncheckpointed)
+        # What a broker counts as trained since the checkpoint, and has neither job nor group of, goes with a resume.
+        uncheckpointed = seen.uncheckpointed - (self.checkpoint.finished if self.went_back else set())
+        empty = not (seen.jobs or seen.groups or seen.in_flight or uncheckpointed)
         return ended and answered and empty and all(books.ends for books in seen.books.values() if books.state)
 
 
@@ -603,7 +662,7 @@ async def _start(world: World, before: Seen) -> None:
 async def _as_trainer(world: World, before: Seen, i: int, call: Callable[[Trainer], Awaitable[object]]) -> bool:
     """False if the trainer was fenced off, and ended."""
     trainer = world.trainers[i]
-    newest = before.fence in ("", str(trainer.lease.token))
+    newest = trainer.lease.token >= int(before.fence or 0)
     try:
         await call(trainer)
     except LeaseLostError:
@@ -642,8 +701,11 @@ async def _read(world: World, before: Seen, i: int) -> None:
         return
     for delivery in deliveries:
         trainer.unsent.discard(delivery.job_id)
-        if delivery.job_id not in trainer.outstanding or delivery.job_id in trainer.arrived:
+        if delivery.job_id not in trainer.outstanding:
             trainer.finished.append(delivery)
+        elif delivery.job_id in trainer.arrived:
+            trainer.finished.append(trainer.arrived[delivery.job_id])
+            trainer.arrived[delivery.job_id] = delivery
         elif isinstance(delivery.item, DeadLetter):
             trainer.outstanding.discard(delivery.job_id)
             trainer.buried |= {delivery.job_id}
@@ -674,7 +736,9 @@ async def _save(world: World, before: Seen, i: int) -> None:
     if world.checkpoint.token > trainer.lease.token:
         del world.trainers[i]
         return
+    before_it = world.checkpoint.finished | world.superseded
     world.checkpoint = Checkpoint(trainer.lease.token, trainer.trained, trainer.buried)
+    world.superseded = before_it - world.checkpoint.finished
     trainer.covered, trainer.finished = [*trainer.covered, *trainer.finished], []
 
 
@@ -683,6 +747,10 @@ async def _acknowledge(world: World, before: Seen, i: int) -> bool:
     heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.acknowledge(trainer.covered))
     trainer.covered = []
     return heard
+
+
+async def _recount(world: World, before: Seen, i: int) -> bool:
+    return await _as_trainer(world, before, i, lambda trainer: trainer.groups.recount(trainer.outstanding))
 
 
 async def _recheck(world: World, before: Seen, i: int) -> None:
@@ -717,7 +785,8 @@ async def _replay(world: World, before: Seen, number: int) -> None:
     assert (outcome is Outcome.REPLAYED) == (letter.prospect is Prospect.OPEN), outcome
     heard = [trainer for trainer in world.trainers if str(trainer.lease.token) == before.fence]
     counted = {job_id for trainer in heard for job_id in trainer.buried - world.checkpoint.buried}
-    assert outcome is not Outcome.REPLAYED or letter.letter.job_id not in counted, "nobody would train on it"
+    in_vain = outcome is Outcome.REPLAYED and letter.letter.job_id in counted
+    assert not in_vain or world.went_back, "nobody would train on it"
 
 
 async def _drop(world: World, before: Seen, number: int) -> None:
@@ -727,12 +796,38 @@ async def _drop(world: World, before: Seen, number: int) -> None:
 
 
 async def _wipe(world: World, before: Seen) -> None:
+    world.went_back |= len(world.trainers) > 1
     await world.broker.redis.delete(*before.keys)
-    # Tokens are milliseconds of the clock, and ahead of it where trainers start faster than it ticks. No broker is
-    # wiped and full of life again before it has caught up.
+    await _catch_up(world, before)
+
+
+async def _fall_behind(world: World, before: Seen) -> None:
+    world.standby = Standby(await dump(world.broker, before), before)
+
+
+async def _fail_over(world: World, before: Seen) -> None:
+    """What has happened since the standby fell behind is lost; so is what a disk loses that writes once a second."""
+    assert world.standby is not None
+    await put_back(world.broker, world.standby.dump, world.job_ids)
+    await _catch_up(world, before)
+    world.standby, world.went_back = None, True
+
+
+async def _catch_up(world: World, before: Seen) -> None:
+    """Tokens are milliseconds of the clock, and ahead of it where trainers start faster than it ticks. No broker goes
+    away and is full of life again before it has caught up."""
     while True:
         seconds, microseconds = await world.broker.redis.time()
-        if 1000 * seconds + microseconds // 1000 > int(before.fence or 0):
+        now = 1000 * seconds + microseconds // 1000
+        if now > max(
+            [
+                int(before.fence or 0),
+                *(
+                    int(row.entry.removeprefix(CLIENT).partition("-")[0])
+                    for row in (*before.jobs, *before.groups, *before.dead)
+                ),
+            ]
+        ):
             break
 
 
