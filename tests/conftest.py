@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
-from services.transport import broker as broker_module
-from services.transport import weight_download
+from services.transport import connection, weight_download
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 
@@ -127,7 +126,7 @@ def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedB
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, a broker or a server of weights that is away is asked twice."""
-    monkeypatch.setattr(broker_module, "NUM_RETRIES", 1)
+    monkeypatch.setattr(connection, "NUM_RETRIES", 1)
     monkeypatch.setattr(weight_download, "TRIES", 2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from services.logs import LogFormat, LogLevel
@@ -16,15 +16,6 @@ from .tokens import Tokens, check_token
 
 MAX_REQUESTS = 512
 """Answered at the same time by one service, unless it says otherwise."""
-
-
-def _check_scheme(url: str) -> str:
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError("must start with redis://, rediss:// or unix://")
-    return url
-
-
-RedisUrl = Annotated[str, AfterValidator(_check_scheme)]
 
 
 class Listening(BaseModel):

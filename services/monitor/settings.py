@@ -9,8 +9,9 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.contract.weights import RUN_ID
-from services.http.settings import ListenSettings, RedisUrl
+from services.http.settings import ListenSettings
 from services.settings import Settings
+from services.transport.connection import RedisUrl
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 
@@ -19,7 +20,7 @@ class QueueSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="DVP_QUEUE__", cli_prog_name="dvp-queue")
 
     redis_url: RedisUrl = DEFAULT_URL
-    """redis://[user:password@]host:port/db of the broker."""
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run."""
 
@@ -28,7 +29,7 @@ class MonitorSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_MONITOR__", cli_prog_name="dvp-monitor")
 
     redis_url: RedisUrl = DEFAULT_URL
-    """redis://[user:password@]host:port/db of the broker."""
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run that is shown."""
     metrics_file: Path | None = None

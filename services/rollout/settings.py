@@ -16,10 +16,11 @@ from pydantic_settings import SettingsConfigDict
 from services.contract.errors import WeightError
 from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID
-from services.http.settings import MAX_REQUESTS, ListenSettings, RedisUrl
+from services.http.settings import MAX_REQUESTS, ListenSettings
 from services.http.tokens import read_tokens
 from services.settings import Section
 from services.tracing import TraceUrl
+from services.transport.connection import RedisUrl
 
 
 class EngineName(StrEnum):
@@ -116,7 +117,8 @@ class RolloutSettings(ListenSettings):
     engine: EngineName = EngineName.TRANSFORMERS
     """What generates: transformers in this process, a SGLang server beside it, or fake for load tests."""
     redis_url: RedisUrl | None = None
-    """redis://[user:password@]host:port/db of the broker. Without it only HTTP is served."""
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME.
+    Without it only HTTP is served."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
     """The training run whose jobs are taken."""
     replica_id: Annotated[str, Field(pattern=RUN_ID)] = Field(default_factory=_replica_id)

@@ -9,31 +9,19 @@ import asyncio
 import builtins
 import logging
 import re
-import ssl
-import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, Self
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import AbstractBackoff, ExponentialWithJitterBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
     ConnectionError,
-    MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
-    ReadOnlyError,
     RedisError,
     ResponseError,
     TimeoutError,
-    TryAgainError,
 )
 
 from services.cancellation import finished
@@ -42,18 +30,23 @@ from services.contract.keys import REPLICAS, TRAINER, Keys
 from services.contract.record import SCHEMA_VERSION
 from services.contract.weights import RUN_ID
 
+from . import connection
+from .connection import (
+    Outage,
+    RefusedError,
+    cancelled_before,
+    close_client,
+    heed_cancellation,
+    num_cancelled,
+    open_client,
+)
 from .failpoints import failpoint
 from .roles import LUA, Role, trials
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 30.0
 """For one call with all its retries."""
-NUM_RETRIES = 5
-TELL_S = 60.0
-"""How often a patient caller is told that the broker is still away."""
 MAX_BLOCK_MS = 5_000
 """Blocking reads are cut to this, well below the reply timeout."""
 RESULT_TTL_S = 3600
@@ -85,16 +78,19 @@ _KEYS = (
 class Broker:
     """`await Broker.connect(url, run_id)`, then `async with broker:` or `await broker.close()`."""
 
-    def __init__(self, redis: Redis, keys: Keys, where: str, outage: Outage) -> None:
+    def __init__(self, redis: Redis, keys: Keys, outage: Outage) -> None:
         self.redis = redis
         self.keys = keys
-        self._where = where
         self._outage = outage
         self._scripts: dict[str, AsyncScript] = {}
 
     @property
     def run_id(self) -> str:
         return self.keys.run_id
+
+    @property
+    def _where(self) -> str:
+        return self._outage.where
 
     @property
     def user(self) -> str:
@@ -113,9 +109,7 @@ class Broker:
         if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
         outage = Outage(patience_s)
-        redis = _client(url, outage)
-        where = outage.where = _address(redis)
-        broker = cls(redis, Keys(run_id), where, outage)
+        broker = cls(open_client(url, outage), Keys(run_id), outage)
         try:
             await (broker.check_role(role) if role else broker.ping())
             if create:
@@ -146,16 +140,16 @@ class Broker:
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
         """Around one use of `redis`: bounds it, retries included, and turns what redis-py raises into this project's
-        errors. No cancellation is lost (_heed_cancellation)."""
-        before = _cancelled_before.get()
-        _cancelled_before.set(_num_cancelled())
+        errors. No cancellation is lost (heed_cancellation)."""
+        before = cancelled_before.get()
+        cancelled_before.set(num_cancelled())
         try:
             patience_s = self._outage.patience_s
-            async with asyncio.timeout(max(REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S):
+            async with asyncio.timeout(max(connection.REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S):
                 yield
-            _heed_cancellation()
+            heed_cancellation()
             self._outage.end()
-        except _RefusedError as error:
+        except RefusedError as error:
             raise ConfigError(f"Redis at {self._where} {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
             reason = str(error) or self._outage.reason
@@ -175,7 +169,7 @@ class Broker:
         except RedisError as error:
             raise UnavailableError(f"Redis at {self._where}: {error}") from None
         finally:
-            _cancelled_before.set(before)
+            cancelled_before.set(before)
 
     async def ping(self) -> None:
         """Raises UnavailableError, or ConfigError for a wrong password."""
@@ -231,7 +225,7 @@ class Broker:
         return [(entry_id.decode(), fields) for _, entries in reply or () for entry_id, fields in entries]
 
     async def close(self) -> None:
-        await finished(self.redis.aclose())
+        await finished(close_client(self.redis))
 
     async def __aenter__(self) -> Self:
         return self
@@ -244,138 +238,6 @@ _REMEDY = "dvp-queue users prints the rules of each part's user"
 
 _REFUSED_IN_A_SCRIPT = ("ACL failure in script", "The user executing the script can't")
 """Valkey's words, and those of Redis."""
-
-_cancelled_before = ContextVar("cancelled before", default=sys.maxsize)
-"""How often the task had been cancelled when its `Broker.call` began. Outside of a call, no number is above it."""
-
-
-def _num_cancelled() -> int:
-    task = asyncio.current_task()
-    return task.cancelling() if task else 0
-
-
-def _heed_cancellation() -> None:
-    """Raises a cancellation or time-out that was lost. redis-py writes inside of asyncio.wait_for, and that of Python
-    3.11 drops a cancellation that comes just as the write ends."""
-    if _num_cancelled() > _cancelled_before.get():
-        raise asyncio.CancelledError
-
-
-class Outage:
-    """Whether the broker is away now, for all calls of one Broker; it tells those who wait for it."""
-
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
-        self.where = ""
-        self.reason = ""
-        """What the last call that failed met."""
-        self.answered = False
-        """Some call has ended well."""
-        self._since = self._told = 0.0
-
-    def failed(self, error: Exception) -> None:
-        now, self.reason = time.monotonic(), str(error)
-        if not self.patience_s:
-            return
-        if not self._since:
-            self._since = self._told = now
-            logger.warning("Redis at %s does not answer: %s; waiting for it", self.where, error)
-        elif now - self._told >= TELL_S:
-            self._told = now
-            passed_s = now - self._since
-            logger.warning("Redis at %s has not answered for %.0f s (%s); waiting for it", self.where, passed_s, error)
-
-    def end(self) -> None:
-        self.answered = True
-        if self._since:
-            logger.warning("Redis at %s answers again, after %.1f s", self.where, time.monotonic() - self._since)
-            self._since = 0.0
-
-
-class _Backoff(AbstractBackoff):
-    """redis-py's, which cannot count beyond 1,023 failures."""
-
-    _of_few = ExponentialWithJitterBackoff(base=0.1, cap=2.0)
-
-    def compute(self, failures: int) -> float:
-        return self._of_few.compute(min(failures, 16))
-
-
-_TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-"""What a server that goes away leaves behind. Before the first answer, every other error of TLS is a mistake."""
-
-
-class _RefusedError(RedisError):
-    """The user, the password or something about TLS is wrong."""
-
-
-class _Retry(Retry):
-    """redis-py takes a refused password, certificate or key for a connection error; trying it again helps nobody."""
-
-    def __init__(self, outage: Outage) -> None:
-        super().__init__(_Backoff(), sys.maxsize if outage.patience_s else NUM_RETRIES)
-        self._outage = outage
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # all connections of a Broker tell of one outage
-
-    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
-        async def once() -> Any:
-            _heed_cancellation()
-            try:
-                return await do()
-            except (AuthenticationError, AuthorizationError) as error:
-                raise _RefusedError(f"refuses the user or password of redis_url: {error}") from None
-            except (ReadOnlyError, MasterDownError, TryAgainError) as error:
-                # It was demoted, or its master is away: whoever is the master now answers on another connection.
-                self._outage.failed(error)
-                raise ConnectionError(str(error)) from error
-            except (ConnectionError, TimeoutError) as error:
-                cause = error.__cause__ or error.__context__
-                if isinstance(cause, ssl.SSLCertVerificationError):
-                    remedy = "rediss://...?ssl_ca_certs=FILE names the authority to trust"
-                    raise _RefusedError(f"shows a certificate that cannot be trusted: {error}; {remedy}") from None
-                if isinstance(cause, ssl.SSLError) and not isinstance(cause, _TLS_ENDED) and not self._outage.answered:
-                    raise _RefusedError(f"cannot be spoken to over TLS: {error}; see redis_url's options") from None
-                self._outage.failed(error)
-                raise
-
-        return await super().call_with_retry(once, *args, **options)
-
-
-def _client(url: str, outage: Outage) -> Redis:
-    try:
-        if not url.startswith("unix:") and "@" in "".join(re.split("[/?#]", url.partition("://")[2], maxsplit=1)[1:]):
-            raise ValueError("the password ends the authority")  # and its first digits would be the port
-        client = Redis.from_url(
-            url,
-            protocol=2,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=REPLY_TIMEOUT_S,
-            health_check_interval=15,
-            driver_info=None,  # CLIENT SETINFO, which Redis 7.0 does not know and no user needs
-            retry=_Retry(outage),
-            retry_on_error=[ConnectionError, TimeoutError],
-        )
-        # Opens nothing, but knows which options there are.
-        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError, RedisError) as error:
-        # A ValueError of urllib's quotes a part of the password that it takes for the port.
-        reason = "cannot be read; in a password, / ? # and @ are written %2F %3F %23 and %40"
-        raise ConfigError(
-            f"redis_url: {reason if isinstance(error, ValueError) else error}; expected "
-            "redis://[user:password@]host:port/0 or rediss://, with ?ssl_ca_certs=FILE for an authority of your own"
-        ) from None
-    for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
-        file = client.connection_pool.connection_kwargs.get(option)
-        if file is not None and not Path(file).is_file():
-            raise ConfigError(f"redis_url: {option}={file}: no such file; expected PEM")
-    return client
-
-
-def _address(redis: Redis) -> str:
-    options = redis.connection_pool.connection_kwargs
-    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
 
 def _source(name: str, run_id: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.contract.errors import ConfigError
-from services.transport import broker as broker_module
+from services.transport import connection
 from services.transport.embedded import EmbeddedBroker
 from services.transport.roles import Role
 from tests.kit.runs import config, replica, run_trainer, train, trainer_process
@@ -86,7 +86,7 @@ async def test_files_that_are_missing_or_unusable(tmp_path: Path, run_id: str) -
 async def test_a_broker_that_does_not_answer_in_time(
     tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker_module, "REPLY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
     flags = config(tmp_path, run_id, "redis://:secret@127.0.0.1:1/0", broker__stall_timeout_s="0.2")
     message = await refusal(flags)
     assert "127.0.0.1:1" in message

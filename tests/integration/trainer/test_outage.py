@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.transport.embedded import EmbeddedBroker
-from tests.kit.runs import config, replica, trainer_process
+from services.transport.roles import Role
+from tests.kit.runs import config, replica, train, trainer_process
+from tests.kit.sentinels import Sentinels
 from tests.kit.wait import WITHIN_S, until
 
 from .test_resume import num_steps, outcomes
@@ -70,3 +72,43 @@ def test_a_run_goes_on_when_its_broker_is_back(
     assert len(ended) >= 4 * STEPS
     assert set(ended.values()) == {1}
     assert log.read_text().count("answers again, after") >= 3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_next_master(tmp_path: Path, broker_binary: Path | None, run_id: str) -> None:
+    """Sentinels replace a master that is killed, then one that hangs and wakes up as what it was."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    with Sentinels(tmp_path / "sentinels", broker_binary) as sentinels:
+
+        def flags(steps: int) -> list[str]:
+            return config(tmp_path, run_id, sentinels.url_of(Role.TRAINER), steps=str(steps), checkpoint__interval="20")
+
+        def goes_on() -> None:
+            step = num_steps(out)
+            until(lambda: trainer.poll() is not None or num_steps(out) > step, "a step")
+            assert trainer.poll() is None, log.read_text()
+
+        with replica(tmp_path, run_id, sentinels.url_of(Role.ROLLOUT)):
+            with trainer_process(flags(10**6), log) as trainer:
+                goes_on()
+                killed = sentinels.master
+                killed.kill()
+                goes_on()
+                killed.start()
+                sentinels.await_copy(killed)
+                goes_on()
+                frozen = sentinels.master
+                assert frozen is not killed
+                frozen.signal(signal.SIGSTOP)
+                goes_on()
+                frozen.signal(signal.SIGCONT)
+                sentinels.await_copy(frozen)
+                goes_on()
+                trainer.send_signal(signal.SIGTERM)
+                trainer.wait()
+            train(flags(num_steps(out) + 4))
+    ended = Counter(outcomes(out))
+    assert len(ended) >= 4 * num_steps(out)
+    assert set(ended.values()) == {1}
+    assert log.read_text().count("answers again, after") >= 2
+    assert "Traceback" not in log.read_text() + (tmp_path / f"replica-{run_id}.log").read_text()

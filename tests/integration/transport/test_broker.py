@@ -10,6 +10,7 @@ import pytest
 
 from services.contract.errors import ConfigError, UnavailableError
 from services.transport import broker as broker_module
+from services.transport import connection
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 from tests.kit.ports import free_port
@@ -117,19 +118,19 @@ async def test_a_patient_caller_waits_for_a_broker(
 
 @pytest.mark.usefixtures("impatient")
 async def test_patience_has_an_end(own_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module, "REPLY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
     own_broker.kill()
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{own_broker.port} does not answer: Error 111.*Start one"):
         await Broker.connect(own_broker.url, run_id, patience_s=0.5)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == broker_module.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == connection.__name__]
 
 
 @pytest.mark.parametrize("failures", [1, 20, 10**4, 10**9])
 def test_the_next_attempt_comes_soon_however_many_failed(failures: int) -> None:
-    assert 0 < broker_module._Backoff().compute(failures) <= 2
+    assert 0 < connection._Backoff().compute(failures) <= 2
 
 
 async def test_two_runs_share_nothing(broker_url: str, run_id: str) -> None:

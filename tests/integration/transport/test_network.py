@@ -10,6 +10,7 @@ import pytest
 
 from services.contract.errors import LeaseLostError, UnavailableError
 from services.transport import broker as broker_module
+from services.transport import connection
 from services.transport.broker import Broker
 from services.transport.groups import GroupQueue
 from services.transport.jobs import Committed, JobQueue
@@ -24,10 +25,10 @@ from tests.kit.wait import WITHIN_S
 @pytest.fixture
 async def proxy(broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Proxy]:
     """Its clients soon try again, and long."""
-    monkeypatch.setattr(broker_module, "REPLY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(broker_module, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.3)
     monkeypatch.setattr(broker_module, "CALL_TIMEOUT_S", WITHIN_S)
-    monkeypatch.setattr(broker_module, "NUM_RETRIES", 1000)
+    monkeypatch.setattr(connection, "NUM_RETRIES", 1000)
     async with Proxy(broker_url) as proxy:
         yield proxy
 

@@ -1,0 +1,139 @@
+"""Three servers, of which one is the master, and three Sentinels that make another one the master when it fails; set up
+as services/transport/README.md says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError, TimeoutError
+from redis.retry import Retry
+
+from services.ports import HOST, ReservedPort
+from services.transport.embedded import EmbeddedBroker, valkey_binary
+from services.transport.roles import Role
+from tests.kit.processes import ROOT
+from tests.kit.wait import until
+
+NAME = "dvp"
+SENTINEL_PASSWORD = "for-those-who-ask"
+_ON_SERVER, _ON_SENTINEL = re.findall(
+    r"^```conf\n(.*?)^```", (ROOT / "services/transport/README.md").read_text(), re.DOTALL | re.MULTILINE
+)
+
+
+def _filled(text: str, port: int) -> str:
+    words = {"NAME": NAME, "HOST": HOST, "PORT": str(port), "SENTINELS": SENTINEL_PASSWORD}
+    return re.sub(r"\b[A-Z]+\b", lambda word: words.get(word[0], f"secret-{word[0].lower()}"), text)
+
+
+class Server(EmbeddedBroker):
+    """All have the passwords of the first one, which is the master when they start."""
+
+    def __init__(self, folder: Path, first: Server | None, binary: Path | None) -> None:
+        super().__init__(folder, aof=True, binary=binary)
+        self._first = first
+        if first:
+            self.password, self._passwords = first.password, first._passwords
+
+    def _config(self) -> str:
+        own = super()._config() + _filled(_ON_SERVER, 0) + "repl-diskless-sync-delay 0\n"
+        return own + (f"replicaof {HOST} {self._first.port}\n" if self._first else "")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def ask(self, *command: str) -> Any:
+        """As the user who may do everything. None while it does not answer."""
+        return _ask(self.port, self.password, *command)
+
+    @property
+    def copies(self) -> bool:
+        """It is no master, and is connected to it."""
+        return self._replication.get("master_link_status") == "up"
+
+    @property
+    def num_copies(self) -> int:
+        """How many other servers copy it."""
+        return int(self._replication.get("connected_slaves", 0))
+
+    @property
+    def _replication(self) -> dict[str, Any]:
+        return self.ask("INFO", "replication") or {}
+
+
+class Sentinels(AbstractContextManager["Sentinels"]):
+    """`with Sentinels(folder) as them: them.url_of(Role.TRAINER)`. `folder` holds data and logs."""
+
+    def __init__(self, folder: Path, binary: Path | None = None) -> None:
+        self._folder, self._binary = folder, binary or valkey_binary()
+        first = Server(folder / "0", None, binary)
+        self.servers = [first, *(Server(folder / str(number), first, binary) for number in (1, 2))]
+        self._reserved = [ReservedPort() for _ in range(3)]
+        self._stack = ExitStack()
+
+    @property
+    def ports(self) -> list[int]:
+        return [reserved.number for reserved in self._reserved]
+
+    def url_of(self, role: Role | None = None, name: str = NAME, password: str = SENTINEL_PASSWORD) -> str:
+        """`password`: what the Sentinels are told. Without a role, for the user who may do everything."""
+        user = f":{self.servers[0].password}" if role is None else f"{role}:{self.servers[0]._passwords[role]}"
+        hosts = ",".join(f"{HOST}:{port}" for port in self.ports)
+        return f"redis+sentinel://{user}@{hosts}/{name}?sentinel_password={password}"
+
+    @property
+    def master(self) -> Server:
+        """As most Sentinels know it."""
+        masters = [_ask(port, SENTINEL_PASSWORD, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME) for port in self.ports]
+        _, most = max(masters, key=masters.count)
+        return next(server for server in self.servers if server.port == int(most))
+
+    def await_another(self, than: Server) -> Server:
+        """The next master, as soon as somebody copies it."""
+        until(lambda: self.master is not than and self.master.num_copies, "another master")
+        return self.master
+
+    def await_copy(self, server: Server) -> None:
+        until(lambda: server.copies, f"{server.port} copies the master")
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for server in self.servers:
+                stack.enter_context(server)
+            until(lambda: self.servers[0].num_copies == 2, "two servers copy the first")
+            for number, port in enumerate(self.ports):
+                process = stack.enter_context(self._start(self._folder / f"sentinel-{number}", port))
+                stack.callback(process.kill)
+            until(lambda: all(self._agree(port) for port in self.ports), "the Sentinels know each other")
+            self._stack = stack.pop_all()
+        return self
+
+    def _start(self, folder: Path, port: int) -> subprocess.Popen[bytes]:
+        folder.mkdir()
+        # It writes there what it learns.
+        config = folder / "sentinel.conf"
+        config.write_text(f"bind {HOST}\nport {port}\ndir {folder}\n{_filled(_ON_SENTINEL, self.servers[0].port)}")
+        with (folder / "log").open("wb") as log:
+            return subprocess.Popen([self._binary, config, "--sentinel"], stdout=log, stderr=log)
+
+    def _agree(self, port: int) -> bool:
+        known = (_ask(port, SENTINEL_PASSWORD, "INFO", "sentinel") or {}).get("master0", {})
+        return (known.get("status"), known.get("slaves"), known.get("sentinels")) == ("ok", 2, 3)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _ask(port: int | None, password: str, *command: str) -> Any:
+    asked = Redis(host=HOST, port=port or 0, password=password, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
+    with asked, suppress(ConnectionError, TimeoutError):
+        return asked.execute_command(*command)
