@@ -66,6 +66,49 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def sentinel_port(server: Server) -> Iterator[int]:
+    """A Sentinel of the server, over TLS and by the server's name, as its certificate has it."""
+    folder, port = server.authority.parent, free_port()
+    config = folder / "sentinel.conf"
+    config.write_text(f"""
+port 0
+tls-port {port}
+tls-replication yes
+tls-cert-file {server.authority}
+tls-key-file {folder / "server.key"}
+tls-ca-cert-file {server.authority}
+tls-auth-clients no
+requirepass {PASSWORD}
+bind 127.0.0.1
+dir {folder}
+sentinel resolve-hostnames yes
+sentinel announce-hostnames yes
+sentinel monitor dvp localhost {server.port} 1
+sentinel auth-pass dvp {PASSWORD}
+""")
+    process = subprocess.Popen(["redis-server", config, "--sentinel"], stdout=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("authority", ["authority", "other"])
+async def test_the_master_that_a_sentinel_names_over_tls(
+    server: Server, sentinel_port: int, authority: str, run_id: str
+) -> None:
+    await until_async(lambda: _connects(server.url(), run_id))
+    url = f"rediss+sentinel://:{PASSWORD}@localhost:{sentinel_port}/dvp?sentinel_password={PASSWORD}"
+    url += f"&ssl_ca_certs={getattr(server, authority)}"
+    if authority == "authority":
+        assert await until_async(lambda: _connects(url, run_id))
+    else:
+        with pytest.raises(ConfigError, match=r"certificate that cannot be trusted.*ssl_ca_certs=FILE"):
+            await until_async(lambda: _connects(url, run_id))
+
+
 async def _connects(url: str, run_id: str) -> bool:
     try:
         async with await Broker.connect(url, run_id) as broker:
