@@ -84,6 +84,7 @@ class Evaluator:
         whom = await who_holds(self._groups.broker, rows)
         logger.info("still waiting for %d held-out groups: %s", len(rows), whom)
         await self._publisher.announce_again()
+        self._groups.look_again()
         await self._submit(rows)
 
     def _job_id(self, row: Row) -> str:

@@ -268,15 +268,17 @@ class Feeder:
         id = delivery.job_id
         # Asked for again after it had ended, a broker that was wiped in between would start it anew.
         self._unsent.pop(id, None)
-        if id in self.outstanding and id not in self._arrived:
+        for held in (self._arrived, self._early):
+            if id in held:
+                # The broker lost what it had told, and has told it anew: that is what it must keep until a checkpoint.
+                self._drop_duplicate(held[id])
+                held[id] = delivery
+                return
+        if id in self.outstanding:
             self._arrived[id] = delivery
             await self._take(delivery)
-        elif id not in self.outstanding and id not in self._early and self._comes_later(id):
+        elif self._comes_later(id):
             self._early[id] = delivery
-        elif id in self._arrived:
-            # The broker lost what it had told, and has told it anew: that is what it must keep until a checkpoint.
-            self._drop_duplicate(self._arrived[id])
-            self._arrived[id] = delivery
         else:
             self._drop_duplicate(delivery)
 
@@ -337,12 +339,14 @@ class Feeder:
         )
 
     async def _recheck(self) -> None:
-        """Silence: a broker that was wiped has forgotten jobs and weights. Both are cheap to offer again."""
+        """Silence: a broker that was wiped, or lost its last writes, has forgotten jobs, weights, or what was read. All
+        are cheap to offer, or to look for, again."""
         missing = {id: job for id, job in self.outstanding.items() if id not in self._arrived}
         num_missing, num = len(missing), len(self.outstanding)
         logger.info("still waiting for %d of %d jobs in flight: %s", num_missing, num, await self._who_holds())
         if await self.publisher.announce_again():
             logger.warning("the broker had lost the weights; they are %s now", self.publisher.announced.version)
+        self.groups.look_again()
         self._unsent |= missing
         self._room.set()
 

@@ -23,6 +23,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
+    MasterNotFoundError,
     Sentinel,
     SentinelConnectionPool,
     SentinelManagedConnection,
@@ -137,7 +138,7 @@ class RefusedError(RedisError):
     """The user, the password or something about TLS is wrong."""
 
 
-class _Attempts(Retry):
+class _Retry(Retry):
     """All connections of a Broker tell of one outage."""
 
     def __init__(self, outage: Outage, backoff: AbstractBackoff, retries: int) -> None:
@@ -160,7 +161,7 @@ class _Attempts(Retry):
         return None
 
 
-class _Patient(_Attempts):
+class _ServerRetry(_Retry):
     """A server: it is tried again, and its absence told."""
 
     def __init__(self, outage: Outage) -> None:
@@ -186,18 +187,21 @@ class _Patient(_Attempts):
         return await super().call_with_retry(once, *args, **options)
 
 
-class _Curt(_Attempts):
-    """One Sentinel of several: asked once, before the next one is. Tried again are all of them, by _Patient."""
+class _SentinelRetry(_Retry):
+    """One Sentinel of several: asked once, before the next one is. Tried again are all of them, by _ServerRetry."""
 
     def __init__(self, outage: Outage) -> None:
         super().__init__(outage, NoBackoff(), 0)
+        self.reasons: list[str] = []
+        """Of those asked since somebody emptied it."""
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:
             heed_cancellation()
             try:
                 return await do()
-            except (ConnectionError, TimeoutError, NoPermissionError) as error:
+            except RedisError as error:  # also of what is no Sentinel
+                self.reasons.append(str(error))
                 refusal = self._refusal(error, "a Sentinel (sentinel_username and sentinel_password in redis_url)")
                 if refusal and not self._outage.answered:
                     raise refusal from None
@@ -206,9 +210,40 @@ class _Curt(_Attempts):
         return await super().call_with_retry(once, *args, **options)
 
 
+class _Sentinels(Sentinel):
+    def __init__(self, nodes: list[tuple[str, int]], retry: _SentinelRetry, options: dict[str, Any]) -> None:
+        super().__init__(nodes, sentinel_kwargs={**options, "retry": retry})  # type: ignore[no-untyped-call]
+        self._reasons = retry.reasons
+
+    async def discover_master(self, service_name: str) -> Any:
+        self._reasons.clear()
+        try:
+            return await super().discover_master(service_name)
+        except MasterNotFoundError:
+            text = "; ".join([f"no Sentinel names a living master {service_name!r}", *dict.fromkeys(self._reasons)])
+            raise MasterNotFoundError(text) from None
+
+
+class _MasterPool(SentinelConnectionPool):
+    """redis-py keeps a connection that was in use while the master changed, and reads from it what was true once."""
+
+    async def ensure_connection(self, connection: Any) -> None:
+        if connection.is_connected and (connection.host, connection.port) != self.master_address:
+            await connection.disconnect()
+        await super().ensure_connection(connection)
+
+
 class _ToMaster(SentinelManagedConnection):
     """redis-py asks the Sentinels for a new connection only (its issue 3874): one that broke would be made again to the
     server that it had, however long that one is away."""
+
+    async def connect_to(self, address: tuple[str, int]) -> None:
+        """A Sentinel may name a server that is not the master yet, or any more, and that would answer whoever reads."""
+        await super().connect_to(address)  # type: ignore[no-untyped-call]
+        await self.send_command("INFO", "replication", check_health=False)
+        if b"role:master" not in await self.read_response():
+            await self.disconnect()
+            raise ConnectionError(f"{self.host}:{self.port}, which a Sentinel names, is not the master")
 
     async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
         if retry_socket_connect:
@@ -224,7 +259,8 @@ class _ToMasterOverTLS(_ToMaster, SentinelManagedSSLConnection):
 def open_client(url: str, outage: Outage) -> Redis:
     """Opens no connection yet. Raises ConfigError, without the password. `outage.where` is then the server's name."""
     try:
-        if not url.startswith("unix:") and "@" in "".join(re.split("[/?#]", url.partition("://")[2], maxsplit=1)[1:]):
+        beyond = "".join(re.split("[/?#]", url.partition("://")[2], maxsplit=1)[1:])
+        if not url.startswith("unix:") and ("@" in beyond or "#" in url):
             raise ValueError("the password ends the authority")  # and its first digits would be the port
         options: dict[str, Any] = {
             "protocol": 2,
@@ -232,7 +268,7 @@ def open_client(url: str, outage: Outage) -> Redis:
             "socket_timeout": REPLY_TIMEOUT_S,
             "health_check_interval": 15,
             "driver_info": None,  # CLIENT SETINFO, which Redis 7.0 does not know and no user needs
-            "retry": _Patient(outage),
+            "retry": _ServerRetry(outage),
             "retry_on_error": [ConnectionError, TimeoutError],
         }
         if url.startswith(("redis+sentinel:", "rediss+sentinel:")):
@@ -243,7 +279,7 @@ def open_client(url: str, outage: Outage) -> Redis:
             outage.where = str(given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}")
         # Opens nothing, but knows which options there are.
         client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError, RedisError) as error:
+    except (ValueError, TypeError, AttributeError, RedisError) as error:
         # A ValueError of urllib's quotes a part of the password that it takes for the port.
         reason = "cannot be read; in a password, / ? # and @ are written %2F %3F %23 and %40"
         raise ConfigError(
@@ -262,22 +298,27 @@ def _master(url: str, outage: Outage, options: dict[str, Any]) -> Redis:
     """A client of whoever is the master. redis-py has no such URL; this is the one that others have agreed on."""
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
-    name, _, database = parts.path.strip("/").partition("/")
-    if not name:
-        raise RedisError("it does not name the master, as the Sentinels do")
-    query = parse_qs(parts.query)
+    path = re.fullmatch(r"/([^/]+)(?:/(\d+))?", parts.path)
+    query = parse_qs(parts.query.replace("+", "%2B"))  # as in the rest of a URL, and in many a password
+    nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    if path is None or "db" in query:
+        raise RedisError("its path must be /NAME, the master's as the Sentinels know it, or /NAME/DATABASE")
+    if not all(node.hostname and node.port != 0 for node in nodes):
+        raise RedisError("one of the Sentinels has no host, or port 0")
+    if twice := [key for key, values in query.items() if len(values) > 1]:
+        raise RedisError(f"{twice[0]} is there twice")
     own = {key: query.pop(f"sentinel_{key}")[0] for key in ("username", "password") if f"sentinel_{key}" in query}
-    scheme = parts.scheme.removesuffix("+sentinel")
+    scheme, name, database = parts.scheme.removesuffix("+sentinel"), path[1], path[2] or 0
     # Everything else is read as in any other URL.
-    options |= parse_url(f"{scheme}://{credentials}{at}{name}/{database or 0}?{urlencode(query, doseq=True)}")
+    options |= parse_url(f"{scheme}://{credentials}{at}localhost/{database}?{urlencode(query, doseq=True)}")
     del options["host"]
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}
     over_tls = options.get("connection_class") is SSLConnection
     options["connection_class"] = _ToMasterOverTLS if over_tls else _ToMaster
-    nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
-    sentinel = Sentinel(  # type: ignore[no-untyped-call]
-        [(node.hostname or "localhost", node.port or SENTINEL_PORT) for node in nodes],
-        sentinel_kwargs={
+    sentinel = _Sentinels(
+        [(str(node.hostname), node.port or SENTINEL_PORT) for node in nodes],
+        _SentinelRetry(outage),
+        {
             **own,
             **tls,
             "ssl": over_tls,
@@ -285,11 +326,10 @@ def _master(url: str, outage: Outage, options: dict[str, Any]) -> Redis:
             "socket_connect_timeout": SENTINEL_TIMEOUT_S,
             "socket_timeout": SENTINEL_TIMEOUT_S,
             "driver_info": None,
-            "retry": _Curt(outage),
         },
     )
     outage.where = f"{name} (Sentinels at {hosts})"
-    client: Redis = sentinel.master_for(name, **options)
+    client: Redis = sentinel.master_for(name, connection_pool_class=_MasterPool, **options)
     return client
 
 

@@ -89,7 +89,7 @@ class GroupQueue:
         entries = [(entry_id.decode(), dict(zip(*[iter(flat)] * 2, strict=True))) for entry_id, flat in reply]
         inbox.recovering = bool(entries)
         inbox.cursor = entries[-1][0] if entries else FIRST
-        return await self._deliver(inbox, [entry for entry in entries if entry[0] not in inbox.delivered])
+        return await self._deliver(inbox, entries)
 
     async def _pending(self, inbox: _Inbox) -> int:
         async with self.broker.call():
@@ -103,8 +103,9 @@ class GroupQueue:
         return pending
 
     async def _deliver(self, inbox: _Inbox, entries: Sequence[Entry]) -> list[Delivery]:
+        """Without those that were delivered before: a broker that lost its last writes gives an entry twice."""
         deliveries: list[Delivery] = []
-        async for entry_id, fields, data in self._with_data(entries):
+        async for entry_id, fields, data in self._with_data([e for e in entries if e[0] not in inbox.delivered]):
             try:
                 item = DeadLetter.from_bytes(data) if fields.get(b"kind") == b"dead" else Group.from_bytes(data)
             except RequestError as error:
@@ -124,6 +125,11 @@ class GroupQueue:
                 groups: Iterator[Any] = iter(await self.broker.redis.mget(names) if names else ())
             for entry_id, fields in page:
                 yield entry_id, fields, (next(groups) if b"size" in fields else fields.get(b"data")) or b""
+
+    def look_again(self) -> None:
+        """The next `read` looks for entries that were read and never delivered, however many are known."""
+        for inbox in self._inboxes.values():
+            inbox.recovering = True
 
     async def settle(self, *, trained: Iterable[str] = (), dropped: Iterable[str] = ()) -> None:
         """These train jobs leave the in-flight count (making room to submit) and await their checkpoint."""

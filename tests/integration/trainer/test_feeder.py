@@ -19,6 +19,7 @@ from services.cancellation import cancel
 from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
 from services.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
 from services.contract.job import Job, Sink, job_position
+from services.contract.keys import TRAINER
 from services.contract.sampling import Sampling
 from services.transport.broker import Broker
 from services.transport.dead_letters import DeadLetters
@@ -444,6 +445,75 @@ async def test_a_group_that_is_told_anew_stays_until_a_checkpoint_covers_it(brok
         await run.feeder.settle(await both(run))
         await run.save()
         assert await redis.xlen(keys.groups) == 0
+
+
+async def test_a_group_that_is_given_twice_stays_until_a_checkpoint_covers_it(broker_url: str, opened: Open) -> None:
+    """The broker has lost that it was read."""
+    async with opened(broker_url) as (run, player):
+        broker = player.jobs.broker
+        redis, keys = broker.redis, broker.keys
+        await player.play(1)
+        await until_async(lambda: run.feeder._arrived)
+        await redis.xgroup_destroy(keys.groups, TRAINER)
+        await broker.ensure_groups()
+        await until_async(lambda: read_by_the_trainer(broker))
+        await run.save()
+        assert await redis.xlen(keys.groups) == 1
+        batch = await both(run, player.play(1))
+        await run.feeder.settle(batch)
+        await run.save()
+        assert await redis.xlen(keys.groups) == 0
+
+
+async def read_by_the_trainer(broker: Broker) -> bool:
+    (group,) = await broker.redis.xinfo_groups(broker.keys.groups)
+    return bool(group["pending"])
+
+
+async def test_an_early_group_that_is_told_anew_stays_for_its_turn(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url) as (run, player):
+        broker = player.jobs.broker
+        (lease,) = await player.claim(1)
+        early = run.feeder._job(GROUPS, 0)
+        for _ in range(2):
+            entry = Lease(lease.entry_id, early, 0)
+            group = player.group(entry)
+            await broker.redis.set(broker.keys.result(early.job_id), group.to_bytes())
+            told = await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": early.job_id, "size": 1})
+            await broker.redis.hset(broker.keys.job(early.job_id), mapping={"state": "done", "told": told})
+            await until_async(lambda told=told: run.feeder._early.get(early.job_id, lease).entry_id == told.decode())
+        await run.save()
+        assert await broker.redis.exists(broker.keys.result(early.job_id))
+
+
+async def test_silence_finds_what_was_read_and_never_heard(
+    broker_url: str, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker has lost as many groups that were given out as answers were lost on the way: the counts agree."""
+    monkeypatch.setattr(feeder_module, "RECHECK_S", 0.5)
+    async with opened(broker_url) as (run, player):
+        broker = player.jobs.broker
+        leases = await player.claim(GROUPS)
+        ids = [lease.job.job_id for lease in leases]
+        before = await dump(broker, await look(broker, ids))
+        await player.jobs.commit(leases[0], player.group(leases[0]))
+        await until_async(lambda: ids[0] in run.feeder._arrived)
+        await put_back(broker, before, ids)
+        read, asked, lost = run.feeder.groups.broker.read_group, asyncio.Event(), list[object]()
+
+        async def unheard(*args: Any) -> Any:
+            asked.set()
+            entries = await read(*args)
+            if lost or not entries:
+                return entries
+            lost.append(entries)
+            return []
+
+        monkeypatch.setattr(run.feeder.groups.broker, "read_group", unheard)
+        await asked.wait()
+        await player.jobs.commit(leases[1], player.group(leases[1]))
+        assert ids_of(await both(run)) == [(0, 0), (1, 0)]
+        assert lost
 
 
 async def test_versions_after_a_wipe_are_newer_than_any_folder(forgetful: EmbeddedBroker, opened: Open) -> None:

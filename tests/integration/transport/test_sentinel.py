@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.asyncio.sentinel import Sentinel
 
 from services.contract.errors import ConfigError
 from services.transport.broker import Broker
+from services.transport.connection import Outage, open_client
 from services.transport.lease import TrainerLease
 from services.transport.roles import Role
 from services.transport.submission import Submission, Submitted
@@ -25,7 +29,7 @@ from tests.kit.wait import WITHIN_S
 def sentinels(tmp_path_factory: pytest.TempPathFactory, broker_binary: Path | None) -> Iterator[Sentinels]:
     with Sentinels(tmp_path_factory.mktemp("sentinels"), broker_binary) as started:
         yield started
-        logs = [entry for server in started.servers for entry in server.ask("ACL", "LOG")]
+        logs = [entry for server in started.servers for entry in server.ask("ACL LOG")]
         assert [entry for entry in logs if entry["reason"] != "auth"] == [], "somebody was refused what it needs"
 
 
@@ -43,7 +47,9 @@ async def test_sentinels_that_are_away_are_passed_over(sentinels: Sentinels, run
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_name_that_no_sentinel_knows(sentinels: Sentinels, run_id: str) -> None:
-    with pytest.raises(ConfigError, match=r"Redis at typo \(Sentinels at .*\) does not answer: No master found for"):
+    with pytest.raises(
+        ConfigError, match=r"typo \(Sentinels at .*\) does not answer: no Sentinel names a living master"
+    ):
         await Broker.connect(sentinels.url_of(name="typo"), run_id)
 
 
@@ -60,7 +66,17 @@ async def test_passwords_that_are_wrong(sentinels: Sentinels, run_id: str) -> No
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis+sentinel://:secret@a,b", "does not name the master"),
+        ("redis+sentinel://:secret@a,b", "its path must be /NAME"),
+        ("redis+sentinel://:secret@a,b/m/x", "its path must be /NAME"),
+        ("redis+sentinel://:secret@a,b/m/1/2", "its path must be /NAME"),
+        ("redis+sentinel://:secret@a,b/m?db=1", "its path must be /NAME"),
+        ("redis+sentinel://:secret@a,/m", "one of the Sentinels has no host"),
+        ("redis+sentinel://:secret/m", "one of the Sentinels has no host"),
+        ("redis+sentinel://:12345/m", "one of the Sentinels has no host"),
+        ("redis+sentinel://a:0/m?sentinel_password=secret", "one of the Sentinels has no host, or port 0"),
+        ("redis+sentinel://a/m?sentinel_password=secret&sentinel_password=b", "sentinel_password is there twice"),
+        ("redis+sentinel://a/m?sentinel_password=sec#ret", "cannot be read"),
+        ("redis+sentinel://a/m?sentinel_password=secret&retry=5", "expected redis"),
         ("redis+sentinel://:secret@a:x,b/m", "cannot be read"),
         ("redis+sentinel://:sec/ret@a,b/m", "cannot be read"),
         ("redis+sentinel://:secret@a,b/m?ssl_ca_certs=x", "ssl_ca_certs"),
@@ -71,7 +87,37 @@ async def test_passwords_that_are_wrong(sentinels: Sentinels, run_id: str) -> No
 async def test_a_bad_url(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"redis_url: .*{message}") as refusal:
         await Broker.connect(url, "run")
-    assert "secret" not in str(refusal.value)
+    assert not re.search("sec.?ret|12345", str(refusal.value))
+
+
+async def test_a_plus_in_a_password_is_a_plus() -> None:
+    client = open_client("redis+sentinel://a/m?sentinel_password=p+q%2B", Outage(0.0))
+    (sentinel,) = client.connection_pool.sentinel_manager.sentinels
+    assert sentinel.connection_pool.connection_kwargs["password"] == "p+q+"
+
+
+async def test_a_connection_to_the_last_master_is_not_used_again(sentinels: Sentinels, run_id: str) -> None:
+    async with await Broker.connect(sentinels.url_of(), run_id) as broker:
+        before = await broker.redis.client_id()
+        assert await broker.redis.client_id() == before
+        broker.redis.connection_pool.master_address = ("127.0.0.1", free_port())  # another call has found the next one
+        assert await broker.redis.client_id() != before
+
+
+async def test_a_server_that_is_not_the_master_is_not_believed(
+    sentinels: Sentinels, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a Sentinel names it, and it would answer whoever only reads."""
+    standby = next(server for server in sentinels.servers if server is not sentinels.master)
+    named, know = [("127.0.0.1", standby.port)], Sentinel.discover_master
+
+    async def named_first(self: Sentinel, name: str) -> Any:
+        return named.pop() if named else await know(self, name)
+
+    monkeypatch.setattr(Sentinel, "discover_master", named_first)
+    async with await Broker.connect(sentinels.url_of(), run_id) as broker:
+        assert not named
+        assert (await broker.redis.info("replication"))["role"] == "master"
 
 
 async def test_calls_go_on_with_the_next_master(sentinels: Sentinels, run_id: str) -> None:

@@ -204,7 +204,7 @@ async def put_back(broker: Broker, dump: Dump, job_ids: list[str]) -> None:
     keys = broker.keys
     known = [getattr(keys, name) for name in BOOKS]
     known += [name(job_id) for job_id in job_ids for name in (keys.job, keys.result)]
-    async with broker.redis.pipeline(transaction=False) as pipeline:
+    async with broker.redis.pipeline(transaction=True) as pipeline:
         pipeline.delete(*known)
         for key, (value, ttl_ms) in dump.items():
             pipeline.restore(key, ttl_ms, value, replace=True)
@@ -411,7 +411,8 @@ class World:
             return
         if trainer.unsent:
             yield Move(f"trainer {i} submits", False, partial(_submit, i=i))
-        if {row.entry for row in seen.groups} - {delivery.entry_id for delivery in _delivered(trainer)}:
+        delivered = {delivery.entry_id for delivery in _delivered(trainer)}
+        if any(row.entry not in seen.readers or row.entry not in delivered for row in seen.groups):
             yield Move(f"trainer {i} reads", False, partial(_read, i=i))
         if len(seen.groups) > len(seen.readers):
             yield Move(f"trainer {i} reads, unheard", True, partial(_read_unheard, i=i))
