@@ -193,7 +193,7 @@ class _SentinelRetry(_Retry):
     def __init__(self, outage: Outage) -> None:
         super().__init__(outage, NoBackoff(), 0)
         self.reasons: list[str] = []
-        """Of those asked since somebody emptied it."""
+        """What those said that were asked since somebody emptied it."""
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:

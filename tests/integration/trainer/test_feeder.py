@@ -426,16 +426,21 @@ async def test_a_broker_that_lost_its_last_writes_counts_no_ended_job_for_long(b
         assert await redis.scard(keys.in_flight) == GROUPS
 
 
+async def told_and_lost(run: Run, player: Player, leases: list[Lease]) -> None:
+    """The trainer has heard of the first group, and the broker has forgotten it: it lost its last writes."""
+    broker, ids = player.jobs.broker, [lease.job.job_id for lease in leases]
+    before = await dump(broker, await look(broker, ids))
+    await player.jobs.commit(leases[0], player.group(leases[0]))
+    await until_async(lambda: ids[0] in run.feeder._arrived)
+    await put_back(broker, before, ids)
+
+
 async def test_a_group_that_is_told_anew_stays_until_a_checkpoint_covers_it(broker_url: str, opened: Open) -> None:
     async with opened(broker_url) as (run, player):
         broker = player.jobs.broker
         redis, keys = broker.redis, broker.keys
         leases = await player.claim(GROUPS)
-        ids = [lease.job.job_id for lease in leases]
-        before = await dump(broker, await look(broker, ids))
-        await player.jobs.commit(leases[0], player.group(leases[0]))
-        await until_async(lambda: ids[0] in run.feeder._arrived)
-        await put_back(broker, before, ids)
+        await told_and_lost(run, player, leases)
         await player.jobs.commit(leases[0], player.group(leases[0]))
         await until_async(lambda: run.feeder._counters["duplicates"])
         await run.save()
@@ -492,13 +497,8 @@ async def test_silence_finds_what_was_read_and_never_heard(
     """The broker has lost as many groups that were given out as answers were lost on the way: the counts agree."""
     monkeypatch.setattr(feeder_module, "RECHECK_S", 0.5)
     async with opened(broker_url) as (run, player):
-        broker = player.jobs.broker
         leases = await player.claim(GROUPS)
-        ids = [lease.job.job_id for lease in leases]
-        before = await dump(broker, await look(broker, ids))
-        await player.jobs.commit(leases[0], player.group(leases[0]))
-        await until_async(lambda: ids[0] in run.feeder._arrived)
-        await put_back(broker, before, ids)
+        await told_and_lost(run, player, leases)
         read, asked, lost = run.feeder.groups.broker.read_group, asyncio.Event(), list[object]()
 
         async def unheard(*args: Any) -> Any:
