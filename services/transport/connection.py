@@ -188,12 +188,12 @@ class _ServerRetry(_Retry):
 
 
 class _SentinelRetry(_Retry):
-    """One Sentinel of several: asked once, before the next one is. Tried again are all of them, by _ServerRetry."""
+    """One Sentinel of several: it is asked once, then the next one is. _ServerRetry tries all of them again."""
 
     def __init__(self, outage: Outage) -> None:
         super().__init__(outage, NoBackoff(), 0)
         self.reasons: list[str] = []
-        """What those said that were asked since somebody emptied it."""
+        """Why the Sentinels failed that the newest `discover_master` has asked."""
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:
@@ -225,7 +225,7 @@ class _Sentinels(Sentinel):
 
 
 class _MasterPool(SentinelConnectionPool):
-    """redis-py keeps a connection that was in use while the master changed, and reads from it what was true once."""
+    """redis-py keeps a connection that was in use while the master changed, and goes on reading from the old one."""
 
     async def ensure_connection(self, connection: Any) -> None:
         if connection.is_connected and (connection.host, connection.port) != self.master_address:

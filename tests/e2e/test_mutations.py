@@ -42,7 +42,7 @@ MUTANTS = {
     ),
     "fencing token": Mutant(
         PRELUDE,
-        "elseif newest > tonumber(token) then",
+        "elseif newest > own then",
         "elseif false then",
         f"{TRANSPORT}/test_groups.py::test_a_fenced_trainer_changes_nothing",
     ),

@@ -79,6 +79,8 @@ class Sentinels(AbstractContextManager["Sentinels"]):
         self.servers = [first, *(Server(folder / str(number), first, binary) for number in (1, 2))]
         self._reserved = [ReservedPort() for _ in range(3)]
         self._stack = ExitStack()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """The Sentinels; killed at the end, also one that is stopped."""
 
     @property
     def ports(self) -> list[int]:
@@ -94,7 +96,7 @@ class Sentinels(AbstractContextManager["Sentinels"]):
     def master(self) -> Server:
         """As most Sentinels know it."""
         masters = [_ask(port, SENTINEL_PASSWORD, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME) for port in self.ports]
-        _, most = max(masters, key=masters.count)
+        _, most = max(filter(None, masters), key=masters.count)
         return next(server for server in self.servers if server.port == int(most))
 
     def await_another(self, than: Server) -> Server:
@@ -113,6 +115,7 @@ class Sentinels(AbstractContextManager["Sentinels"]):
             for number, port in enumerate(self.ports):
                 process = stack.enter_context(self._start(self._folder / f"sentinel-{number}", port))
                 stack.callback(process.kill)
+                self.processes.append(process)
             until(lambda: all(self._agree(port) for port in self.ports), "the Sentinels know each other")
             self._stack = stack.pop_all()
         return self

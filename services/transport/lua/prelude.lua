@@ -15,10 +15,10 @@ end
 -- An error reply if a newer trainer than `token` holds the run. A broker that was wiped, or lost its last writes, has
 -- forgotten a token: the one that comes is taken, because nobody newer has registered since.
 local function fenced_off(token)
-  local newest = tonumber(redis.call('GET', FENCE) or 0) or 0
-  if newest < tonumber(token) then
+  local newest, own = tonumber(redis.call('GET', FENCE) or 0) or 0, tonumber(token)
+  if newest < own then
     redis.call('SET', FENCE, token)
-  elseif newest > tonumber(token) then
+  elseif newest > own then
     return redis.error_reply('LEASELOST another trainer took over run ' .. RUN_ID)
   end
 end

@@ -121,7 +121,7 @@ async def test_a_server_that_is_not_the_master_is_not_believed(
 
 
 async def test_calls_go_on_with_the_next_master(sentinels: Sentinels, run_id: str) -> None:
-    """First the master is killed, then it hangs and comes back, still thinking that it is the master."""
+    """First the master is killed and a Sentinel hangs; then the next master hangs and comes back as what it was."""
     url = sentinels.url_of(Role.TRAINER)
     async with await Broker.connect(url, run_id, role=Role.TRAINER, patience_s=WITHIN_S) as broker:
         submission = Submission(broker)
@@ -135,8 +135,10 @@ async def test_calls_go_on_with_the_next_master(sentinels: Sentinels, run_id: st
         assert await submit(0) is Submitted.NEW
         killed = sentinels.master
         killed.kill()
+        sentinels.processes[0].send_signal(signal.SIGSTOP)
         assert await submit(1) is Submitted.NEW
         killed.start()
+        sentinels.processes[0].send_signal(signal.SIGCONT)
         await asyncio.to_thread(sentinels.await_copy, killed)
         assert await submit(0) is Submitted.QUEUED
 
