@@ -125,6 +125,12 @@ class Keys:
         return self._key("client_held")
 
     @property
+    def client_callers(self) -> str:
+        """Hash: each name in the two above to its caller, empty for one without limits; `:bytes:CALLER` to what these
+        come to together, `:jobs:CALLER` to how many are in work."""
+        return self._key("client_callers")
+
+    @property
     def client_expiry(self) -> str:
         """Sorted set of clients' job ids that are done, by the end of their results (broker's clock, ms)."""
         return self._key("client_expiry")
@@ -144,8 +150,8 @@ class Keys:
         return self._key(f"transfer:{request_id}")
 
     def job(self, job_id: str) -> str:
-        """Hash of one job's state: state, sink, entry (for sink `client` client_entry) in its stream, deliveries,
-        error, letter. The dedupe key."""
+        """Hash of one job's state: state, sink, entry (for sink `client` client_entry, and caller) in its stream,
+        deliveries, error, letter. The dedupe key."""
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from starlette.exceptions import HTTPException
@@ -14,6 +15,7 @@ from starlette.types import Scope as Asgi
 
 from services.contract.errors import OverloadedError
 from services.contract.http import MAX_BODY_BYTES
+from services.contract.shares import EVERYBODY, RULE, fits
 from services.loopback import is_loopback
 
 from .connections import MAX_HEAD_BYTES
@@ -57,6 +59,7 @@ class Guard:
         self._app = app
         self._max_requests = max_requests
         self._in_progress = 0
+        self._of_callers: Counter[str] = Counter()
         self._tokens = tokens
         self._scopes = scopes or {}
         self._nobody = Caller("", nobody)
@@ -79,18 +82,21 @@ class Guard:
             or _too_long(scope)
             or _ambiguous(headers)
             or self._too_large(headers)
-            or self._too_many(path)
+            or self._too_many(path, caller)
         )
         app = self._app if refusal is None else respond(refusal)
         if caller not in (None, self._nobody) and refusal is None and needed is Scope.OPERATE:
             operators.info("%s: %s %s", caller.name, scope["method"], path[:MAX_VALUE_CHARS])
+        name = caller.limited if caller else EVERYBODY
         self._in_progress += 1
+        self._of_callers[name] += 1
         try:
             await app(scope, *self._bounded(receive, send))
         except asyncio.CancelledError:  # only uvicorn cancels requests, and only when it stops
             logger.info("%s %s was cut off: the service stops", scope["method"], path[:MAX_VALUE_CHARS])
         finally:
             self._in_progress -= 1
+            self._of_callers[name] -= 1
 
     def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller | None:
         if not self._tokens or path in OPEN_PATHS:
@@ -122,11 +128,14 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         return self._limit(length.decode("latin-1")) if int(length) > self._max_body else None
 
-    def _too_many(self, path: str) -> OverloadedError | None:
+    def _too_many(self, path: str, caller: Caller | None) -> OverloadedError | None:
         """Probes are answered always: a supervisor must not restart what is only busy."""
-        if path in OPEN_PATHS or self._in_progress < self._max_requests:
+        name = caller.limited if caller else EVERYBODY
+        own, free = self._of_callers[name], self._max_requests - self._in_progress
+        if path in OPEN_PATHS or fits(name, own, 1, free):
             return None
-        return OverloadedError(f"{self._in_progress} requests are being answered, at most {self._max_requests}", BUSY_S)
+        reason = f"{self._in_progress} requests are being answered, at most {self._max_requests}"
+        return OverloadedError(f"{reason}; {own} are of {name}: {RULE}" if free > 0 else reason, BUSY_S)
 
     def _limit(self, size: str) -> HTTPException:
         return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")

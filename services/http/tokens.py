@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from services.contract.errors import ConfigError
+from services.contract.shares import EVERYBODY
 
 logger = logging.getLogger("services.tokens")
 """Not one of those that strangers can make speak (services/logs.py)."""
@@ -51,6 +52,12 @@ class Caller:
     scope: Scope
     digest: bytes = field(default=b"", repr=False)
     """SHA-256 of the token; empty where none is asked for."""
+
+    @property
+    def limited(self) -> str:
+        """Its name, or EVERYBODY if it has no limits of its own: replicas share a token of scope `weights`, and without
+        tokens all callers are one."""
+        return self.name if self.scope in (Scope.READ, Scope.ROLLOUT) else EVERYBODY
 
 
 class Tokens:

@@ -85,10 +85,10 @@ def show_pending(console: Console, rows: Sequence[Pending]) -> None:
 
 
 def show_client_jobs(console: Console, jobs: Sequence[ClientJob]) -> None:
-    table = _table("job", "state", "expires in", "MiB", numbers=2)
+    table = _table("job", "caller", "state", "expires in", "MiB", numbers=2)
     for job in jobs:
         expires = "-" if job.expires_s is None else duration(job.expires_s)
-        table.add_row(_plain(job.name), job.held, expires, f"{job.num_bytes / 2**20:.2f}")
+        table.add_row(_plain(job.name), _plain(job.caller or "-"), job.held, expires, f"{job.num_bytes / 2**20:.2f}")
     console.print(table if jobs else "nothing is held for clients")
 
 

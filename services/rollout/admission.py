@@ -8,10 +8,12 @@ as long as one sample takes.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.contract.errors import OverloadedError
+from services.contract.shares import EVERYBODY, RULE, fits
 
 RETRY_AFTER_S = 1.0
 
@@ -93,8 +95,8 @@ class Clients(Side):
         super().__init__(slots)
         self.share = share
         self.max_waiting = max_waiting
-        self.requested = 0
-        """Samples of HTTP requests."""
+        self.of_callers: Counter[str] = Counter()
+        """Samples of HTTP requests, by caller."""
         self.running = 0
         """Samples that generate; the others wait for their turn."""
         self._line = asyncio.Lock()
@@ -113,22 +115,34 @@ class Clients(Side):
         """Slots that they have, or that whoever is in line takes next."""
         return max(self.running, self.allowed) if self._line.locked() else self.running
 
+    @property
+    def requested(self) -> int:
+        """Samples of HTTP requests."""
+        return self.of_callers.total()
+
     @contextmanager
-    def admit(self, n: int) -> Iterator[None]:
-        """Around an HTTP request of n samples. Raises OverloadedError if it would wait too long; the first one is taken
-        whatever its n."""
-        limit = self.allowed + self.max_waiting
-        if self.requested and self.requested + n > limit:
+    def admit(self, n: int, caller: str = EVERYBODY) -> Iterator[None]:
+        """Around an HTTP request of n samples. Raises OverloadedError if it would wait too long, or if the caller took
+        more than it leaves free; the first one is taken whatever its n."""
+        limit, own = self.allowed + self.max_waiting, self.of_callers[caller]
+        free = limit - self.requested
+        if self.requested and n > free:
             raise OverloadedError(
                 f"{self.requested} samples of requests are in flight on this replica and {n} more exceed its limit of "
                 f"{limit}",
                 RETRY_AFTER_S,
             )
-        self.requested += n
+        if own and not fits(caller, own, n, free):
+            raise OverloadedError(
+                f"{own} samples of requests of {caller} are in flight on this replica and {n} more would leave room "
+                f"for {free - n}: {RULE}",
+                RETRY_AFTER_S,
+            )
+        self.of_callers[caller] += n
         try:
             yield
         finally:
-            self.requested -= n
+            self.of_callers[caller] -= n
 
     async def turn(self, n: int) -> int:
         """Waits in line. How many of `n` samples may start now, at least 1; `ended` is to be told of each."""

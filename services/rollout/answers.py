@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from services.contract.errors import OverloadedError
+from services.contract.shares import EVERYBODY, fits
 
 logger = logging.getLogger(__name__)
 
@@ -26,35 +28,55 @@ SEND_TIMEOUT_S = 600.0
 
 class Room:
     """Bytes of results, as the broker holds them, that may be read and sent at the same time. Who comes first is served
-    first; small results pass."""
+    first; small results pass, and whoever waits for their own results to be read holds up nobody."""
 
     def __init__(self, num_bytes: int) -> None:
         self._size = self._free = num_bytes
-        self._first = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._of_callers: Counter[str] = Counter()
+        self._line: dict[asyncio.Future[None], tuple[int, str]] = {}
 
     @asynccontextmanager
-    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+    async def hold(self, num_bytes: int, caller: str = EVERYBODY) -> AsyncIterator[None]:
         """What is larger than the room has it alone. Raises OverloadedError after WAIT_S."""
         held = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._size)
         if held:
-            await self._take(held)
+            await self._wait(held, caller)
         try:
             yield
         finally:
-            self._free += held
-            self._freed.set()
+            self._take(-held, caller)
+            self._serve()
 
-    async def _take(self, num_bytes: int) -> None:
+    async def _wait(self, num_bytes: int, caller: str) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._line[turn] = num_bytes, caller
+        self._serve()
         try:
-            async with asyncio.timeout(WAIT_S), self._first:
-                while self._free < num_bytes:
-                    self._freed.clear()
-                    await self._freed.wait()
-                self._free -= num_bytes
-        except TimeoutError:
+            async with asyncio.timeout(WAIT_S):
+                await turn
+        except BaseException as error:
+            if self._line.pop(turn, None) is None:  # its turn came at the same moment
+                self._take(-num_bytes, caller)
+            self._serve()
+            if not isinstance(error, TimeoutError):
+                raise
             reason = f"other results of {(self._size - self._free) / 2**20:.1f} MiB are being read"
             raise OverloadedError(reason, RETRY_AFTER_S) from None
+
+    def _serve(self) -> None:
+        for turn, (num_bytes, caller) in list(self._line.items()):
+            own = self._of_callers[caller]
+            if turn.done() or (caller != EVERYBODY and own and not fits(caller, own, num_bytes, self._free)):
+                continue
+            if num_bytes > self._free:
+                break
+            del self._line[turn]
+            self._take(num_bytes, caller)
+            turn.set_result(None)
+
+    def _take(self, num_bytes: int, caller: str) -> None:
+        self._free -= num_bytes
+        self._of_callers[caller] += num_bytes
 
 
 async def in_pieces(body: BaseModel, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -24,7 +24,7 @@ from services.contract.http import (
 from services.http import problems
 from services.http.counted import CountedRequests
 from services.http.guard import Guard
-from services.http.tokens import Scope, Tokens
+from services.http.tokens import Caller, Scope, Tokens
 
 from .answers import Streamed
 from .loops import race
@@ -53,32 +53,38 @@ def _service(request: Request) -> Service:
     return service
 
 
+def _caller(request: Request) -> str:
+    caller: Caller = request.state.caller
+    return caller.limited
+
+
 Served = Annotated[Service, Depends(_service)]
+By = Annotated[str, Depends(_caller)]
 
 
 @router.post("/v1/rollouts", response_model=RolloutResponse)
-async def rollout(body: RolloutRequest, request: Request, service: Served) -> Response:
+async def rollout(body: RolloutRequest, request: Request, service: Served, caller: By) -> Response:
     """Samples now, on this replica. Stops when the client disconnects."""
-    pieces = await race(service.rollout(body), _disconnected(request))
+    pieces = await race(service.rollout(body, caller), _disconnected(request))
     return Response(status_code=CLIENT_GONE) if pieces is None else Streamed(nullcontext(pieces))
 
 
 @router.post("/v1/jobs", status_code=202, response_model=JobAccepted)
-async def submit(body: JobRequest, service: Served) -> Response:
+async def submit(body: JobRequest, service: Served, caller: By) -> Response:
     """Puts the job into the queue, for any replica of the run."""
-    return _json(JobAccepted(job_id=await service.submit(body)), status=202)
+    return _json(JobAccepted(job_id=await service.submit(body, caller)), status=202)
 
 
 @router.get("/v1/jobs/{job_id}", response_model=JobStatus)
-async def job(job_id: str, service: Served) -> Response:
+async def job(job_id: str, service: Served, caller: By) -> Response:
     """The state of a job submitted over HTTP. Results are kept one hour, or until they are deleted."""
-    return Streamed(service.job(job_id))
+    return Streamed(service.job(job_id, caller))
 
 
 @router.delete("/v1/jobs/{job_id}", response_model=JobStatus)
-async def delete_job(job_id: str, service: Served) -> Response:
+async def delete_job(job_id: str, service: Served, caller: By) -> Response:
     """Forgets the job and its result, or cancels it. Answers the state that it had."""
-    return _json(await service.delete_job(job_id))
+    return _json(await service.delete_job(job_id, caller))
 
 
 @router.get("/v1/queue", response_model=QueueHealth)

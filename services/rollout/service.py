@@ -18,6 +18,7 @@ from services.contract.http import (
     WeightStatus,
 )
 from services.contract.job import Job
+from services.contract.shares import EVERYBODY
 from services.logs import LogContext
 from services.transport.health import queue_health
 from services.transport.submission import Submission
@@ -89,11 +90,11 @@ class Service:
         if self._replica is not None:
             await self._replica.engine.close()
 
-    async def rollout(self, request: RolloutRequest) -> AsyncIterator[bytes]:
+    async def rollout(self, request: RolloutRequest, caller: str = EVERYBODY) -> AsyncIterator[bytes]:
         """A RolloutResponse as JSON. Generates here and now, past the queue. Cancelling stops the samples."""
         replica = self.replica
         job = await replica.prompts.job(request, replica.run_id)
-        with replica.slots.clients.admit(job.n):
+        with replica.slots.clients.admit(job.n, caller):
             group = await race(self._generate(job), self._cut_off.wait())
         if group is None:
             raise UnavailableError("this replica is stopping")
@@ -107,29 +108,30 @@ class Service:
         except TimeoutError:
             raise EngineError(f"{job.n} samples took longer than {limit_s:.0f} s") from None
 
-    async def submit(self, request: JobRequest) -> str:
+    async def submit(self, request: JobRequest, caller: str = EVERYBODY) -> str:
         """The id of the queued job."""
         uplink = self.uplink
         job = await self.replica.prompts.job(request, self.settings.run_id)
         submission = Submission(uplink.broker)
-        await submission.submit_client(job, limit=self.settings.max_queued, deadline_s=request.deadline_s)
+        limit = self.settings.max_queued
+        await submission.submit_client(job, limit=limit, deadline_s=request.deadline_s, caller=caller)
         return job.job_id
 
     @asynccontextmanager
-    async def job(self, job_id: str) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def job(self, job_id: str, caller: str = EVERYBODY) -> AsyncIterator[AsyncIterator[bytes]]:
         """A JobStatus as JSON. Raises OverloadedError if too many results are being read."""
         submission = Submission(self.uplink.broker)
-        report = await submission.status(job_id)
+        report = await submission.status(job_id, caller=caller)
         status = JobStatus(status=report.state, error=report.error)
         if report.num_bytes is None:
             yield in_pieces(status, "group", null())
             return
-        async with self._room.hold(report.num_bytes):
+        async with self._room.hold(report.num_bytes, caller):
             group = await submission.result(job_id)
             yield in_pieces(status, "group", self.replica.prompts.response(group))
 
-    async def delete_job(self, job_id: str) -> JobStatus:
-        return JobStatus(status=await Submission(self.uplink.broker).delete(job_id))
+    async def delete_job(self, job_id: str, caller: str = EVERYBODY) -> JobStatus:
+        return JobStatus(status=await Submission(self.uplink.broker).delete(job_id, caller=caller))
 
     async def queue(self) -> QueueHealth:
         return await queue_health(self.uplink.broker)

@@ -70,7 +70,7 @@ RETRY_AFTER_MEMORY_S = 5.0
 _KEYS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
-    *("backlogs", "client_reserved", "client_held", "client_expiry", "client_deadlines", "audit"),
+    *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines", "audit"),
 )
 """What every script knows under the same name in capitals; and the prefixes JOB, RESULT and REPLICA."""
 

@@ -26,12 +26,15 @@ class ClientJob(NamedTuple):
     num_bytes: int
     expires_s: float | None
     """Seconds until a result is forgotten."""
+    caller: str
+    """Whose it is; empty if one without limits asked for it."""
 
 
 async def client_jobs(broker: Broker) -> list[ClientJob]:
     """All, in no order."""
     keys = broker.keys
     reserved, held = await _rows(broker, keys.client_reserved), await _rows(broker, keys.client_held)
+    callers = await _rows(broker, keys.client_callers)
     ends: dict[str, float] = {}
     names = list(held)
     for start in range(0, len(names), SCAN_COUNT):
@@ -42,23 +45,24 @@ async def client_jobs(broker: Broker) -> list[ClientJob]:
     async with broker.call():
         seconds, microseconds = await broker.redis.time()
     now = seconds + microseconds / 1e6
-    jobs = [ClientJob(name, Held.IN_WORK, size, None) for name, size in reserved.items()]
+    jobs = [ClientJob(name, Held.IN_WORK, int(size), None, callers.get(name, "")) for name, size in reserved.items()]
     for name, size in held.items():
+        caller = callers.get(name, "")
         if name in ends:
-            jobs.append(ClientJob(name, Held.DONE, size, max(0.0, ends[name] - now)))
+            jobs.append(ClientJob(name, Held.DONE, int(size), max(0.0, ends[name] - now), caller))
         elif name.startswith(LETTER):
-            jobs.append(ClientJob(name.removeprefix(LETTER), Held.DEAD, size, None))
+            jobs.append(ClientJob(name.removeprefix(LETTER), Held.DEAD, int(size), None, caller))
     return jobs
 
 
-async def _rows(broker: Broker, key: str) -> dict[str, int]:
+async def _rows(broker: Broker, key: str) -> dict[str, str]:
     """Read a few at a time: one that changes meanwhile comes once, as it was or as it is."""
-    rows: dict[str, int] = {}
+    rows: dict[str, str] = {}
     cursor: int | None = None
     page: Any
     while cursor != 0:
         async with broker.call():
             cursor, page = await broker.redis.hscan(key, cursor or 0, count=SCAN_COUNT)
-        rows |= {name.decode(): int(size) for name, size in page.items()}
+        rows |= {name.decode(): value.decode() for name, value in page.items()}
     rows.pop(TOTAL, None)
     return rows

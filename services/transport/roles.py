@@ -17,7 +17,7 @@ from services.contract.keys import Keys
 LUA = files(__package__) / "lua"
 
 _CONNECTION = "PING SELECT INFO TIME EVALSHA SCRIPT|LOAD"
-_CLIENTS = "client_reserved client_held client_expiry client_deadlines"
+_CLIENTS = "client_reserved client_held client_callers client_expiry client_deadlines"
 
 
 class Role(StrEnum):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
 from services.contract.job import JOB_ID, MAX_DEADLINE_S, Job, JobState, Sink, own_prefix
+from services.contract.shares import EVERYBODY, RULE
 
 from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
@@ -67,16 +68,19 @@ class Submission:
             return [Submitted.REFUSED] * len(jobs)
         return [Submitted(outcome.decode()) for outcome in reply]
 
-    async def submit_client(self, job: Job, *, limit: int, deadline_s: float | None = None) -> Submitted:
+    async def submit_client(
+        self, job: Job, *, limit: int, deadline_s: float | None = None, caller: str = EVERYBODY
+    ) -> Submitted:
         """Admits while fewer than `limit` jobs wait unread, and the jobs of clients cannot exceed their share of the
-        broker's memory. One that is not done `deadline_s` later, by the broker's clock, is dead, without a dead letter.
-        Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could."""
+        broker's memory. A `caller` with a name takes no more of either than it leaves free. One that is not done
+        `deadline_s` later, by the broker's clock, is dead, without a dead letter.
+        Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could, or is another caller's."""
         self._check(job, Sink.CLIENT)
         if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
             raise RequestError(f"deadline_s: got {deadline_s}, allowed: number in (0, {MAX_DEADLINE_S}]")
         size = job.max_bytes
         until_ms = "" if deadline_s is None else math.ceil(1000 * deadline_s)
-        args = (job.job_id, job.to_bytes(), limit, size, until_ms)
+        args = (job.job_id, job.to_bytes(), limit, size, until_ms, caller)
         reply, taken, allowed = await self.broker.script("submit_client", *args)
         match reply.decode():
             case "backlog":
@@ -84,6 +88,9 @@ class Submission:
             case "closed":
                 reason = "the queue is being drained: no new jobs until dvp-queue open"
                 raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
+            case "caller_backlog":
+                has = f"{taken} jobs of {caller} are in work, and {allowed} places are free in the queue"
+                raise OverloadedError(f"{has}: {RULE}", RETRY_AFTER_BACKLOG_S)
             case "memory":
                 reason = f"the broker's memory would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
@@ -93,8 +100,15 @@ class Submission:
                     f"{_mib(size)}: delete what was read (DELETE /v1/jobs/...)"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
+            case "caller_results":
+                reason = (
+                    f"jobs of {caller} take, or may come to, {_mib(taken)} and leave {_mib(allowed)} free, and this "
+                    f"one may come to {_mib(size)}: {RULE}; delete what was read (DELETE /v1/jobs/...)"
+                )
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "large":
-                most = f"{_mib(allowed)} for all clients together, {CLIENT_SHARE:.0%} of the broker's memory"
+                whose = "one caller, half of what all have together" if caller else "all clients together"
+                most = f"{_mib(allowed)} for {whose} ({CLIENT_SHARE:.0%} of the broker's memory)"
                 raise RequestError(
                     f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens, and the prompt, may come to "
                     f"{_mib(size)}, allowed: {most}; lower n or sampling.max_tokens",
@@ -103,12 +117,14 @@ class Submission:
             case state:
                 return Submitted(state)
 
-    async def delete(self, job_id: str, only: JobState | None = None, *, by: str = "") -> JobState:
+    async def delete(
+        self, job_id: str, only: JobState | None = None, *, by: str = "", caller: str = EVERYBODY
+    ) -> JobState:
         """Forgets a client's job, its result or its dead letter; what is queued or running is cancelled. With `only`,
         not in another state. `by`: who does it, if not the client. Returns the state that it had.
         Raises NotFoundError as `status` does, RequestError if the job is the trainer's."""
         known = re.fullmatch(JOB_ID, job_id)
-        state = (await self.broker.script("delete", job_id, only or "", by)).decode() if known else "unknown"
+        state = (await self.broker.script("delete", job_id, only or "", by, caller)).decode() if known else "unknown"
         if state in ("unknown", "other"):
             raise NotFoundError(UNKNOWN.format(job_id))
         return JobState(state)
@@ -123,8 +139,8 @@ class Submission:
         if job.sink not in sinks:
             raise RequestError(f"sink: {job.sink!r}, allowed here: {', '.join(sinks)}")
 
-    async def status(self, job_id: str) -> JobReport:
-        """Raises NotFoundError for an id nobody submitted, or whose result has expired."""
+    async def status(self, job_id: str, *, caller: str = EVERYBODY) -> JobReport:
+        """Raises NotFoundError for an id nobody submitted, or another caller, or whose result has expired."""
         keys = self.broker.keys
         # No transaction: with its memory full Redis would refuse it, though it only reads.
         async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
@@ -133,7 +149,8 @@ class Submission:
             stored, num_bytes = await both.execute()
         fields = {name.decode(): value.decode() for name, value in stored.items()}
         has_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
-        if "state" not in fields or (has_result and not num_bytes):
+        others = caller != EVERYBODY and fields.get("caller", caller) != caller
+        if "state" not in fields or others or (has_result and not num_bytes):
             raise NotFoundError(UNKNOWN.format(job_id))
         return JobReport(JobState(fields["state"]), fields.get("error"), num_bytes if has_result else None)
 

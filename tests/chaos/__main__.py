@@ -147,9 +147,14 @@ async def leftovers(layout: Layout, broker: EmbeddedBroker) -> list[str]:
         found["uncheckpointed"] = await redis.scard(keys.uncheckpointed)
         found["replicas"] = await redis.zcard(keys.replicas)
         found["lease"] = await redis.exists(keys.lease)
+        callers = await redis.hgetall(keys.client_callers)
+        found["jobs in work of callers"] = sum(int(value) for name, value in callers.items() if b":jobs:" in name)
+        unowned = -sum(int(value) for name, value in callers.items() if b":bytes:" in name)
         for key in (keys.client_reserved, keys.client_held):
             rows = {name: int(size) for name, size in (await redis.hgetall(key)).items()}
             found[f"bytes that nobody holds of {key}"] = rows.pop(b":total", 0) - sum(rows.values())
+            unowned += sum(rows.values())
+        found["bytes of clients' rows that no caller has"] = unowned
     return [f"left in the broker: {name} {count}" for name, count in found.items() if count and name != "jobs"]
 
 

@@ -17,6 +17,7 @@ from services.transport.submission import Submission
 from .system import System
 from .traps import Role
 
+POISONER = "poisoner"
 PAUSE_S = 0.15
 MOST_OPEN = 6
 PATIENCE_S = 5.0
@@ -96,7 +97,7 @@ class Traffic:
 
     async def poison(self, broker: Broker) -> None:
         job = Job(job_id=f"poison-{self._number}", run_id=broker.run_id, prompt_ids=TOO_LONG, sink=Sink.CLIENT)
-        await Submission(broker).submit_client(job, limit=10**6)
+        await Submission(broker).submit_client(job, limit=10**6, caller=POISONER)
         self.accept(job.job_id, poisoned=True)
 
     def accept(self, job_id: str, *, poisoned: bool) -> None:

@@ -80,10 +80,11 @@ def table() -> str:
         ("Broker's memory, new training jobs", f"{MEMORY_SHARE:.0%} {memory}", "the trainer waits"),
         ("Broker's memory, POST /v1/jobs", f"{CLIENT_MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
         ("What jobs of POST /v1/jobs take or may come to", f"{CLIENT_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
-        ("What one of them may come to", f"{CLIENT_SHARE:.0%} {memory}", "422"),
+        ("What one of them may come to", f"{CLIENT_SHARE:.0%} {memory}; of a caller with a name half of it", "422"),
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Results of POST /v1/jobs that are read at the same time", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
+        ("Of these that are answered with 429, those of one caller with a name", "no more than it leaves free", "429"),
         ("Time to send an answer with samples", f"{SEND_TIMEOUT_S:.0f} s", "closed"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),
         ("Trained groups in the broker", f"checkpoint.interval: {checkpoint.interval} batches", "a checkpoint"),
@@ -96,6 +97,7 @@ def table_of_connections() -> str:
     fewest = MIN_CONNECTIONS + OTHER_FILES
     rows = [
         ("Requests that are answered at the same time", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
+        ("Of these, those of one caller with a name", "no more than it leaves free", f"{busy(1)}"),
         ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that does nothing for longest is closed"),
         ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),
         ("Their size", head, "431, or 400 if they do not end"),

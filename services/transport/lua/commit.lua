@@ -23,8 +23,8 @@ redis.call('SET', RESULT .. id, data)
 if sink == 'client' then
   redis.call('EXPIRE', RESULT .. id, RESULT_TTL_S)
   redis.call('EXPIRE', hash, RESULT_TTL_S)
-  reserve(id, 0)
   hold(id, KEY_BYTES + #data, now_ms() + 1000 * RESULT_TTL_S)
+  reserve(id, 0)
 else
   -- The entry only tells of the group: whoever looks through the stream copies nothing large.
   local told = redis.call('XADD', inbox(sink), '*',

@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
 -- Forgets a client's job: what was queued or running is cancelled, its result or dead letter is gone.
--- ARGV: job id, the only state in which to do so ('': any), who does it ('': the client). Answers the state that it had, 'unknown', or 'other'.
+-- ARGV: job id, the only state in which to do so ('': any), who does it ('': the client), caller
+-- ('': one who may delete all). Answers the state that it had, 'unknown', or 'other'.
 local id = ARGV[1]
-local state, sink, letter = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'letter'))
-if not state then return 'unknown' end
+local state, sink, letter, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'letter', 'caller'))
+if not state or not may_see(ARGV[4], whose) then return 'unknown' end
 if ARGV[2] ~= '' and state ~= ARGV[2] then return 'other' end
 if sink ~= 'client' then
   return redis.error_reply('CONFLICT job ' .. id .. ' is the trainer\'s; only what was submitted over HTTP can be deleted')

@@ -111,12 +111,36 @@ local function memory_full()
 end
 
 -- The memory of clients: what jobs in work may come to (CLIENT_RESERVED), and what results and dead letters take
--- (CLIENT_HELD, the letters by ':dead:' and their entry). ':total' is the sum of each; 0 bytes end a row.
+-- (CLIENT_HELD, the letters by ':dead:' and their entry). ':total' is the sum of each; 0 bytes end a row. CLIENT_CALLERS
+-- says whose a row is, as long as there is one, and adds up for each caller what both come to.
 local function set_bytes(hash, name, bytes)
   local before = tonumber(redis.call('HGET', hash, name) or 0)
   if bytes == before then return end
   if bytes == 0 then redis.call('HDEL', hash, name) else redis.call('HSET', hash, name, bytes) end
-  redis.call('HINCRBY', hash, ':total', string.format('%.0f', bytes - before))
+  local more, caller = string.format('%.0f', bytes - before), redis.call('HGET', CLIENT_CALLERS, name)
+  redis.call('HINCRBY', hash, ':total', more)
+  if not caller then return end
+  redis.call('HINCRBY', CLIENT_CALLERS, ':bytes:' .. caller, more)
+  if hash == CLIENT_RESERVED and (before == 0 or bytes == 0) then
+    redis.call('HINCRBY', CLIENT_CALLERS, ':jobs:' .. caller, before == 0 and 1 or -1)
+  end
+  if not redis.call('HGET', CLIENT_RESERVED, name) and not redis.call('HGET', CLIENT_HELD, name) then
+    redis.call('HDEL', CLIENT_CALLERS, name)
+  end
+end
+
+-- Whether a caller ('': one who may see everything) sees a job of `whose` (nothing: of before there were owners).
+local function may_see(caller, whose)
+  return caller == '' or not whose or caller == whose
+end
+
+local function of_caller(what, caller)
+  return tonumber(redis.call('HGET', CLIENT_CALLERS, ':' .. what .. ':' .. caller) or 0)
+end
+
+-- Whose the rows of a name are that `reserve` or `hold` will make; nothing if nobody knows.
+local function own(name, caller)
+  if caller then redis.call('HSET', CLIENT_CALLERS, name, caller) end
 end
 
 -- `deadline`: by when the job has to be done, in ms.
@@ -157,22 +181,28 @@ local function end_overdue()
   end
 end
 
--- Why no job of a client that may come to `bytes` is admitted: 'large', 'results', 'memory' or nil. Then what clients
--- have taken, and how much they may.
-local function client_refusal(bytes)
+-- Why no job that may come to `bytes` is admitted of a caller ('': one without limits of its own): 'large', 'results',
+-- 'caller_results', 'memory' or nil. Then two numbers of bytes that say more: what clients have taken, or the caller has,
+-- and how much they may, or it leaves free.
+local function client_refusal(bytes, caller)
   end_overdue()
   local used, limit = memory()
   local reserved, allowed = total(CLIENT_RESERVED), math.floor(CLIENT_SHARE * limit)
-  local taken, refusal = reserved + total(CLIENT_HELD), nil
+  local taken, own = reserved + total(CLIENT_HELD), of_caller('bytes', caller)
+  -- Nobody is there: what an older version did not count goes.
+  if taken == 0 then redis.call('DEL', CLIENT_CALLERS) end
   if limit == 0 then return nil, taken, allowed end
-  if bytes > allowed then
-    refusal = 'large'
+  local most = caller == '' and allowed or math.floor(allowed / 2)
+  if bytes > most then
+    return 'large', taken, most
   elseif taken + bytes > allowed then
-    refusal = 'results'
+    return 'results', taken, allowed
+  elseif caller ~= '' and own + bytes > allowed - taken - bytes then
+    return 'caller_results', own, allowed - taken
   elseif used + reserved + bytes > CLIENT_MEMORY_SHARE * limit then
-    refusal = 'memory'
+    return 'memory', taken, allowed
   end
-  return refusal, taken, allowed
+  return nil, taken, allowed
 end
 
 -- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
@@ -198,11 +228,12 @@ local function bury(stream, id, fields, message, replica_id)
   if job_id == '' then return end
   redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone, 'letter', buried)
   redis.call('SREM', IN_FLIGHT, job_id)
-  reserve(job_id, 0)
   if sink == 'client' then
+    own(':dead:' .. buried, redis.call('HGET', CLIENT_CALLERS, job_id))
     hold(':dead:' .. buried, KEY_BYTES + #(fields.data or ''))
     redis.call('EXPIRE', hash, RESULT_TTL_S)
   end
+  reserve(job_id, 0)
 end
 
 -- What can become of a dead letter: 'open' (it can be replayed), 'no_job', 'again' (a job of the same id was submitted

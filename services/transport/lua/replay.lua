@@ -7,7 +7,7 @@ for i = 2, #ARGV, 3 do
   local entry, id, bytes = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local hash, letter = JOB .. id, read(DEAD, entry)
   local answer = letter and prospect(letter) or 'gone'
-  local refusal = answer == 'open' and letter.sink == 'client' and client_refusal(bytes)
+  local refusal = answer == 'open' and letter.sink == 'client' and client_refusal(bytes, '')
   if not letter and redis.call('HGET', hash, 'replayed') == entry then
     -- A retry whose reply was lost.
     answer = 'replayed'
@@ -24,6 +24,9 @@ for i = 2, #ARGV, 3 do
     redis.call('PERSIST', hash)
     enqueue(id, letter.sink, letter.job, now_ms())
     if letter.sink == 'client' then
+      local caller = redis.call('HGET', CLIENT_CALLERS, ':dead:' .. entry)
+      if caller then redis.call('HSET', hash, 'caller', caller) end
+      own(id, caller)
       hold(':dead:' .. entry, 0)
       reserve(id, bytes)
     end

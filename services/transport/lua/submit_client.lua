@@ -1,20 +1,29 @@
 #!lua
--- ARGV: job id, data, limit of unread jobs, bytes that the job may come to, ms until its deadline or ''. Answers {the state
--- of a job that exists, 'new', 'closed', 'backlog', 'memory', 'results' or 'large'; bytes that clients have taken; how many
--- they may}.
-local refusal, taken, allowed = client_refusal(tonumber(ARGV[4]))
-local outcome = redis.call('HGET', JOB .. ARGV[1], 'state')
+-- ARGV: job id, data, limit of unread jobs, bytes that the job may come to, ms until its deadline or '', caller or ''.
+-- Answers {the state of a job that exists, 'new', or why it is not admitted: 'closed', 'backlog', 'caller_backlog' or what
+-- client_refusal says; two numbers that say more}.
+local id, data, most, bytes, until_ms, caller = unpack(ARGV)
+local refusal, taken, allowed = client_refusal(tonumber(bytes), caller)
+local outcome, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'caller'))
+local in_work, places = of_caller('jobs', caller), most - unread(CLIENT_JOBS)
 if outcome then
-  -- A no-op.
+  if not may_see(caller, whose) then return redis.error_reply('CONFLICT job ' .. id .. ' is another caller\'s') end
 elseif closed() then
   outcome = 'closed'
 elseif refusal then
   outcome = refusal
-elseif unread(CLIENT_JOBS) >= tonumber(ARGV[3]) then
+elseif places <= 0 then
   outcome = 'backlog'
+elseif caller ~= '' and in_work + 1 > places - 1 then
+  outcome, taken, allowed = 'caller_backlog', in_work, places
 else
-  enqueue(ARGV[1], 'client', ARGV[2], now_ms())
-  reserve(ARGV[1], tonumber(ARGV[4]), ARGV[5] ~= '' and now_ms() + ARGV[5])
+  enqueue(id, 'client', data, now_ms())
+  redis.call('HSET', JOB .. id, 'caller', caller)
+  -- What is left of an earlier one is its caller's.
+  hold(id, 0)
+  reserve(id, 0)
+  own(id, caller)
+  reserve(id, tonumber(bytes), until_ms ~= '' and now_ms() + until_ms)
   count('submitted')
   outcome = 'new'
 end

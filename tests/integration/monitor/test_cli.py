@@ -112,7 +112,7 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
     for name in ("small", "large", "in-work"):
         n = 64 if name == "large" else 1
         job = make_job(rig.run_id, sink=Sink.CLIENT).model_copy(update={"job_id": name, "n": n})
-        await rig.submission.submit_client(job, limit=9)
+        await rig.submission.submit_client(job, limit=9, caller="alice" if name == "large" else "")
         if name != "in-work":
             await rig.finish(rig.replica("a", clients=True), 1)
     listed = (await cli(rig.run_id, "results", "list", "--json")).json
@@ -120,10 +120,10 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
     assert [job["expires_s"] is None for job in listed] == [False, True, False]
     assert 0 < listed[0]["expires_s"] <= 3600
     (largest,) = (await cli(rig.run_id, "results", "list", "--count", "1", "--json")).json
-    assert largest["name"] == "large"
+    assert (largest["name"], largest["caller"]) == ("large", "alice")
     text = (await cli(rig.run_id, "results", "list")).out
-    assert re.search(r"large +done +\d+ min +0\.0\d", text)
-    assert re.search(r"in-work +in work +- +0\.0\d", text)
+    assert re.search(r"large +alice +done +\d+ min +0\.0\d", text)
+    assert re.search(r"in-work +- +in work +- +0\.0\d", text)
     assert "name them" in (await cli(rig.run_id, "results", "drop")).err
     (own,) = await rig.submit(1)
     ran = await cli(rig.run_id, "results", "drop", "small", "never", own.job_id, "\udcff")

@@ -25,7 +25,7 @@ from services.transport.broker import Broker
 from tests.kit import web
 from tests.kit.records import make_group, make_job, make_sample
 from tests.kit.replicas import ReplicaThread
-from tests.kit.wait import WITHIN_S, until
+from tests.kit.wait import WITHIN_S, until, until_async
 
 NUM_SAMPLES, NUM_TOKENS = 100, 3_000
 METADATA = {"samples": [], "text": '"samples":[', "null": None}
@@ -208,4 +208,55 @@ async def test_who_comes_first_has_the_room_first(monkeypatch: pytest.MonkeyPatc
         async with room.hold(3), room.hold(1):
             pass
     async with room.hold(10):
+        pass
+
+
+async def test_who_does_not_read_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SMALL_BYTES", 0)
+    room = Room(10)
+    order: list[str] = []
+    ends = {name: asyncio.Event() for name in ("alice", "bob")}
+
+    async def hold(caller: str, num_bytes: int) -> None:
+        async with room.hold(num_bytes, caller):
+            order.append(f"{caller} {num_bytes}")
+            await ends[caller].wait()
+
+    async with asyncio.TaskGroup() as group:
+        for caller, num_bytes in (("bob", 2), ("alice", 3), ("alice", 2), ("bob", 1)):
+            group.create_task(hold(caller, num_bytes))
+        await until_async(lambda: len(order) == 3)
+        # 2 more of alice's would be more than they leave.
+        assert order == ["bob 2", "alice 3", "bob 1"]
+        with monkeypatch.context() as patched:
+            patched.setattr(answers, "WAIT_S", 0.0)
+            with pytest.raises(OverloadedError, match="are being read"):
+                await hold("alice", 2)
+        ends["bob"].set()
+        await until_async(lambda: order[3:] == ["alice 2"])
+        ends["alice"].set()
+    async with room.hold(10, "carol"):
+        pass
+
+
+async def test_one_who_gives_up_when_its_turn_comes_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SMALL_BYTES", 0)
+    room = Room(10)
+    first = asyncio.Event()
+
+    async def hold(until: asyncio.Event) -> None:
+        async with room.hold(10, "alice"):
+            await until.wait()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(hold(first))
+        await asyncio.sleep(0)
+        waiting = group.create_task(hold(asyncio.Event()))
+        await asyncio.sleep(0)
+        first.set()
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert waiting.cancelled()
+    monkeypatch.setattr(answers, "WAIT_S", 0.0)
+    async with room.hold(10, "bob"):
         pass

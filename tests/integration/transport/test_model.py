@@ -185,6 +185,11 @@ MUTANTS = {
     "a result that takes no memory": ("commit", "hold(id, KEY_BYTES + #data, now_ms() + 1000 * RESULT_TTL_S)", ""),
     "a replay that takes no room": ("replay", "reserve(id, bytes)", ""),
     "a dropped letter that frees nothing": ("discard", "hold(':dead:' .. ARGV[i], 0)", ""),
+    "a caller whose jobs only grow": ("delete", "before == 0 and 1 or -1", "before == 0 and 1 or 0"),
+    "a row that stays its caller's": ("delete", "redis.call('HDEL', CLIENT_CALLERS, name)", ""),
+    "a job done that is nobody's": ("commit", "not redis.call('HGET', CLIENT_HELD, name)", "true"),
+    "a letter that is nobody's": ("fail", "own(':dead:' .. buried, redis.call('HGET', CLIENT_CALLERS, job_id))", ""),
+    "a replayed job that is nobody's": ("replay", "own(id, caller)", ""),
     "a trainer that recovers nothing": ("takeover", "'(' .. after, '+', wanted", "'+', '+', 1"),
 }
 

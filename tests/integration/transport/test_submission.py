@@ -430,6 +430,121 @@ async def test_books_that_have_drifted_mend_themselves(rig: Rig) -> None:
     assert await redis.hgetall(keys.client_reserved) == {b"living": size, b":total": size}
 
 
+async def test_a_caller_leaves_as_many_places_as_it_takes(rig: Rig) -> None:
+    """Its jobs that run count, too, until they have ended."""
+    submission = rig.submission
+    for number in range(4):
+        await submission.submit_client(client_job(rig, f"a{number}"), limit=8, caller="alice")
+
+    async def refused(name: str, caller: str, message: str) -> None:
+        with pytest.raises(OverloadedError, match=message):
+            await submission.submit_client(client_job(rig, name), limit=8, caller=caller)
+
+    await refused("a4", "alice", "^4 jobs of alice are in work, and 4 places are free in the queue: nobody takes more")
+    await submission.submit_client(client_job(rig, "b0"), limit=8, caller="bob")
+    await submission.submit_client(client_job(rig, "b1"), limit=8, caller="bob")
+    await refused("b2", "bob", "^2 jobs of bob are in work, and 2 places are free")
+    replica = rig.replica("a", clients=True)
+    done, failed, back, deleted = await replica.claim(4, BLOCK_MS)
+    assert [lease.job.job_id for lease in (done, failed, back, deleted)] == ["a0", "a1", "a2", "a3"]
+    # 6 places are free.
+    await submission.submit_client(client_job(rig, "a4"), limit=8, caller="alice")
+    await refused("a5", "alice", "^5 jobs of alice are in work, and 5 places")
+    await replica.commit(done, make_group(done.job))
+    await replica.fail(failed, "boom", fatal=True)
+    await replica.release(back)
+    await submission.delete("a3", caller="alice")
+    await submission.submit_client(client_job(rig, "a5"), limit=8, caller="alice")
+    await refused("a6", "alice", "^3 jobs of alice are in work, and 3 places")
+    # Without a name there is one limit, that of all.
+    for number in range(3):
+        await submission.submit_client(client_job(rig, f"n{number}"), limit=8)
+    await refused("n3", "", "^8 jobs already wait")
+    await refused("c0", "carol", "^8 jobs already wait")
+    assert await submission.submit_client(client_job(rig, "b1"), limit=8, caller="bob") is Submitted.QUEUED
+
+
+async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
+        jobs = {name: client_job(rig, name, tokens=100_000) for name in ("a0", "a1", "b0", "b1")}
+        await broker.redis.config_set("maxmemory", int(3.5 * jobs["a0"].max_bytes / CLIENT_SHARE))
+        large = client_job(rig, "large", tokens=200_000)
+        half = r"allowed: 2\.7 MiB for one caller, half of what all have together \(25% of the broker's memory\)"
+        with pytest.raises(RequestError, match=half):
+            await rig.submission.submit_client(large, limit=NO_LIMIT, caller="alice")
+
+        async def submit(name: str, caller: str) -> Submitted:
+            return await rig.submission.submit_client(jobs[name], limit=NO_LIMIT, caller=caller)
+
+        await submit("a0", "alice")
+        message = (
+            r"^jobs of alice take, or may come to, 1\.5 MiB and leave 3\.8 MiB free, and this one may come to 1\.5 MiB"
+        )
+        with pytest.raises(OverloadedError, match=message):
+            await submit("a1", "alice")
+        await submit("b0", "bob")
+        # What it came to counts, no more what it might have; a dead letter is its caller's, before and after a replay.
+        replica = rig.replica("a", clients=True)
+        lease, other = await replica.claim(2, BLOCK_MS)
+        await replica.commit(lease, make_group(lease.job))
+        await submit("a1", "alice")
+        await replica.fail(other, "boom", fatal=True)
+        letters = DeadLetters(broker)
+        assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
+        with pytest.raises(OverloadedError, match=r"^jobs of bob take"):
+            await submit("b1", "bob")
+        # Expired, it is nobody's.
+        before = await broker.redis.hget(broker.keys.client_callers, ":bytes:alice")
+        await broker.redis.delete(broker.keys.job("a0"), broker.keys.result("a0"))
+        await broker.redis.zadd(broker.keys.client_expiry, {"a0": 1})
+        with pytest.raises(OverloadedError):
+            await submit("b1", "bob")
+        after = await broker.redis.hget(broker.keys.client_callers, ":bytes:alice")
+        assert int(before or 0) > int(after or 0) == jobs["a1"].max_bytes
+
+
+async def test_a_caller_sees_its_own_jobs_only(rig: Rig) -> None:
+    await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT, caller="alice")
+    with pytest.raises(RequestError, match=r"^job job is another caller's$"):
+        await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT, caller="bob")
+
+    async def hidden(caller: str) -> None:
+        for what in (rig.submission.status, rig.submission.delete):
+            with pytest.raises(NotFoundError, match="never submitted"):
+                await what("job", caller=caller)
+
+    await hidden("bob")
+    replica, letters = rig.replica("a", clients=True), DeadLetters(rig.broker)
+    (lease,) = await replica.claim(1, BLOCK_MS)
+    await replica.fail(lease, "boom", fatal=True)
+    await hidden("bob")
+    assert (await rig.submission.status("job", caller="alice")).state is JobState.DEAD
+    # Its hash is forgotten before the letter is.
+    await rig.broker.redis.delete(rig.broker.keys.job("job"))
+    await letters.replay(await letters.page())
+    await hidden("bob")
+    await rig.finish(replica, 1)
+    await hidden("bob")
+    for caller in ("alice", ""):
+        assert (await rig.submission.status("job", caller=caller)).state is JobState.DONE
+    assert await rig.submission.delete("job", caller="alice") is JobState.DONE
+    # One without a name sees all; what it asks for, nobody else does.
+    await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT)
+    await hidden("alice")
+    # An older version wrote no caller.
+    await rig.broker.redis.hdel(rig.broker.keys.job("job"), "caller")
+    assert (await rig.submission.status("job", caller="alice")).state is JobState.QUEUED
+
+
+async def test_what_an_older_version_did_not_count_goes_when_nobody_is_there(rig: Rig) -> None:
+    await rig.broker.redis.hset(rig.broker.keys.client_callers, mapping={":bytes:alice": 10**9, ":jobs:alice": 7})
+    await rig.submission.submit_client(client_job(rig, "job"), limit=4, caller="alice")
+    found = await rig.broker.redis.hgetall(rig.broker.keys.client_callers)
+    size = str(client_job(rig, "job").max_bytes).encode()
+    assert found == {b"job": b"alice", b":bytes:alice": size, b":jobs:alice": b"1"}
+
+
 async def test_a_letter_too_large_for_the_clients_share_is_not_replayed(
     own_broker: EmbeddedBroker, run_id: str
 ) -> None:

@@ -41,9 +41,12 @@ MAX_LEASES = 2
 CLIENT = "client "
 """Before the entries of clients' jobs, and before the name of what takes them: ids of two streams may be equal."""
 
+ALICE = "alice"
+"""Whose the clients' jobs are."""
+
 BOOKS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters"),
-    *("client_reserved", "client_held", "client_expiry", "client_deadlines"),
+    *("client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines"),
 )
 """Every key of this world's runs that is not of one job."""
 
@@ -72,7 +75,7 @@ local function readable(stream)
   return not found.err and #found == 1
 end
 local jobs, client_jobs, groups, dead, in_flight, uncheckpointed, fence, lease = unpack(KEYS)
-local reserved, held, expiry, deadlines = unpack(KEYS, 9)
+local reserved, held, expiry, deadlines, callers = unpack(KEYS, 9)
 local now, memory = redis.call('TIME'), {}
 local books = {}
 for i = 2, #ARGV do
@@ -95,6 +98,7 @@ return cmsgpack.pack({
   pending(groups, 'trainer'), rows(dead), sorted(in_flight), sorted(uncheckpointed), redis.call('GET', fence) or '',
   redis.call('HGET', lease, 'token') or '', books, keys,
   {readable(jobs), readable(client_jobs), readable(groups)}, memory, redis.call('ZRANGE', deadlines, 0, -1),
+  redis.call('HGETALL', callers),
 })
 """
 
@@ -152,6 +156,8 @@ class Seen(NamedTuple):
     memory: tuple[Taken, ...]
     deadlines: frozenset[str]
     """Jobs of clients that end when their time has passed."""
+    callers: frozenset[tuple[str, str]]
+    """Whose each row of `memory` is, and what each caller has; what is 0 may be there or not."""
 
 
 Dump = dict[bytes, tuple[bytes, int]]
@@ -169,9 +175,11 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
     keys = broker.keys
     names = [keys.jobs, keys.client_jobs, keys.groups, keys.dead, keys.in_flight, keys.uncheckpointed, keys.fence]
     names += [keys.lease, keys.client_reserved, keys.client_held, keys.client_expiry, keys.client_deadlines]
+    names += [keys.client_callers]
     packed: Any = await broker.redis.eval(LOOK, len(names), *names, f"dvp:{{{broker.run_id}}}:*", *job_ids)
     jobs, owners, client_jobs, client_owners, *rest = msgpack.unpackb(packed)
-    groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, readable, memory, deadlines = rest
+    groups, readers, dead, in_flight, uncheckpointed, fence, lease, books, all_keys, *rest = rest
+    readable, memory, deadlines, callers = rest
     return Seen(
         (*(Row(*row) for row in jobs), *(Row(CLIENT + entry, *row) for entry, *row in client_jobs)),
         dict(owners) | {CLIENT + entry: consumer for entry, consumer in client_owners},
@@ -187,6 +195,7 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
         tuple(readable),
         tuple(Taken(*row) for row in memory),
         frozenset(deadlines),
+        frozenset((name, value) for name, value in zip(callers[::2], callers[1::2], strict=True) if value != "0"),
     )
 
 
@@ -514,6 +523,16 @@ class World:
             found = {row.name: row.num_bytes for row in seen.memory if row.is_held is is_held}
             assert found.pop(":total", 0) == sum(found.values()), found
             assert all(size > 0 for size in found.values())
+        self._check_callers(seen)
+
+    def _check_callers(self, seen: Seen) -> None:
+        rows = [row for row in seen.memory if row.name != ":total"]
+        expected = {row.name: ALICE for row in rows}
+        if rows:
+            expected[f":bytes:{ALICE}"] = str(sum(row.num_bytes for row in rows))
+        if in_work := sum(not row.is_held for row in rows):
+            expected[f":jobs:{ALICE}"] = str(in_work)
+        assert dict(seen.callers) == expected
 
     def _check_keys(self, seen: Seen) -> None:
         keys = self.broker.keys
@@ -545,7 +564,7 @@ def _delivered(trainer: Trainer) -> list[Delivery]:
 async def _ask(world: World, before: Seen, job_id: str) -> None:
     job = world.asked[job_id]
     submission = Submission(world.parts.replica)
-    assert await submission.submit_client(job, limit=NO_LIMIT, deadline_s=LONG_S) is Submitted.NEW
+    assert await submission.submit_client(job, limit=NO_LIMIT, deadline_s=LONG_S, caller=ALICE) is Submitted.NEW
 
 
 async def _forget(world: World, before: Seen, job_id: str) -> None:
@@ -558,11 +577,12 @@ async def _forget(world: World, before: Seen, job_id: str) -> None:
 async def _overdue(world: World, before: Seen, job_id: str) -> None:
     """Whoever submits next, as here the same client, finds it overdue."""
     await world.broker.redis.zadd(world.broker.keys.client_deadlines, {job_id: 1}, xx=True)
-    assert await Submission(world.parts.replica).submit_client(world.asked[job_id], limit=NO_LIMIT) is Submitted.DEAD
+    again = Submission(world.parts.replica).submit_client(world.asked[job_id], limit=NO_LIMIT, caller=ALICE)
+    assert await again is Submitted.DEAD
 
 
 async def _delete(world: World, before: Seen, job_id: str) -> None:
-    assert await Submission(world.parts.replica).delete(job_id) == before.books[job_id].state
+    assert await Submission(world.parts.replica).delete(job_id, caller=ALICE) == before.books[job_id].state
 
 
 # --- a replica --------------------------------------------------------------------------------------------------------

@@ -173,3 +173,26 @@ async def test_requests_that_would_wait_too_long_are_refused() -> None:
     slots.trained = False
     with slots.clients.admit(1), slots.clients.admit(11):
         assert slots.clients.requested == 12
+
+
+async def test_a_caller_leaves_as_much_room_as_it_takes() -> None:
+    clients = make_slots().clients  # of 6 samples
+    with ExitStack() as held:
+        with clients.admit(100, "alice"), pytest.raises(OverloadedError, match="exceed its limit of 6"):
+            held.enter_context(clients.admit(1, "bob"))
+        for _ in range(3):
+            held.enter_context(clients.admit(1, "alice"))
+        with pytest.raises(
+            OverloadedError, match=r"^3 samples of requests of alice .* and 1 more would leave room for 2:"
+        ):
+            held.enter_context(clients.admit(1, "alice"))
+        held.enter_context(clients.admit(1, "bob"))
+        with pytest.raises(OverloadedError, match=r"^1 samples of requests of bob"):
+            held.enter_context(clients.admit(1, "bob"))
+        # One without a name takes what there is.
+        held.enter_context(clients.admit(2))
+        with pytest.raises(OverloadedError, match="exceed its limit"):
+            held.enter_context(clients.admit(1))
+    assert clients.requested == 0
+    with clients.admit(2, "alice"), clients.admit(1, "alice"):
+        pass
