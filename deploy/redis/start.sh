@@ -29,6 +29,19 @@ users() {
 
 check REDIS_PASSWORD "${REDIS_PASSWORD-}"
 users=$(users)
+
+# A backup (redis-cli --rdb) becomes the base of the append-only file: the server would not read it beside one.
+base=appendonly.aof.1.base.rdb
+if [ -e restore.rdb ] || [ -e restoring/$base ]; then
+    if [ -e appendonlydir ]; then
+        echo "start.sh: $PWD holds restore.rdb, and a queue already (appendonlydir): remove one of them" >&2
+        exit 1
+    fi
+    mkdir -p restoring
+    echo "file $base seq 1 type b" > restoring/appendonly.aof.manifest
+    [ ! -e restore.rdb ] || mv restore.rdb restoring/$base
+    mv restoring appendonlydir
+fi
 exec redis-server - <<END
 requirepass $REDIS_PASSWORD
 $users

@@ -1,6 +1,8 @@
-"""How callers share what is limited. Nobody takes more than they leave free: one alone gets half, two
-who compete get a third each, and there is always room for one more. (Choudhury and Hahne, "Dynamic queue length
-thresholds for shared-memory packet switches", 1998, with alpha = 1.)"""
+"""How callers share what is limited. Nobody takes more than they leave free: one alone gets half, two who compete get a
+third each, and somebody new comes in as long as anything is free.
+
+Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998, with alpha = 1.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +12,5 @@ RULE = "nobody takes more than they leave free"
 
 
 def fits(caller: str, own: float, more: float, free: float) -> bool:
-    """Whether a caller who has `own` may take `more` of what is `free`."""
-    return more <= free and (caller == EVERYBODY or own + more <= free - more)
+    """Whether a caller who has `own` may take `more` of what is `free`. Who has nothing may take one, even the last."""
+    return more <= free and (caller == EVERYBODY or own + more <= max(free - more, 1))

@@ -97,10 +97,10 @@ async def viewer(caller: Calling) -> Response:
 async def events(request: Request, poller: Watched, caller: Calling) -> Response:
     """Server-sent events: `picture` at every look at the broker, `curves` when the trainer has logged a step. They end
     when the caller's token is no longer accepted."""
-    poller.feed.admit()
+    poller.feed.admit(caller.limited)
     tokens: Tokens = request.app.state.tokens
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    stream = poller.feed.follow(lambda: tokens.still_has(caller))
+    stream = poller.feed.follow(lambda: tokens.still_has(caller), caller.limited)
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 

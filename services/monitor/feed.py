@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from services.contract.errors import OverloadedError
+from services.contract.shares import EVERYBODY, RULE, fits
 
 SILENCE_S = 15.0
 """Proxies cut connections that say nothing for longer."""
@@ -17,7 +19,7 @@ class Feed:
     """A message is encoded once. A slow viewer skips what was overtaken; it never holds up the others."""
 
     def __init__(self, max_viewers: int) -> None:
-        self.num_viewers = 0
+        self._viewers: Counter[str] = Counter()
         self.max_viewers = max_viewers
         self._messages: dict[str, tuple[int, bytes]] = {}
         self._number = 0
@@ -35,15 +37,24 @@ class Feed:
         self._closed = True
         self._wake()
 
-    def admit(self) -> None:
-        """Raises OverloadedError when enough are watching."""
-        if self.num_viewers >= self.max_viewers:
-            raise OverloadedError(f"{self.max_viewers} viewers are watching already", RETRY_AFTER_S)
+    @property
+    def num_viewers(self) -> int:
+        return self._viewers.total()
 
-    async def follow(self, may_watch: Callable[[], bool] = lambda: True) -> AsyncIterator[bytes]:
+    def admit(self, caller: str = EVERYBODY) -> None:
+        """Raises OverloadedError when enough are watching, or more of this caller than it leaves free."""
+        own, free = self._viewers[caller], self.max_viewers - self.num_viewers
+        if free < 1:
+            raise OverloadedError(f"{self.max_viewers} viewers are watching already", RETRY_AFTER_S)
+        if not fits(caller, own, 1, free):
+            raise OverloadedError(f"{own} viewers are {caller}, and {free} more may watch: {RULE}", RETRY_AFTER_S)
+
+    async def follow(
+        self, may_watch: Callable[[], bool] = lambda: True, caller: str = EVERYBODY
+    ) -> AsyncIterator[bytes]:
         """What there is, then what comes, until `close` or until the viewer may watch no longer."""
         seen = 0
-        self.num_viewers += 1
+        self._viewers[caller] += 1
         try:
             while not self._closed and may_watch():
                 news = self._news
@@ -57,7 +68,7 @@ class Feed:
                 except TimeoutError:
                     yield STILL_HERE
         finally:
-            self.num_viewers -= 1
+            self._viewers[caller] -= 1
 
     def _wake(self) -> None:
         self._news.set()

@@ -123,9 +123,12 @@ class Clients(Side):
     @contextmanager
     def admit(self, n: int, caller: str = EVERYBODY) -> Iterator[None]:
         """Around an HTTP request of n samples. Raises OverloadedError if it would wait too long, or if the caller took
-        more than it leaves free; the first one is taken whatever its n."""
+        more than it leaves free. The first one of all is taken whatever its n, and the first one of each caller with a
+        name if there is room at all: it counts for half of that at most, as its samples stand in line like others."""
         limit, own = self.allowed + self.max_waiting, self.of_callers[caller]
         free = limit - self.requested
+        if caller != EVERYBODY and not own:
+            n = min(n, max(free // 2, 1))
         if self.requested and n > free:
             raise OverloadedError(
                 f"{self.requested} samples of requests are in flight on this replica and {n} more exceed its limit of "

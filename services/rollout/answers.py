@@ -27,18 +27,23 @@ SEND_TIMEOUT_S = 600.0
 
 
 class Room:
-    """Bytes of results, as the broker holds them, that may be read and sent at the same time. Who comes first is served
-    first; small results pass, and whoever waits for their own results to be read holds up nobody."""
+    """Bytes of results, as the broker holds them, that may be read and sent at the same time. The caller whose turn was
+    longest ago comes first, and of its results the first. Small ones pass, and whoever waits for their own to be read
+    holds up nobody."""
 
     def __init__(self, num_bytes: int) -> None:
         self._size = self._free = num_bytes
         self._of_callers: Counter[str] = Counter()
         self._line: dict[asyncio.Future[None], tuple[int, str]] = {}
+        self._served: dict[str, int] = {}
+        """When each caller was last served, as numbers that grow."""
 
     @asynccontextmanager
     async def hold(self, num_bytes: int, caller: str = EVERYBODY) -> AsyncIterator[None]:
-        """What is larger than the room has it alone. Raises OverloadedError after WAIT_S."""
-        held = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._size)
+        """What is larger than the room has it alone, but that of a caller with a name counts for half of it at most.
+        Raises OverloadedError after WAIT_S."""
+        most = self._size if caller == EVERYBODY else self._size // 2
+        held = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, most)
         if held:
             await self._wait(held, caller)
         try:
@@ -64,13 +69,14 @@ class Room:
             raise OverloadedError(reason, RETRY_AFTER_S) from None
 
     def _serve(self) -> None:
-        for turn, (num_bytes, caller) in list(self._line.items()):
+        for turn, (num_bytes, caller) in sorted(self._line.items(), key=lambda item: self._served.get(item[1][1], 0)):
             own = self._of_callers[caller]
             if turn.done() or (caller != EVERYBODY and own and not fits(caller, own, num_bytes, self._free)):
                 continue
             if num_bytes > self._free:
                 break
             del self._line[turn]
+            self._served[caller] = max(self._served.values(), default=0) + 1
             self._take(num_bytes, caller)
             turn.set_result(None)
 

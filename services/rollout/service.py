@@ -127,7 +127,7 @@ class Service:
             yield in_pieces(status, "group", null())
             return
         async with self._room.hold(report.num_bytes, caller):
-            group = await submission.result(job_id)
+            group = await submission.result(job_id, caller=caller)
             yield in_pieces(status, "group", self.replica.prompts.response(group))
 
     async def delete_job(self, job_id: str, caller: str = EVERYBODY) -> JobStatus:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.contract.errors import NotFoundError, OverloadedError, RequestError
 from services.contract.group import Group
@@ -89,7 +89,7 @@ class Submission:
                 reason = "the queue is being drained: no new jobs until dvp-queue open"
                 raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
             case "caller_backlog":
-                has = f"{taken} jobs of {caller} are in work, and {allowed} places are free in the queue"
+                has = f"{taken} jobs of {caller} wait for a replica, and {allowed} places are free in the queue"
                 raise OverloadedError(f"{has}: {RULE}", RETRY_AFTER_BACKLOG_S)
             case "memory":
                 reason = f"the broker's memory would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
@@ -102,8 +102,8 @@ class Submission:
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "caller_results":
                 reason = (
-                    f"jobs of {caller} take, or may come to, {_mib(taken)} and leave {_mib(allowed)} free, and this "
-                    f"one may come to {_mib(size)}: {RULE}; delete what was read (DELETE /v1/jobs/...)"
+                    f"jobs of {caller} take, or may come to, {_mib(taken)}, {_mib(allowed)} are free, and this one may "
+                    f"come to {_mib(size)}: {RULE}; delete what was read (DELETE /v1/jobs/...), or ask for less"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "large":
@@ -149,16 +149,20 @@ class Submission:
             stored, num_bytes = await both.execute()
         fields = {name.decode(): value.decode() for name, value in stored.items()}
         has_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
-        others = caller != EVERYBODY and fields.get("caller", caller) != caller
+        others = caller != EVERYBODY and (fields.get("sink") != Sink.CLIENT or fields.get("caller", caller) != caller)
         if "state" not in fields or others or (has_result and not num_bytes):
             raise NotFoundError(UNKNOWN.format(job_id))
         return JobReport(JobState(fields["state"]), fields.get("error"), num_bytes if has_result else None)
 
-    async def result(self, job_id: str) -> Group:
+    async def result(self, job_id: str, *, caller: str = EVERYBODY) -> Group:
         """What a client's job that is done came to. Raises NotFoundError."""
-        async with self.broker.call():
-            result: Any = await self.broker.redis.get(self.broker.keys.result(job_id))
-        if result is None:
+        keys = self.broker.keys
+        async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
+            both.get(keys.result(job_id))
+            # Since `status` was asked it may have been deleted, and its id be another caller's.
+            both.hget(keys.job(job_id), "caller")
+            result, whose = await both.execute()
+        if result is None or (caller != EVERYBODY and whose not in (None, caller.encode())):
             raise NotFoundError(UNKNOWN.format(job_id))
         return await asyncio.to_thread(Group.from_bytes, result)
 

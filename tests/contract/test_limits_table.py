@@ -97,7 +97,7 @@ def table_of_connections() -> str:
     fewest = MIN_CONNECTIONS + OTHER_FILES
     rows = [
         ("Requests that are answered at the same time", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
-        ("Of these, those of one caller with a name", "no more than it leaves free", f"{busy(1)}"),
+        ("Of these, those of one caller of scope `read` or `rollout`", "no more than it leaves free", f"{busy(1)}"),
         ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that does nothing for longest is closed"),
         ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),
         ("Their size", head, "431, or 400 if they do not end"),

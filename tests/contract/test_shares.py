@@ -46,6 +46,12 @@ def test_whoever_comes_last_finds_room(asked: list[tuple[str, int]]) -> None:
     assert fits("d", 0, LIMIT // 2**4, LIMIT - own.total())
 
 
+def test_who_has_nothing_may_take_the_last_one() -> None:
+    assert fits("a", 0, 1, 1)
+    assert not fits("a", 1, 1, 2)
+    assert not fits("a", 0, 2, 3)
+
+
 def test_one_without_a_name_may_have_all() -> None:
     assert fits(EVERYBODY, LIMIT - 1, 1, 1)
     assert not fits(EVERYBODY, 0, 2, 1)

@@ -55,18 +55,18 @@ def clone(folder: Path) -> Path:
 
 
 class Stack:
-    def __init__(self, folder: Path, **variables: str) -> None:
-        self.folder, self.project = folder, f"dvp-e2e-{os.getpid()}"
+    def __init__(self, folder: Path, name: str = "") -> None:
+        """`name`: of one of several stacks."""
+        self.folder, self.project = folder, f"dvp-e2e-{os.getpid()}{name}"
         self.port, self.monitor_port = free_port(), free_port()
         self.killed: list[str] = []
         """Services whose main process was killed and came back."""
-        self._environment = {
+        self.environment = {
             "PIP_FLAGS": "",
             **os.environ,
             "COMPOSE_PROJECT_NAME": self.project,
             "DVP_PORT": str(self.port),
             "MONITOR_PORT": str(self.monitor_port),
-            **variables,
         }
 
     def compose(self, *arguments: str, timeout: float = COMMAND_S) -> str:
@@ -77,7 +77,7 @@ class Stack:
 
     def run(self, *command: str, timeout: float = COMMAND_S) -> str:
         done = subprocess.run(
-            command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=timeout
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=timeout
         )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
         return done.stdout
@@ -108,6 +108,13 @@ class Stack:
 
     def is_healthy(self, container: str) -> bool:
         return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
+
+    def set_steps(self, steps: int) -> None:
+        """How long the demo trains, from its next start."""
+        config = self.folder / "deploy" / "demo" / "config.toml"
+        text, found = re.subn("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.MULTILINE)
+        assert found == 1
+        config.write_text(text)
 
     def step(self) -> int:
         """Of the trainer; 0 before the first one ends."""

@@ -59,16 +59,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + 2 * TRAINING_S)]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     require_engine()
     stack = Stack(clone(tmp_path_factory.mktemp("clone")))
-    set_steps(stack, ENDLESS)
+    stack.set_steps(ENDLESS)
     with running(stack, "--scale", "rollout=3"):
         yield stack
-
-
-def set_steps(stack: Stack, steps: int) -> None:
-    config = stack.folder / "deploy" / "demo" / "config.toml"
-    text, found = re.subn("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.MULTILINE)
-    assert found == 1
-    config.write_text(text)
 
 
 def test_training_survives_scaling_kills_and_a_rolling_restart(
@@ -90,7 +83,7 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
     with calling(stack) as answers:
         stack.run("deploy/docker/roll.sh")
     after(2)
-    set_steps(stack, max(stack.step() + LAST_STEPS, MIN_STEPS))
+    stack.set_steps(max(stack.step() + LAST_STEPS, MIN_STEPS))
     stack.compose("restart", "trainer")
     (trainer,) = stack.containers("trainer")
     stack.wait_until(lambda: stack.inspect(trainer)["State"]["Status"] == "exited", "the trainer is done", TRAINING_S)

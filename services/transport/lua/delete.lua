@@ -4,7 +4,7 @@
 -- ('': one who may delete all). Answers the state that it had, 'unknown', or 'other'.
 local id = ARGV[1]
 local state, sink, letter, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'letter', 'caller'))
-if not state or not may_see(ARGV[4], whose) then return 'unknown' end
+if not state or not may_see(ARGV[4], sink, whose) then return 'unknown' end
 if ARGV[2] ~= '' and state ~= ARGV[2] then return 'other' end
 if sink ~= 'client' then
   return redis.error_reply('CONFLICT job ' .. id .. ' is the trainer\'s; only what was submitted over HTTP can be deleted')

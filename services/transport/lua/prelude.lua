@@ -130,17 +130,12 @@ local function set_bytes(hash, name, bytes)
 end
 
 -- Whether a caller ('': one who may see everything) sees a job of `whose` (nothing: of before there were owners).
-local function may_see(caller, whose)
-  return caller == '' or not whose or caller == whose
+local function may_see(caller, sink, whose)
+  return caller == '' or sink == 'client' and (not whose or caller == whose)
 end
 
 local function of_caller(what, caller)
   return tonumber(redis.call('HGET', CLIENT_CALLERS, ':' .. what .. ':' .. caller) or 0)
-end
-
--- Whose the rows of a name are that `reserve` or `hold` will make; nothing if nobody knows.
-local function own(name, caller)
-  if caller then redis.call('HSET', CLIENT_CALLERS, name, caller) end
 end
 
 -- `deadline`: by when the job has to be done, in ms.
@@ -157,6 +152,14 @@ end
 local function hold(name, bytes, expires)
   set_bytes(CLIENT_HELD, name, bytes)
   if expires then redis.call('ZADD', CLIENT_EXPIRY, expires, name) else redis.call('ZREM', CLIENT_EXPIRY, name) end
+end
+
+-- Whose the rows of a name are that `reserve` or `hold` will make; nothing if nobody knows. What is left of earlier ones is
+-- not this caller's.
+local function own(name, caller)
+  hold(name, 0)
+  reserve(name, 0)
+  if caller then redis.call('HSET', CLIENT_CALLERS, name, caller) end
 end
 
 local function total(hash)

@@ -4,24 +4,24 @@
 -- client_refusal says; two numbers that say more}.
 local id, data, most, bytes, until_ms, caller = unpack(ARGV)
 local refusal, taken, allowed = client_refusal(tonumber(bytes), caller)
-local outcome, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'caller'))
-local in_work, places = of_caller('jobs', caller), most - unread(CLIENT_JOBS)
+local outcome, sink, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'caller'))
+local queued = unread(CLIENT_JOBS)
+local places, running = most - queued, redis.call('XLEN', CLIENT_JOBS) - queued
+-- At least: those that run may be others'.
+local waiting = math.max(0, of_caller('jobs', caller) - running)
 if outcome then
-  if not may_see(caller, whose) then return redis.error_reply('CONFLICT job ' .. id .. ' is another caller\'s') end
+  if not may_see(caller, sink, whose) then return redis.error_reply('CONFLICT job ' .. id .. ' is another caller\'s') end
 elseif closed() then
   outcome = 'closed'
 elseif refusal then
   outcome = refusal
 elseif places <= 0 then
   outcome = 'backlog'
-elseif caller ~= '' and in_work + 1 > places - 1 then
-  outcome, taken, allowed = 'caller_backlog', in_work, places
+elseif caller ~= '' and waiting + 1 > math.max(places - 1, 1) then
+  outcome, taken, allowed = 'caller_backlog', waiting, places
 else
   enqueue(id, 'client', data, now_ms())
   redis.call('HSET', JOB .. id, 'caller', caller)
-  -- What is left of an earlier one is its caller's.
-  hold(id, 0)
-  reserve(id, 0)
   own(id, caller)
   reserve(id, tonumber(bytes), until_ms ~= '' and now_ms() + until_ms)
   count('submitted')

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -136,15 +137,16 @@ def test_redis_is_not_started_with_a_password_that_would_be_another(
     assert not (value or "").strip() or str(value) not in done.stderr
 
 
-@pytest.fixture
-def deployed(tmp_path: Path, broker_binary: Path | None) -> Iterator[str]:
-    """The address of a server that deploy/redis/start.sh has started."""
-    port, binary = ReservedPort(), tmp_path / "redis-server"
+@contextmanager
+def deployed(folder: Path, broker_binary: Path | None) -> Iterator[str]:
+    """The address of a server that deploy/redis/start.sh has started; its data in `folder`."""
+    port, binary = ReservedPort(), folder / "bin" / "redis-server"
     real = broker_binary or valkey_binary()
+    binary.parent.mkdir(parents=True, exist_ok=True)
     binary.write_text(f'#!/bin/sh\nexec {real} "$@" --bind 127.0.0.1 --port {port.number}\n')
     binary.chmod(0o755)
-    variables = GIVEN | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with subprocess.Popen(["sh", START], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL) as server:
+    variables = GIVEN | {"PATH": f"{binary.parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(["sh", START], cwd=folder, env=variables, stdout=subprocess.DEVNULL) as server:
         yield f"127.0.0.1:{port.number}"
         words = Path(f"/proc/{server.pid}/cmdline").read_text()
         server.kill()
@@ -152,16 +154,62 @@ def deployed(tmp_path: Path, broker_binary: Path | None) -> Iterator[str]:
     assert not [password for password in ("ofall", *PASSWORDS.values()) if password in words], "for everybody to read"
 
 
-async def test_the_deployments_redis_has_these_users(deployed: str, run_id: str) -> None:
+@asynccontextmanager
+async def deployed_broker(folder: Path, binary: Path | None, run_id: str) -> AsyncIterator[Broker]:
+    with deployed(folder, binary) as address:
+        async with await Broker.connect(f"redis://:ofall@{address}", run_id, patience_s=WITHIN_S) as broker:
+            yield broker
+
+
+async def test_the_deployments_redis_has_these_users(tmp_path: Path, broker_binary: Path | None, run_id: str) -> None:
     """A part that has no password has no user."""
-    async with await Broker.connect(f"redis://:ofall@{deployed}", run_id, patience_s=WITHIN_S) as broker:
-        assert {*await broker.redis.acl_users()} == {"default", *PASSWORDS}
-        given = await broker.redis.config_get("max*", "append*")
-    for role, password in PASSWORDS.items():
-        async with await Broker.connect(f"redis://{role}:{password}@{deployed}", run_id, role=role, create=False):
-            pass
+    with deployed(tmp_path, broker_binary) as address:
+        async with await Broker.connect(f"redis://:ofall@{address}", run_id, patience_s=WITHIN_S) as broker:
+            assert {*await broker.redis.acl_users()} == {"default", *PASSWORDS}
+            given = await broker.redis.config_get("max*", "append*")
+        for role, password in PASSWORDS.items():
+            async with await Broker.connect(f"redis://{role}:{password}@{address}", run_id, role=role, create=False):
+                pass
     assert (given["maxmemory"], given["maxmemory-policy"]) == (str(64 << 20), "noeviction")
     assert (given["appendonly"], given["appendfsync"]) == ("yes", "always")
+
+
+async def test_the_deployments_redis_starts_with_a_backup(
+    tmp_path: Path, broker_binary: Path | None, run_id: str
+) -> None:
+    """Once."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    async with deployed_broker(before, broker_binary, run_id) as broker:
+        await broker.redis.set(broker.keys.closed, "saved")
+        await broker.redis.save()
+    after.mkdir()
+    shutil.copy(before / "dump.rdb", after / "restore.rdb")
+    async with deployed_broker(after, broker_binary, run_id) as broker:
+        assert await broker.redis.getset(broker.keys.closed, "since then") == b"saved"
+    async with deployed_broker(after, broker_binary, run_id) as broker:
+        assert await broker.redis.get(broker.keys.closed) == b"since then"
+
+
+def test_a_backup_never_takes_the_place_of_a_queue(tmp_path: Path) -> None:
+    (tmp_path / "restore.rdb").touch()
+    (tmp_path / "appendonlydir").mkdir()
+    variables = GIVEN | {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["sh", START], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=WITHIN_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "holds restore.rdb, and a queue already (appendonlydir): remove one of them" in done.stderr
+
+
+async def test_a_restore_that_was_cut_short_is_finished(
+    tmp_path: Path, broker_binary: Path | None, run_id: str
+) -> None:
+    async with deployed_broker(tmp_path / "before", broker_binary, run_id) as broker:
+        await broker.redis.set(broker.keys.closed, "saved")
+        await broker.redis.save()
+    moved = tmp_path / "after" / "restoring" / "appendonly.aof.1.base.rdb"
+    moved.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "before" / "dump.rdb", moved)
+    async with deployed_broker(tmp_path / "after", broker_binary, run_id) as broker:
+        assert await broker.redis.get(broker.keys.closed) == b"saved"
 
 
 @asynccontextmanager

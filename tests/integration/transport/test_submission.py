@@ -431,7 +431,7 @@ async def test_books_that_have_drifted_mend_themselves(rig: Rig) -> None:
 
 
 async def test_a_caller_leaves_as_many_places_as_it_takes(rig: Rig) -> None:
-    """Its jobs that run count, too, until they have ended."""
+    """However many of its jobs run."""
     submission = rig.submission
     for number in range(4):
         await submission.submit_client(client_job(rig, f"a{number}"), limit=8, caller="alice")
@@ -440,28 +440,34 @@ async def test_a_caller_leaves_as_many_places_as_it_takes(rig: Rig) -> None:
         with pytest.raises(OverloadedError, match=message):
             await submission.submit_client(client_job(rig, name), limit=8, caller=caller)
 
-    await refused("a4", "alice", "^4 jobs of alice are in work, and 4 places are free in the queue: nobody takes more")
+    await refused(
+        "a4", "alice", "^4 jobs of alice wait for a replica, and 4 places are free in the queue: nobody takes more"
+    )
     await submission.submit_client(client_job(rig, "b0"), limit=8, caller="bob")
     await submission.submit_client(client_job(rig, "b1"), limit=8, caller="bob")
-    await refused("b2", "bob", "^2 jobs of bob are in work, and 2 places are free")
+    await refused("b2", "bob", "^2 jobs of bob wait for a replica, and 2 places are free")
     replica = rig.replica("a", clients=True)
     done, failed, back, deleted = await replica.claim(4, BLOCK_MS)
     assert [lease.job.job_id for lease in (done, failed, back, deleted)] == ["a0", "a1", "a2", "a3"]
-    # 6 places are free.
-    await submission.submit_client(client_job(rig, "a4"), limit=8, caller="alice")
-    await refused("a5", "alice", "^5 jobs of alice are in work, and 5 places")
+    for name in ("a4", "a5", "a6"):
+        await submission.submit_client(client_job(rig, name), limit=8, caller="alice")
+    await refused("a7", "alice", "^3 jobs of alice wait for a replica, and 3 places")
     await replica.commit(done, make_group(done.job))
     await replica.fail(failed, "boom", fatal=True)
-    await replica.release(back)
     await submission.delete("a3", caller="alice")
-    await submission.submit_client(client_job(rig, "a5"), limit=8, caller="alice")
-    await refused("a6", "alice", "^3 jobs of alice are in work, and 3 places")
+    await refused("a7", "alice", "^3 jobs of alice wait for a replica, and 3 places")
+    await replica.release(back)
+    await refused("a7", "alice", "^4 jobs of alice wait for a replica, and 2 places")
+    await submission.delete("a4", caller="alice")
     # Without a name there is one limit, that of all.
     for number in range(3):
         await submission.submit_client(client_job(rig, f"n{number}"), limit=8)
     await refused("n3", "", "^8 jobs already wait")
     await refused("c0", "carol", "^8 jobs already wait")
     assert await submission.submit_client(client_job(rig, "b1"), limit=8, caller="bob") is Submitted.QUEUED
+    # Who has none may have the last place.
+    await submission.delete("n2")
+    await submission.submit_client(client_job(rig, "c0"), limit=8, caller="carol")
 
 
 async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBroker, run_id: str) -> None:
@@ -478,9 +484,7 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
             return await rig.submission.submit_client(jobs[name], limit=NO_LIMIT, caller=caller)
 
         await submit("a0", "alice")
-        message = (
-            r"^jobs of alice take, or may come to, 1\.5 MiB and leave 3\.8 MiB free, and this one may come to 1\.5 MiB"
-        )
+        message = r"^jobs of alice take, or may come to, 1\.5 MiB, 3\.8 MiB are free, and this one may come to 1\.5 MiB"
         with pytest.raises(OverloadedError, match=message):
             await submit("a1", "alice")
         await submit("b0", "bob")
@@ -532,9 +536,44 @@ async def test_a_caller_sees_its_own_jobs_only(rig: Rig) -> None:
     # One without a name sees all; what it asks for, nobody else does.
     await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT)
     await hidden("alice")
+    # The trainer's are none of theirs.
+    (train,) = await rig.submit(1)
+    for what in (rig.submission.status, rig.submission.delete):
+        with pytest.raises(NotFoundError, match="never submitted"):
+            await what(train.job_id, caller="alice")
     # An older version wrote no caller.
     await rig.broker.redis.hdel(rig.broker.keys.job("job"), "caller")
     assert (await rig.submission.status("job", caller="alice")).state is JobState.QUEUED
+
+
+async def test_an_id_that_is_another_callers_by_now_shows_nothing(rig: Rig) -> None:
+    """Deleted and submitted again by another one, between a look at its state and at its result."""
+    replica = rig.replica("a", clients=True)
+    for caller in ("alice", "bob"):
+        await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT, caller=caller)
+        await rig.finish(replica, 1)
+        assert (await rig.submission.status("job", caller=caller)).state is JobState.DONE
+        assert (await rig.submission.result("job", caller=caller)).job_id == "job"
+        if caller == "alice":
+            await rig.submission.delete("job", caller=caller)
+    with pytest.raises(NotFoundError, match="never submitted"):
+        await rig.submission.result("job", caller="alice")
+
+
+async def test_rows_that_are_left_stay_their_callers(rig: Rig) -> None:
+    """More results expired than are cleared at a time; then a dead job of the same id comes back."""
+    redis, keys = rig.broker.redis, rig.broker.keys
+    replica, letters = rig.replica("a", clients=True), DeadLetters(rig.broker)
+    await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT, caller="alice")
+    (lease,) = await replica.claim(1, BLOCK_MS)
+    await replica.fail(lease, "boom", fatal=True)
+    await redis.hset(keys.client_callers, mapping={"job": "bob", ":bytes:bob": 500})
+    await redis.hset(keys.client_held, "job", 500)
+    await redis.hincrby(keys.client_held, ":total", 500)
+    assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
+    found = {name: value for name, value in (await redis.hgetall(keys.client_callers)).items() if value != b"0"}
+    size = str(client_job(rig, "job").max_bytes).encode()
+    assert found == {b"job": b"alice", b":bytes:alice": size, b":jobs:alice": b"1"}
 
 
 async def test_what_an_older_version_did_not_count_goes_when_nobody_is_there(rig: Rig) -> None:

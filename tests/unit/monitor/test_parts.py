@@ -78,6 +78,23 @@ def test_the_histogram_is_of_recent_steps(tmp_path: Path) -> None:
     assert [bar for bar in seen.staleness.bars if bar[1]] == [("0", 0.75), ("8+", 0.25)]
 
 
+async def test_one_caller_leaves_others_room_to_watch() -> None:
+    feed = Feed(max_viewers=4)
+    feed.publish("picture", "1")
+    watching = []
+    for caller in ("alice", "alice", "bob"):
+        feed.admit(caller)
+        watching.append(feed.follow(caller=caller))
+        await anext(watching[-1])
+    for caller, said in (("alice", "2 viewers are alice, and 1 more may watch"), ("bob", "1 viewers are bob")):
+        with pytest.raises(OverloadedError, match=said):
+            feed.admit(caller)
+    feed.admit("carol")
+    for viewer in watching:
+        await viewer.aclose()
+    assert feed.num_viewers == 0
+
+
 async def test_a_slow_viewer_skips_what_was_overtaken() -> None:
     feed = Feed(max_viewers=1)
     feed.publish("picture", "1")

@@ -178,8 +178,13 @@ async def test_requests_that_would_wait_too_long_are_refused() -> None:
 async def test_a_caller_leaves_as_much_room_as_it_takes() -> None:
     clients = make_slots().clients  # of 6 samples
     with ExitStack() as held:
-        with clients.admit(100, "alice"), pytest.raises(OverloadedError, match="exceed its limit of 6"):
-            held.enter_context(clients.admit(1, "bob"))
+        # A first request counts for half of what is free: its samples stand in line.
+        with clients.admit(100, "alice"), clients.admit(100, "bob"):
+            assert clients.requested == 3 + 1
+            with pytest.raises(OverloadedError, match=r"^3 samples of requests of alice"):
+                held.enter_context(clients.admit(1, "alice"))
+            with clients.admit(100, "carol"), clients.admit(1, "dave"):
+                assert clients.requested == 6
         for _ in range(3):
             held.enter_context(clients.admit(1, "alice"))
         with pytest.raises(
