@@ -2,7 +2,7 @@
 set -eu
 
 usage() {
-  echo "usage: deploy/docker/backup.sh save FOLDER      while everything runs, or when it is stopped"
+  echo "usage: deploy/docker/backup.sh save FOLDER      while all of it runs, or the broker alone"
   echo "       deploy/docker/backup.sh restore FOLDER   where nothing has run yet; then docker compose up -d"
   echo
   echo "FOLDER gets the queue (queue.rdb), the volumes (runs.tar, weights.tar), .env and .secrets: keep it from others."

@@ -260,3 +260,27 @@ async def test_one_who_gives_up_when_its_turn_comes_takes_no_room(monkeypatch: p
     monkeypatch.setattr(answers, "WAIT_S", 0.0)
     async with room.hold(10, "bob"):
         pass
+
+
+async def test_results_of_callers_are_read_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks most often does not come first, nor has anybody the room alone."""
+    monkeypatch.setattr(answers, "SMALL_BYTES", 0)
+    room = Room(10)
+    order: list[str] = []
+    ends = [asyncio.Event() for _ in range(6)]
+
+    async def hold(number: int, caller: str) -> None:
+        async with room.hold(100, caller):
+            order.append(f"{caller} {number}")
+            await ends[number].wait()
+
+    async with asyncio.TaskGroup() as group:
+        for number, caller in enumerate(["alice", "alice", "alice", "bob", "bob", "carol"]):
+            group.create_task(hold(number, caller))
+        await until_async(lambda: order == ["alice 0", "bob 3"])
+        for number, following in ((0, "carol 5"), (3, "alice 1"), (5, "bob 4"), (1, "alice 2")):
+            ends[number].set()
+            await until_async(lambda following=following: order[-1] == following)
+        for end in ends:
+            end.set()
+    assert len(order) == 6
