@@ -65,7 +65,7 @@ MUTANTS = {
     ),
     "one who asks for all viewers": Mutant(
         MONITOR,
-        "poller.feed.follow(lambda: tokens.still_has(caller))",
+        "poller.feed.follow(lambda: tokens.still_has(caller), caller.limited)",
         "(await poller._ask() and news async for news in poller.feed.follow())",
         "tests/integration/monitor/test_page.py::test_the_broker_does_not_feel_the_viewers",
     ),
@@ -74,6 +74,12 @@ MUTANTS = {
         "caller.scope.includes(needed)",
         "caller.scope",
         "tests/integration/http/test_control.py::test_everybody_may_do_what_their_token_is_for",
+    ),
+    "one caller who may take all": Mutant(
+        "services/contract/shares.py",
+        "own + more <= max(free - more, 1)",
+        "more > 0",
+        "tests/integration/rollout/test_callers.py",
     ),
 }
 
