@@ -71,8 +71,8 @@ class GroupQueue:
             if deliveries := await self._recover(inbox, count):
                 return deliveries
         entries = await self.broker.read_group(inbox.stream, TRAINER, self._consumer, count, block_ms)
-        if not entries:
-            inbox.recovering = await self._pending(inbox) != len(inbox.delivered)
+        if not entries and await self._pending(inbox) != len(inbox.delivered):
+            inbox.recovering = True
         return await self._deliver(inbox, entries)
 
     async def _check_fence(self) -> None:
@@ -85,9 +85,10 @@ class GroupQueue:
 
     async def _recover(self, inbox: _Inbox, count: int) -> list[Delivery]:
         """Takes over one page of what is pending for any trainer, our own entries whose reply was lost included."""
+        inbox.recovering = False  # before the call: look_again may be asked meanwhile
         reply = await self.broker.script("takeover", self._fence, inbox.stream, self._consumer, count, inbox.cursor)
         entries = [(entry_id.decode(), dict(zip(*[iter(flat)] * 2, strict=True))) for entry_id, flat in reply]
-        inbox.recovering = bool(entries)
+        inbox.recovering |= bool(entries)
         inbox.cursor = entries[-1][0] if entries else FIRST
         return await self._deliver(inbox, entries)
 

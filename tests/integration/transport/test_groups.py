@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.contract.errors import LeaseLostError
@@ -209,3 +211,35 @@ async def test_tombstones_survive_until_acknowledged(rig: Rig) -> None:
     (again,) = await after.groups.read(9, BLOCK_MS)
     await after.groups.acknowledge([again])
     assert await (await _next_trainer(after)).groups.read(9, 1) == []
+
+
+@pytest.mark.parametrize("during", ["read_group", "script"])
+async def test_who_asks_to_look_again_during_a_read_is_heard(
+    during: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker has lost one entry that was given out, and the answer with another one was lost: the counts agree."""
+    redis, key, groups = rig.broker.redis, rig.broker.keys.groups, rig.groups
+    _, unheard = await rig.submit(2)
+    await rig.finish(replica := rig.replica("a"), 1)
+    (given,) = await groups.read(9, BLOCK_MS)
+    await redis.xack(key, TRAINER, given.entry_id)
+    await redis.xdel(key, given.entry_id)
+    await rig.finish(replica, 1)
+    await redis.xreadgroup(TRAINER, f"trainer/{rig.fence}", {key: ">"})
+    call, calls = getattr(rig.broker, during), list[object]()
+
+    async def asked(*args: Any) -> Any:
+        reply = await call(*args)
+        if args[0] in (key, "takeover"):
+            calls.append(reply)
+            if len(calls) == 1:
+                groups.look_again()
+        return reply
+
+    monkeypatch.setattr(rig.broker, during, asked)
+    if during == "script":
+        groups.look_again()
+        monkeypatch.setattr(groups._inboxes[Sink.TRAIN], "cursor", "9999999999999-0")
+    heard = [delivery for _ in range(2) for delivery in await groups.read(9, BLOCK_MS)]
+    assert _ids(heard) == [unheard.job_id]
+    assert calls
