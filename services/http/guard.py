@@ -74,6 +74,7 @@ class Guard:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         path = scope["path"]
         caller, needed = self._caller(path, headers), self._needed(scope["method"], path)
+        name = caller.limited if caller else EVERYBODY
         scope.setdefault("state", {})["caller"] = caller
         refusal = (
             self._refusal(caller, hosts)
@@ -82,12 +83,11 @@ class Guard:
             or _too_long(scope)
             or _ambiguous(headers)
             or self._too_large(headers)
-            or self._too_many(path, caller)
+            or self._too_many(path, name)
         )
         app = self._app if refusal is None else respond(refusal)
         if caller not in (None, self._nobody) and refusal is None and needed is Scope.OPERATE:
             operators.info("%s: %s %s", caller.name, scope["method"], path[:MAX_VALUE_CHARS])
-        name = caller.limited if caller else EVERYBODY
         self._in_progress += 1
         self._of_callers[name] += 1
         try:
@@ -128,9 +128,9 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         return self._limit(length.decode("latin-1")) if int(length) > self._max_body else None
 
-    def _too_many(self, path: str, caller: Caller | None) -> OverloadedError | None:
-        """Probes are answered always: a supervisor must not restart what is only busy."""
-        name = caller.limited if caller else EVERYBODY
+    def _too_many(self, path: str, name: str) -> OverloadedError | None:
+        """`name`: under which the caller is counted. Probes are answered always: a supervisor must not restart what is
+        only busy."""
         own, free = self._of_callers[name], self._max_requests - self._in_progress
         if path in OPEN_PATHS or fits(name, own, 1, free):
             return None

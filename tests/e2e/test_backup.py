@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * BUILD_S + 2 * TRAINING_S
 
 @pytest.fixture(scope="module")
 def backup(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a system that does not exist any more."""
+    """The system it was made of does not exist any more."""
     require_engine()
     folder = tmp_path_factory.mktemp("backup") / "saved"
     stack = Stack(clone(tmp_path_factory.mktemp("clone")), "first")

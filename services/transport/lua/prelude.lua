@@ -191,7 +191,7 @@ local function client_refusal(bytes, caller)
   end_overdue()
   local used, limit = memory()
   local reserved, allowed = total(CLIENT_RESERVED), math.floor(CLIENT_SHARE * limit)
-  local taken, own = reserved + total(CLIENT_HELD), of_caller('bytes', caller)
+  local taken, mine = reserved + total(CLIENT_HELD), of_caller('bytes', caller)
   -- Nobody is there: what an older version did not count goes.
   if taken == 0 then redis.call('DEL', CLIENT_CALLERS) end
   if limit == 0 then return nil, taken, allowed end
@@ -200,8 +200,8 @@ local function client_refusal(bytes, caller)
     return 'large', taken, most
   elseif taken + bytes > allowed then
     return 'results', taken, allowed
-  elseif caller ~= '' and own + bytes > allowed - taken - bytes then
-    return 'caller_results', own, allowed - taken
+  elseif caller ~= '' and mine + bytes > allowed - taken - bytes then
+    return 'caller_results', mine, allowed - taken
   elseif used + reserved + bytes > CLIENT_MEMORY_SHARE * limit then
     return 'memory', taken, allowed
   end

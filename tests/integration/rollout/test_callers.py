@@ -22,7 +22,7 @@ from tests.kit.tokens import write_token
 from tests.kit.wait import WITHIN_S, until_async
 
 MOST = 16
-"""Of whatever is limited here."""
+"""The limit of whatever is limited here."""
 FOR_EVER_S = 3600.0
 NAMES = ("alice", "bob", "carol")
 
