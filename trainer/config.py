@@ -14,7 +14,7 @@ from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID, WeightRoute
 from services.dvp.denominators import Denominator
 from services.dvp.options import Bounds, Level, Mode
-from services.http.settings import Listening
+from services.http.settings import Listening, WeightReader
 from services.logs import LogFormat, LogLevel
 from services.settings import Section, Settings
 from services.tracing import TraceUrl
@@ -159,11 +159,12 @@ class CheckpointSection(Section):
     keep: Positive = 2
 
 
-class WeightsSection(Section):
+class WeightsSection(WeightReader):
     folder: Path | None = None
     """Shared volume that the replicas read. None: out_dir/weights."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
-    """Where dvp-weights serves that folder (http://host:port), for replicas that do not see it."""
+    """Where dvp-weights serves that folder (http://host:port), for replicas that do not see it. A version is announced
+    when it is there, which is waited for as long as for the broker."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     keep_last: Positive = 2
     route: WeightRoute = WeightRoute.FOLDER

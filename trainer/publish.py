@@ -13,6 +13,7 @@ from services.contract.errors import WeightError
 from services.contract.group import Group
 from services.contract.weights import INITIAL_SEQ, Announcement, Manifest, WeightVersion
 from services.transport.replicas import ReplicaRegistry
+from services.transport.weight_download import await_published
 from services.transport.weight_folder import folder_name, newest_seq, publish_folder, sweep, write_manifest
 from services.transport.weights import WeightRegistry
 
@@ -44,7 +45,8 @@ class Publisher:
         self._root = settings.weights_folder.resolve() / settings.run_id
         with writing(f"weights.folder: {self._root}", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
-        self._url = settings.weights.url
+        self._url, self._token = settings.weights.url, settings.weights.read_token
+        self._patience_s = settings.broker.stall_timeout_s
         self._keep_last, self._max_staleness = settings.weights.keep_last, settings.batch.max_staleness
         self._route = settings.weights.route
         self._step_of: dict[int, int] = {INITIAL_SEQ: 0}
@@ -54,8 +56,8 @@ class Publisher:
         """The model's weights, which `step` batches have changed, are what to serve from now on.
 
         `after`: the seq that a checkpoint knew of, in case the broker has forgotten.
-        Raises WeightError naming the folder (disk full, not writable): nothing was announced, the old weights serve on.
-        Raises LeaseLostError if another trainer took over.
+        Raises WeightError naming the folder (disk full, not writable) or the URL under which it is not served: nothing
+        was announced, the old weights serve on. Raises LeaseLostError if another trainer took over.
         """
         if not self._own:
             # Earlier incarnations' versions: their samples may still arrive.
@@ -65,12 +67,15 @@ class Publisher:
         seq = await self._registry.next_seq(fence=self._fence, at_least=used)
         folder = self._root / folder_name(seq)
         manifest = await asyncio.to_thread(self._write, folder, seq, step)
+        url = self._url and f"{self._url}/v1/weights/{self._run_id}/{folder.name}"
+        if url is not None:
+            await await_published(url, manifest.version, self._token, self._patience_s)
         fresh = [old.seq for old in self._own if old.step >= step - self._max_staleness]
         self.announced = Announcement(
             version=str(manifest.version),
             step=step,
             folder=str(folder),
-            url=self._url and f"{self._url}/v1/weights/{self._run_id}/{folder.name}",
+            url=url,
             min_seq=min(fresh, default=seq),
             announced_at=time.time(),
             route=self._route,

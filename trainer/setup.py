@@ -88,6 +88,7 @@ async def _assemble(
     settings: TrainSettings, which: Literal["best", "last"] | int | None, world: World
 ) -> AsyncIterator[Run]:
     """Cheap checks come first, so that a user's mistake shows before a lease is taken or a model loaded."""
+    settings.weights.read_token()
     tokenizer = load_tokenizer(settings.model.path)
     prompts, heldout = open_prompts(settings, tokenizer)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)

@@ -9,6 +9,7 @@
     +-- UnavailableError       not ready, or a peer did not answer in time (HTTP 503)
     +-- EngineError            generation failed: the job counts as delivered once
     +-- WeightError            weights are missing, half-written, corrupt or do not fit; older ones serve on
+    |   +-- WeightGoneError    this version is deleted, or was never there (HTTP 404)
     +-- LeaseLostError         the caller no longer owns the entry, or was fenced off by another trainer
 
 Messages name the field or file, the value seen and what is allowed, and are shown to the user without a traceback.
@@ -54,6 +55,10 @@ class EngineError(DvpError):
 
 
 class WeightError(DvpError):
+    pass
+
+
+class WeightGoneError(WeightError):
     pass
 
 

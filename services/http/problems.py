@@ -23,6 +23,7 @@ from services.contract.errors import (
     RequestError,
     UnavailableError,
     WeightError,
+    WeightGoneError,
 )
 from services.contract.http import Body, FieldError, Problem
 
@@ -38,6 +39,7 @@ OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
     (NotFoundError, 404, "No such thing here"),
     (OverloadedError, 429, "Too much in flight"),
     (UnavailableError, 503, "Not available now"),
+    (WeightGoneError, 404, "No such thing here"),
     (WeightError, 409, "The weights were not loaded"),
     (LeaseLostError, 409, "The lease is lost"),
     (EngineError, 500, "Generation failed"),

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from services.contract.errors import WeightError
 from services.logs import LogFormat, LogLevel
 from services.loopback import is_loopback
-from services.settings import Settings
+from services.settings import Section, Settings
 
-from .tokens import Tokens, check_token
+from .tokens import Tokens, check_token, read_tokens
 
 MAX_REQUESTS = 512
 """Answered at the same time by one service, unless it says otherwise."""
@@ -61,6 +62,25 @@ class Listening(BaseModel):
     def tokens(self) -> Tokens:
         """Raises ConfigError if the folder is unreadable, empty, or holds what is no token."""
         return Tokens([token.get_secret_value() for token in self.token], self.token_folder)
+
+
+class WeightReader(Section):
+    """What is shown to dvp-weights by those who fetch from it."""
+
+    token: SecretStr = SecretStr("")
+    """A token of dvp-weights, of scope weights."""
+    token_file: Path | None = None
+    """File with that token, the first if there are several. Read whenever it is shown."""
+
+    def read_token(self) -> str:
+        """Raises WeightError."""
+        if self.token_file is None:
+            return self.token.get_secret_value()
+        try:
+            return read_tokens(self.token_file)[0]
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise WeightError(f"token_file {self.token_file}: {reason}") from None
 
 
 class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic merges both configurations

@@ -13,11 +13,9 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.contract.errors import WeightError
 from services.contract.shape import ShapeText
 from services.contract.weights import RUN_ID
-from services.http.settings import MAX_REQUESTS, ListenSettings
-from services.http.tokens import read_tokens
+from services.http.settings import MAX_REQUESTS, ListenSettings, WeightReader
 from services.settings import Section
 from services.tracing import TraceUrl
 from services.transport.connection import RedisUrl
@@ -84,29 +82,15 @@ class SglangSettings(Section):
         return extra_args
 
 
-class WeightSettings(Section):
+class WeightSettings(WeightReader):
     """Weights that are announced with a URL and lie on no volume that this replica sees."""
 
     cache: Path = Path("~/.cache/dvp-rl/weights")
     """Where they are kept; replicas of one host may share it."""
-    token: SecretStr = SecretStr("")
-    """A token of dvp-weights, of scope weights."""
-    token_file: Path | None = None
-    """File with that token, the first if there are several. Read at every download."""
     shared: bool = True
     """Read the announced folder where it is visible. Off: always fetch, e.g. because that volume is slow."""
     timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Longest time to fetch one version; what has arrived by then is not fetched again."""
-
-    def read_token(self) -> str:
-        """Raises WeightError."""
-        if self.token_file is None:
-            return self.token.get_secret_value()
-        try:
-            return read_tokens(self.token_file)[0]
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise WeightError(f"weights.token_file {self.token_file}: {reason}") from None
 
 
 class RolloutSettings(ListenSettings):

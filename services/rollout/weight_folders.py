@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from services.contract.errors import WeightError
-from services.contract.weights import Announcement
+from services.contract.weights import Announcement, WeightVersion
 from services.transport.weight_download import SeqsInUse, WeightCache
 from services.transport.weight_folder import verify_folder
 
@@ -31,7 +31,7 @@ class WeightFolders:
         folder = Path(announcement.folder)
         visible = self._shared and await asyncio.to_thread(folder.is_dir)
         if announcement.url is not None and not visible:
-            return await self._cache.fetch(announcement, in_use)
+            return await self._cache.fetch(announcement.url, WeightVersion.parse(announcement.version), in_use)
         manifest = await asyncio.to_thread(verify_folder, folder)
         if str(manifest.version) != announcement.version:
             raise WeightError(f"{folder} holds {manifest.version}, announced was {announcement.version}")

@@ -1,4 +1,4 @@
-"""A weight folder over HTTP, for a replica that does not see the trainer's volume.
+"""A weight folder over HTTP, for whoever does not see the trainer's volume.
 
     <root>/.lock                      held by the one process of this host that downloads
     <root>/.weights-000042.partial/   goes on where the connection was cut, also in another process
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import json
 import logging
 import random
 import shutil
@@ -24,8 +25,8 @@ from typing import BinaryIO
 
 import httpx
 
-from services.contract.errors import UnavailableError, WeightError
-from services.contract.weights import Announcement, Manifest, WeightFile
+from services.contract.errors import UnavailableError, WeightError, WeightGoneError
+from services.contract.weights import Manifest, WeightFile, WeightVersion
 
 from .weight_folder import (
     MANIFEST_NAME,
@@ -50,8 +51,11 @@ LOOK_S = 0.1
 KEEP_LAST = 1
 """Versions that stay beside those in use and the one that comes."""
 BLOCK_BYTES = 1024 * 1024
+MAX_DETAIL_BYTES = 4096
 
 SeqsInUse = Callable[[], Awaitable[frozenset[int]]]
+Token = Callable[[], str]
+"""Asked whenever one is shown. Raises WeightError."""
 
 
 class _CutError(Exception):
@@ -62,28 +66,38 @@ class WeightCache:
     """Folders of one run on this host's own disk; the replicas of one host may share it."""
 
     def __init__(
-        self, root: Path, *, token: Callable[[], str] = str, timeout_s: float = 3600.0, stall_s: float = STALL_S
+        self,
+        root: Path,
+        *,
+        token: Token = str,
+        timeout_s: float = 3600.0,
+        stall_s: float = STALL_S,
+        setting: str = "weights.cache",
     ) -> None:
-        """`token`: asked at every download; raises WeightError. `timeout_s`: longest time for one version. `stall_s`:
-        longest silence of the server."""
+        """`timeout_s`: longest time for one version. `stall_s`: longest silence of the server. `setting`: which names
+        `root`, for errors."""
         self._root = root
         self._timeout_s = timeout_s
         self._token = token
-        self._waits = httpx.Timeout(stall_s, connect=CONNECT_TIMEOUT_S)
+        self._stall_s = stall_s
+        self._setting = setting
 
-    async def fetch(self, announcement: Announcement, in_use: SeqsInUse) -> Path:
-        """The verified folder of this version; older ones are deleted, except those `in_use`. Raises WeightError: gone,
-        refused, damaged, too slow, disk full, no token. What has arrived by then is not fetched again."""
-        final = self._root / folder_name(announcement.seq)
+    async def fetch(self, url: str, version: WeightVersion, in_use: SeqsInUse) -> Path:
+        """The verified folder of the version at `url`; older ones are deleted, except those `in_use`. Raises
+        WeightError: gone, refused, damaged, too slow, disk full, no token. What has arrived by then is not fetched
+        again."""
+        final = self._root / folder_name(version.seq)
         try:
             async with asyncio.timeout(self._timeout_s), self._alone():
-                if not await asyncio.to_thread(_holds, final, announcement.version):
-                    await self._sweep(announcement.seq, in_use)
-                    await self._download(announcement, final)
+                if not await asyncio.to_thread(_holds, final, version):
+                    await self._sweep(version.seq, in_use)
+                    await self._download(url, version, final)
         except TimeoutError:
-            raise WeightError(f"{announcement.url}: not complete within {self._timeout_s:g} s; goes on later") from None
+            raise WeightError(f"{url}: not complete within {self._timeout_s:g} s; goes on later") from None
+        except UnavailableError as error:
+            raise WeightError(str(error)) from None
         except OSError as error:
-            raise WeightError(f"weights.cache {self._root}: {error}; make room or name another folder") from None
+            raise WeightError(f"{self._setting} {self._root}: {error}; make room or name another folder") from None
         return final
 
     @asynccontextmanager
@@ -104,50 +118,69 @@ class WeightCache:
             keep = await in_use() | {seq}
             await asyncio.to_thread(sweep, self._root, keep=keep, last=KEEP_LAST, newest=seq)
 
-    async def _download(self, announcement: Announcement, final: Path) -> None:
+    async def _download(self, url: str, version: WeightVersion, final: Path) -> None:
         start = time.monotonic()
         partial = final.with_name(f".{final.name}.partial")
         partial.mkdir(exist_ok=True)
-        # A client with a transport asks no proxy of the environment: replicas and trainer are of one installation.
-        direct = httpx.AsyncHTTPTransport()
-        token = self._token()
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        async with httpx.AsyncClient(headers=headers, timeout=self._waits, transport=direct) as client:
-            data = await _read(client, f"{announcement.url}/{MANIFEST_NAME}")
-            manifest = parse_manifest(data, f"{announcement.url}/{MANIFEST_NAME}")
-            if str(manifest.version) != announcement.version:
-                raise WeightError(f"{announcement.url} holds {manifest.version}, announced was {announcement.version}")
-            missing = await asyncio.to_thread(_prepare, partial, manifest)
+        async with _client(self._token, self._stall_s) as client:
+            data, manifest = await _read_manifest(client, url, TRIES)
+            _compare(url, manifest.version, version)
+            missing = await asyncio.to_thread(self._prepare, partial, manifest)
             for file in manifest.files:
-                await _fetch_file(client, f"{announcement.url}/{file.name}", partial / file.name, file)
+                await _fetch_file(client, f"{url}/{file.name}", partial / file.name, file)
         await asyncio.to_thread(_finish, partial, final, data)
-        logger.info("fetched %s: %d MiB in %.1f s", announcement.version, missing >> 20, time.monotonic() - start)
+        logger.info("fetched %s: %d MiB in %.1f s", version, missing >> 20, time.monotonic() - start)
+
+    def _prepare(self, partial: Path, manifest: Manifest) -> int:
+        """Bytes still to come; every file exists then, with the beginning that an earlier attempt left. Raises
+        WeightError if the disk has no room."""
+        sizes = {file.name: file.size for file in manifest.files}
+        for path in partial.iterdir():
+            if path.stat().st_size > sizes.get(path.name, -1):
+                path.unlink()
+        for name in sizes:
+            (partial / name).touch()
+        missing = sum(size - _size(partial / name) for name, size in sizes.items())
+        free = shutil.disk_usage(partial).free
+        if missing > free:
+            raise WeightError(
+                f"{self._setting} {self._root}: {missing >> 20} MiB to fetch, {free >> 20} MiB free; "
+                "make room or name another folder"
+            )
+        return missing
 
 
-def _holds(folder: Path, version: str) -> bool:
+async def published(url: str, token: Token, *, look: bool = False) -> WeightVersion:
+    """What the folder at `url` holds. `look`: asks once, and waits for few seconds. Raises UnavailableError if nobody
+    answers, WeightGoneError, WeightError."""
+    async with _client(token, CONNECT_TIMEOUT_S if look else STALL_S) as client:
+        _, manifest = await _read_manifest(client, url, 1 if look else TRIES)
+    return manifest.version
+
+
+async def await_published(url: str, version: WeightVersion, token: Token, timeout_s: float) -> None:
+    """Returns when the folder at `url` holds this version. Raises WeightError: refused, gone, another version, or
+    nobody answers within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _compare(url, await published(url, token), version)
+        except UnavailableError as error:
+            if time.monotonic() > deadline:
+                raise WeightError(f"{error}; waited {timeout_s:g} s") from None
+            logger.warning("version %d is not announced yet: %s", version.seq, error)
+
+
+def _holds(folder: Path, version: WeightVersion) -> bool:
     try:
-        return str(verify_folder(folder).version) == version
+        return verify_folder(folder).version == version
     except WeightError:
         return False
 
 
-def _prepare(partial: Path, manifest: Manifest) -> int:
-    """Bytes still to come; every file exists then, with the beginning that an earlier attempt left. Raises WeightError
-    if the disk has no room."""
-    sizes = {file.name: file.size for file in manifest.files}
-    for path in partial.iterdir():
-        if path.stat().st_size > sizes.get(path.name, -1):
-            path.unlink()
-    for name in sizes:
-        (partial / name).touch()
-    missing = sum(size - _size(partial / name) for name, size in sizes.items())
-    free = shutil.disk_usage(partial).free
-    if missing > free:
-        raise WeightError(
-            f"weights.cache {partial.parent}: {missing >> 20} MiB to fetch, {free >> 20} MiB free; "
-            "make room or name another folder"
-        )
-    return missing
+def _compare(url: str, held: WeightVersion, version: WeightVersion) -> None:
+    if held != version:
+        raise WeightError(f"{url} holds {held}, announced was {version}")
 
 
 def _finish(partial: Path, final: Path, manifest: bytes) -> None:
@@ -211,20 +244,30 @@ async def _write(response: httpx.Response, out: BinaryIO, url: str, room: int) -
         out.write(block)
 
 
-async def _read(client: httpx.AsyncClient, url: str) -> bytes:
-    """A small file as a whole. Raises WeightError."""
-    for attempt in range(1, TRIES + 1):
+def _client(token: Token, stall_s: float) -> httpx.AsyncClient:
+    # A client with a transport asks no proxy of the environment: replicas and trainer are of one installation.
+    direct = httpx.AsyncHTTPTransport()
+    shown = token()
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {shown}"} if shown else {})
+    waits = httpx.Timeout(stall_s, connect=CONNECT_TIMEOUT_S)
+    return httpx.AsyncClient(headers=headers, timeout=waits, transport=direct)
+
+
+async def _read_manifest(client: httpx.AsyncClient, url: str, tries: int) -> tuple[bytes, Manifest]:
+    """As bytes, and what they say. Raises UnavailableError after `tries`, WeightError."""
+    where = f"{url}/{MANIFEST_NAME}"
+    for attempt in range(1, tries + 1):
         data = b""
         try:
-            async with _get(client, url, {}) as response:
+            async with _get(client, where, {}) as response:
                 async for chunk in response.aiter_raw():
                     data += chunk
                     if len(data) > MAX_MANIFEST_BYTES:
-                        raise WeightError(f"{url}: larger than {MAX_MANIFEST_BYTES} bytes")
-                return data
+                        raise WeightError(f"{where}: larger than {MAX_MANIFEST_BYTES} bytes")
+            return data, parse_manifest(data, where)
         except _CutError as cut:
-            if attempt == TRIES:
-                raise WeightError(f"{url}: {cut}") from None
+            if attempt == tries:
+                raise UnavailableError(f"{where}: {cut}") from None
             await asyncio.sleep(_pause(attempt))
     raise AssertionError("unreachable")
 
@@ -234,7 +277,8 @@ async def _get(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> 
     """A successful answer. Raises _CutError, also for what goes wrong while it is read, and WeightError."""
     try:
         async with client.stream("GET", url, headers=headers) as response:
-            _check(url, response.status_code)
+            if response.status_code not in (200, 206):
+                raise _refusal(url, response.status_code, await _detail(response))
             yield response
     except httpx.TransportError as error:
         raise _CutError(str(error) or type(error).__name__) from None
@@ -242,18 +286,29 @@ async def _get(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> 
         raise WeightError(f"{url}: {error}") from None
 
 
-def _check(url: str, status: int) -> None:
-    if status in (200, 206):
-        return
+def _refusal(url: str, status: int, detail: str) -> Exception:
     if status == 429 or status >= 500:
-        raise _CutError(f"HTTP {status}")
+        return _CutError(f"HTTP {status} {detail}".rstrip())
     remedies = {
-        401: "weights.token of this replica must be a token of dvp-weights",
-        403: "weights.token of this replica needs scope weights; without tokens dvp-weights answers on loopback only",
+        401: "weights.token must be a token of dvp-weights",
+        403: "weights.token needs scope weights; without tokens dvp-weights answers on loopback only",
         404: "the trainer has deleted this version, or dvp-weights serves another folder than the trainer writes",
     }
     remedy = remedies.get(status, "weights.url of the trainer must name dvp-weights")
-    raise WeightError(f"{url}: HTTP {status}; {remedy}")
+    return (WeightGoneError if status == 404 else WeightError)(f"{url}: HTTP {status}; {remedy}")
+
+
+async def _detail(response: httpx.Response) -> str:
+    """What a problem document says, as one printable line; "" for anything else."""
+    data = b""
+    async for chunk in response.aiter_raw():
+        data += chunk
+        if len(data) > MAX_DETAIL_BYTES:
+            return ""
+    try:
+        return "".join(filter(str.isprintable, json.loads(data)["detail"]))
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _pause(failures: int) -> float:

@@ -63,7 +63,7 @@ def publish_folder(partial: Path, final: Path) -> None:
 def verify_folder(folder: Path) -> Manifest:
     """Reads every byte. Raises WeightError naming the file: missing, extra, wrong size, wrong checksum, symbolic link,
     or no manifest."""
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     listed = {file.name: file for file in manifest.files}
     try:
         present = {path.name: path for path in _listing(folder)}
@@ -148,7 +148,8 @@ def _compare(path: Path, listed: WeightFile) -> None:
         raise WeightError(f"{path}: SHA-256 differs from {MANIFEST_NAME}, the file is damaged")
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
+    """What the folder should hold. Raises WeightError."""
     path = folder / MANIFEST_NAME
     try:
         if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:

@@ -25,11 +25,13 @@ async def _serve(settings: WeightServerSettings) -> None:
     from services.http.server import bound, http_server, port_file, stop_signals
 
     from .app import create_app
+    from .mirror import Mirror
 
     logs.configure(settings.log_format, settings.log_level)
     asked_to_stop, tokens = stop_signals(), settings.tokens()
     with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
-        http = http_server(create_app(settings.folder, tokens), drain_s=0)
+        mirror = None if settings.upstream.url is None else Mirror(settings.folder, settings.upstream)
+        http = http_server(create_app(settings.folder, tokens, mirror), drain_s=0)
         logger.info("serving %s on http://%s:%d", settings.folder, settings.host, listener.getsockname()[1])
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         stopping = asyncio.create_task(asked_to_stop.wait())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,9 @@ from services.http import problems
 from services.http.counted import CountedRequests
 from services.http.guard import Guard
 from services.http.tokens import Scope, Tokens
-from services.transport.weight_folder import FOLDER_NAME
+from services.transport.weight_folder import FOLDER_NAME, MANIFEST_NAME
+
+from .mirror import Mirror
 
 MAX_BODY_BYTES = 0
 """Nobody posts here."""
@@ -30,9 +33,10 @@ class WeightFileResponse(FileResponse):
     chunk_size = 1024 * 1024  # each chunk is one trip to a thread
 
 
-def create_app(root: Path, tokens: Tokens) -> FastAPI:
+def create_app(root: Path, tokens: Tokens, mirror: Mirror | None = None) -> FastAPI:
+    """`mirror`: what fills `root`, if it is not a trainer."""
     app = FastAPI(title="dvp-weights", version="1", description="Weight folders.", docs_url=None, redoc_url=None)
-    app.state.root = root
+    app.state.root, app.state.mirror = root, mirror
     app.include_router(router)
     problems.install(app, {})
     app.add_middleware(Guard, tokens=tokens, scopes=SCOPES, max_body=MAX_BODY_BYTES)
@@ -44,17 +48,24 @@ def create_app(root: Path, tokens: Tokens) -> FastAPI:
 
 
 @router.get("/v1/weights/{run_id}/{folder}/{name}", response_class=FileResponse)
-def file(
+async def file(
     run_id: Annotated[str, InPath(pattern=RUN_ID)],
     folder: Annotated[str, InPath(pattern=FOLDER_NAME)],
     name: Annotated[str, InPath(pattern=FILE_NAME)],
     request: Request,
 ) -> Response:
     """One file of one published version; its manifest is `dvp-manifest.json`. Ranges are served."""
-    path: Path = request.app.state.root / run_id / folder / name
+    mirror: Mirror | None = request.app.state.mirror
+    if mirror is not None and name == MANIFEST_NAME:
+        await mirror.refresh(run_id, folder)
+    return await asyncio.to_thread(_send, request.app.state.root, Path(run_id, folder, name))
+
+
+def _send(root: Path, name: Path) -> Response:
+    path = root / name
     # The patterns keep a name from leaving its folder; a link could.
     if path.is_symlink() or not path.is_file():
-        raise NotFoundError(f"{run_id}/{folder}/{name}: no such file; old versions are deleted")
+        raise NotFoundError(f"{name}: no such file; old versions are deleted")
     return WeightFileResponse(path, media_type="application/octet-stream", stat_result=path.stat())
 
 

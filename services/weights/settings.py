@@ -8,13 +8,21 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.http.settings import ListenSettings
+from services.http.settings import ListenSettings, WeightReader
+
+
+class UpstreamSection(WeightReader):
+    """Another dvp-weights, nearer to the trainer."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
+    """Its http://host:port. What it serves is copied to `folder`, and served from there also when it is gone."""
 
 
 class WeightServerSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_WEIGHTS__", cli_prog_name="dvp-weights")
 
     folder: Path
-    """The trainer's weights.folder (by default out_dir/weights). Only read."""
+    """The trainer's weights.folder (by default out_dir/weights), which is only read. With upstream.url: its own."""
+    upstream: UpstreamSection = UpstreamSection()
     port: Annotated[int, Field(ge=0, le=65535)] = 8200
     """0 takes a free port: see the log, or --port-file."""

@@ -19,9 +19,10 @@ import pytest
 import yaml
 
 from services.contract.keys import Keys
+from services.http.settings import WeightReader
 from services.http.tokens import Scope, Tokens
 from services.monitor.settings import MonitorSettings
-from services.rollout.settings import EngineName, RolloutSettings, WeightSettings
+from services.rollout.settings import EngineName, RolloutSettings
 from services.transport.roles import Role
 from services.weights.settings import WeightServerSettings
 from tests.kit.manifests import FOLDER, REPOSITORY, Manifest, Rendered, copy_of, renderer
@@ -153,21 +154,48 @@ def test_replicas_understand_their_environment(rendered: Rendered, monkeypatch: 
 
 
 @OVERLAYS
-def test_the_trainer_serves_the_weights_that_it_announces(
+def test_the_trainer_announces_copies_of_the_weights_that_it_serves(
     rendered: Rendered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.toml").write_text((REPOSITORY / "deploy" / "demo" / "config.toml").read_text())
     trainer = TrainSettings.load(given(rendered, "trainer", "trainer", monkeypatch), tmp_path / "config.toml")
-    weights = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
+    served = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
+    copied = WeightServerSettings.load(given(rendered, "weights", "weights", monkeypatch))
     assert trainer.run_id == run(rendered)["RUN_ID"]
     assert trainer.broker.url.get_secret_value() == broker_url(rendered, "trainer")
-    assert trainer.weights_folder == weights.folder
-    assert trainer.weights.url == f"http://trainer:{weights.port}"
+    assert trainer.weights_folder == served.folder
+    assert copied.upstream.url == f"http://trainer:{served.port}"
+    assert trainer.weights.url == f"http://weights:{copied.port}"
     assert trainer.metrics.port == 9100
     assert trainer.model.device == ("cuda" if rendered.overlay == "gpu" else "cpu")
     assert rendered.container("trainer", "weights")["restartPolicy"] == "Always", (
         "a sidecar: the job ends with the trainer"
     )
+
+
+@OVERLAYS
+def test_copies_of_the_weights_outlive_their_pod_and_the_trainer(rendered: Rendered) -> None:
+    """Two pods on one ReadWriteOnce volume need one node, which nobody can promise."""
+    claims = {
+        pod: [
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in spec["volumes"]
+            if "persistentVolumeClaim" in volume
+        ]
+        for pod, spec in rendered.pods().items()
+    }
+    assert {pod: names for pod, names in claims.items() if names} == {"trainer": ["runs"], "weights": ["weights"]}
+    mounts = {one["name"]: one["mountPath"] for one in rendered.container("weights", "weights")["volumeMounts"]}
+    assert rendered.environment("weights", "weights")["DVP_WEIGHTS__FOLDER"] == mounts["copies"]
+    assert rendered.one("Deployment", "weights")["spec"]["strategy"] == {"type": "Recreate"}
+
+
+@OVERLAYS
+def test_no_replica_is_killed_for_what_it_waits_for(rendered: Rendered) -> None:
+    """It is not ready without weights, broker or engine, and a restart would bring none of them."""
+    replica = rendered.container("rollout", "rollout")
+    asked = {key: replica[key]["httpGet"]["path"] for key in replica if key.endswith("Probe")}
+    assert asked == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
 
 
 @OVERLAYS
@@ -185,13 +213,14 @@ def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user(rend
         for one in spec["containers"] + spec.get("initContainers", []):
             seen = "".join(rendered.environment(pod, one["name"]).values())
             known = {name for name, password in passwords.items() if password in seen}
-            own = {f"{pod.upper()}_REDIS_PASSWORD"} if one["name"] == pod else set()
+            own = {f"{pod.upper()}_REDIS_PASSWORD"} & passwords.keys() if one["name"] == pod else set()
             assert known == (set(passwords) if pod == "redis" else own), (pod, one["name"])
 
 
 SERVED = {
     ("rollout", "rollout"): {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
     ("monitor", "monitor"): {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    ("weights", "weights"): {Scope.WEIGHTS, Scope.READ},
     ("trainer", "weights"): {Scope.WEIGHTS, Scope.READ},
     ("trainer", "trainer"): {Scope.READ},
 }
@@ -211,10 +240,20 @@ def test_containers_know_their_callers_and_no_others(pod: str, name: str, render
 
 
 @OVERLAYS
-def test_replicas_show_the_token_that_the_weights_are_served_for(rendered: Rendered, tmp_path: Path) -> None:
-    rendered.mount("rollout", "rollout", tmp_path)
-    file = tmp_path / rendered.environment("rollout", "rollout")["DVP_ROLLOUT__WEIGHTS__TOKEN_FILE"].lstrip("/")
-    assert WeightSettings(token_file=file).read_token() == rendered.token(Scope.WEIGHTS)
+@pytest.mark.parametrize(
+    ("pod", "name", "variable"),
+    [
+        ("rollout", "rollout", "DVP_ROLLOUT__WEIGHTS__TOKEN_FILE"),
+        ("trainer", "trainer", "DVP_TRAIN__WEIGHTS__TOKEN_FILE"),
+        ("weights", "weights", "DVP_WEIGHTS__UPSTREAM__TOKEN_FILE"),
+    ],
+)
+def test_those_who_read_weights_show_the_token_for_it(
+    pod: str, name: str, variable: str, rendered: Rendered, tmp_path: Path
+) -> None:
+    rendered.mount(pod, name, tmp_path)
+    file = tmp_path / rendered.environment(pod, name)[variable].lstrip("/")
+    assert WeightReader(token_file=file).read_token() == rendered.token(Scope.WEIGHTS)
 
 
 @OVERLAYS
@@ -279,6 +318,31 @@ def test_nobody_reaches_the_broker_but_those_who_need_it(rendered: Rendered) -> 
     pods, namespace = reaching
     assert pods["podSelector"]["matchExpressions"][0]["values"] == ["rollout", "trainer", "monitor"]
     assert namespace["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+
+
+@OVERLAYS
+def test_weights_go_from_the_trainer_to_their_copies_and_from_there_to_replicas(rendered: Rendered) -> None:
+    """Both ends of each connection allow it, and no other pod has one."""
+    allowed = {"Ingress": set[tuple[str, str]](), "Egress": set[tuple[str, str]]()}
+    for policy in rendered.all("NetworkPolicy"):
+        spec = policy["spec"]
+        for direction, peers in (("Ingress", "from"), ("Egress", "to")):
+            for rule in spec.get(direction.lower(), ()):
+                if {"port": 8200} in rule["ports"]:
+                    others = {app for peer in rule[peers] for app in apps(peer.get("podSelector", {}))}
+                    ends = {(own, other) for own in apps(spec["podSelector"]) for other in others}
+                    allowed[direction] |= ends if direction == "Egress" else {(other, own) for own, other in ends}
+    assert (
+        allowed["Ingress"]
+        == allowed["Egress"]
+        == {("rollout", "weights"), ("trainer", "weights"), ("weights", "trainer")}
+    )
+
+
+def apps(selector: Manifest) -> list[str]:
+    """Pods that it selects."""
+    (found,) = [one["values"] for one in selector.get("matchExpressions", ())] or [[]]
+    return [*found, *selector.get("matchLabels", {}).values()]
 
 
 @OVERLAYS

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from services.client import Client
+from services.contract.errors import UnavailableError
 from services.contract.weights import WeightVersion
 from services.http.tokens import Scope
 from tests.kit.manifests import REPOSITORY, Manifest, Rendered
@@ -76,6 +77,19 @@ class Cluster:
                 assert docker("wait", name) == "0", logs(name)
         return name
 
+    def end(self, pod: str) -> None:
+        """The pod is gone, and what it kept on volumes that are not claimed."""
+        spec = self.rendered.pods()[pod]
+        gone = [name for name in self.containers if name.startswith(f"{self.name}-{pod}-")]
+        docker("rm", "--force", *reversed(gone))
+        self.containers = [name for name in self.containers if name not in gone]
+        unclaimed = {self._volume(pod, volume["name"]) for volume in spec["volumes"] if "emptyDir" in volume}
+        docker("volume", "rm", *unclaimed.intersection(self.volumes))
+        self.volumes = [name for name in self.volumes if name not in unclaimed]
+
+    def _volume(self, pod: str, name: str) -> str:
+        return f"{self.name}-{pod}-{name}"
+
     def _start(self, pod: str, spec: Manifest, container: Manifest, sandbox: str, extra: dict[str, str]) -> str:
         environment = self.rendered.environment(pod, container["name"])
         self.rendered.mount(pod, container["name"], self.secrets / pod)
@@ -105,7 +119,7 @@ class Cluster:
         """The pod's volume, made at its first use and owned by the pod's group, or files of a manifest."""
         if any(volume["name"] == mount["name"] and self.rendered.files(volume) for volume in spec.get("volumes", ())):
             return f"--volume={self.secrets / pod}{mount['mountPath']}:{mount['mountPath']}:ro"
-        name = f"{self.name}-{pod}-{mount['name']}"
+        name = self._volume(pod, mount["name"])
         if name not in self.volumes:
             self.volumes.append(name)
             owner = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
@@ -129,25 +143,43 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         cluster.close()
 
 
-def test_pods_train_with_weights_over_http(cluster: Cluster) -> None:
+def test_pods_train_and_replicas_start_when_the_trainer_is_gone(cluster: Cluster) -> None:
     replica_port, monitor_port = free_port(), free_port()
     redis = cluster.start("redis")
     replica = cluster.start("rollout", 8000, replica_port)
     cluster.start("monitor", 8080, monitor_port)
     trainer = cluster.start("trainer", DVP_TRAIN__STEPS=str(STEPS), DVP_TRAIN__EVALUATE__INTERVAL="0")
+    wait_until(lambda: "is not announced yet" in logs(trainer), trainer)
+    cluster.start("weights")
 
     wait_until(lambda: docker("inspect", "--format={{.State.Status}}", trainer) == "exited", trainer)
     assert docker("inspect", "--format={{.State.ExitCode}}", trainer) == "0", logs(trainer)
     token = cluster.rendered.token(Scope.ROLLOUT)
     with Client(f"http://127.0.0.1:{replica_port}", token=token) as client:
-        wait_until(lambda: WeightVersion.parse(client.weights().version).seq > STEPS, replica)
+        wait_until(lambda: seq(client) > STEPS, replica)
         assert client.rollout(prompt="37+58=", n=1, sampling={"max_tokens": 6}).samples
+        trained = client.weights().version
     with Client(f"http://127.0.0.1:{monitor_port}", token=token) as client:
         assert client.queue().run_id == "demo"
     mounts = docker("inspect", "--format={{range .Mounts}}{{.Destination}} {{end}}", replica).split()
     of_tokens = {mount for mount in mounts if mount.startswith(("/tokens/", "/weights-token"))}
     assert set(mounts) - of_tokens == {"/cache", "/inputs", "/tmp"}, "no volume that the trainer writes to"
     assert docker("exec", redis, "redis-cli", "acl", "log") == "", "each pod is a user of its own"
+
+    cluster.end("trainer")
+    cluster.end("rollout")
+    replica = cluster.start("rollout", 8000, replica_port)
+    with Client(f"http://127.0.0.1:{replica_port}", token=token) as client:
+        wait_until(lambda: seq(client) > STEPS, replica)
+        assert client.weights().version == trained
+
+
+def seq(client: Client) -> int:
+    """Of the weights served; 0 while there is nobody to ask."""
+    try:
+        return WeightVersion.parse(client.weights().version).seq
+    except UnavailableError:
+        return 0
 
 
 def wait_until(condition: Callable[[], bool], container: str) -> None:

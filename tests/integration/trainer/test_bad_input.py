@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError
+from services.contract.errors import ConfigError, WeightError
+from services.http.tokens import Tokens
 from services.transport import connection
+from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
 from services.transport.roles import Role
+from services.transport.weights import WeightRegistry
+from tests.integration.weights.conftest import serving
 from tests.kit.runs import config, replica, run_trainer, train, trainer_process
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import until
 from trainer.config import TrainSettings
 from trainer.setup import open_run
@@ -31,7 +37,7 @@ def cli_refusal(flags: list[str], before: Callable[[], object] | None = None) ->
 
 async def refusal(flags: list[str], toml_file: Path | None = None) -> str:
     """The same inside this process, where torch is loaded already."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, WeightError)) as caught:
         async with open_run(TrainSettings.load(flags, toml_file)):
             pass
     return str(caught.value)
@@ -113,6 +119,22 @@ def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, r
     assert "could not be written" in message
     assert "resume" in message
     assert not list((tmp_path / "run" / "weights").rglob("*.safetensors"))
+
+
+async def test_weights_that_are_not_served_are_not_announced(
+    tmp_path: Path, broker: Broker, broker_url: str, run_id: str
+) -> None:
+    """Here by a dvp-weights that serves another folder than the trainer writes, and by one whose token is unknown."""
+    no_token = config(tmp_path, run_id, "redis://127.0.0.1:1", weights__token_file=str(tmp_path / "none"))
+    assert f"token_file {tmp_path / 'none'}: No such file" in await refusal(no_token)
+    for tokens, reason in (
+        (Tokens(), "HTTP 404; .* serves another folder"),
+        (Tokens([TOKEN]), "HTTP 401; weights.tok"),
+    ):
+        async with serving(tmp_path / "other", tokens) as port:
+            message = await refusal(config(tmp_path, run_id, broker_url, weights__url=f"http://127.0.0.1:{port}"))
+        assert re.search(rf"127\.0\.0\.1:{port}/v1/weights/{run_id}/weights-00000\d/.*{reason}", message)
+    assert await WeightRegistry(broker).latest() is None
 
 
 def test_a_second_trainer_is_refused_and_names_the_first(tmp_path: Path, broker_url: str, run_id: str) -> None:

@@ -1,12 +1,17 @@
-"""A replica on another machine sees nothing of the trainer's folder, and serves what was trained all the same."""
+"""Replicas on other machines see nothing of the trainer's folder, and serve what was trained all the same."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
-from services.transport.weight_folder import verify_folder
+from services.contract.weights import WeightVersion
+from services.transport.weight_folder import newest_seq, verify_folder
 from tests.kit.processes import PYTHON, process
 from tests.kit.runs import config, replica, train
 from tests.kit.tokens import TOKEN
@@ -16,20 +21,43 @@ from trainer.reporting import read_metrics
 STEPS = 4
 
 
-@pytest.mark.slow
-def test_a_replica_without_the_volume_fetches_what_is_trained(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    volume, cache, port_file = tmp_path / "volume", tmp_path / "cache", tmp_path / "port"
-    server = [*PYTHON, "services.weights", f"--folder={volume}", "--port=0", f"--port-file={port_file}"]
-    # On one machine the volume is visible to all: the replica is told not to look.
-    elsewhere = ["--no-weights.shared", f"--weights.cache={cache}", f"--weights.token={TOKEN}"]
-    with process([*server, f"--token={TOKEN}"], tmp_path / "weights.log"):
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[str]:
+    """By a dvp-weights; its URL."""
+    log, port_file = folder.with_suffix(".log"), folder.with_suffix(".port")
+    server = [*PYTHON, "services.weights", f"--folder={folder}", "--port=0", f"--port-file={port_file}"]
+    with process([*server, f"--token={TOKEN}", *options], log):
         until(port_file.exists, "dvp-weights listens")
-        url = f"http://127.0.0.1:{port_file.read_text().strip()}"
-        overrides = {"steps": str(STEPS), "batch__max_staleness": "0", "weights__folder": str(volume)}
-        with replica(tmp_path, run_id, broker_url, *elsewhere):
-            train(config(tmp_path, run_id, broker_url, **overrides, weights__url=url))
+        yield f"http://127.0.0.1:{port_file.read_text().strip()}"
+
+
+def elsewhere(cache: Path) -> list[str]:
+    """Options of a replica that is told not to look at the volume: on one machine all see it."""
+    return ["--no-weights.shared", f"--weights.cache={cache}", f"--weights.token={TOKEN}"]
+
+
+@pytest.mark.slow
+def test_what_was_trained_is_served_when_the_trainer_and_its_volume_are_gone(
+    tmp_path: Path, broker_url: str, run_id: str
+) -> None:
+    volume, copies, cache = tmp_path / "volume", tmp_path / "copies", tmp_path / "cache"
+    overrides = {"steps": str(STEPS), "batch__max_staleness": "0", "weights__folder": str(volume)}
+    with served(volume) as url, served(copies, f"--upstream.url={url}", f"--upstream.token={TOKEN}") as at:
+        overrides |= {"weights__url": at, "weights__token": TOKEN}
+        with replica(tmp_path, run_id, broker_url, *elsewhere(cache)):
+            train(config(tmp_path, run_id, broker_url, **overrides))
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     fetched = sorted((cache / run_id).glob("weights-*"))
     # max_staleness 0: the last batch was drawn from the version before the last, fetched.
     assert verify_folder(fetched[-1]).seq >= STEPS
     assert 1 <= len(fetched) <= 3
+
+    last = newest_seq(volume / run_id)
+    shutil.rmtree(volume)
+    port, port_file = at.rpartition(":")[2], tmp_path / "late.port"
+    options = [*elsewhere(tmp_path / "empty"), f"--port-file={port_file}"]
+    with served(copies, f"--upstream.url={url}", f"--port={port}"), replica(tmp_path, run_id, broker_url, *options):
+        until(port_file.exists, "the replica listens")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port_file.read_text().strip()}", trust_env=False) as client:
+            until(lambda: client.get("/readyz").status_code == 200, "a new replica is ready")
+            until(lambda: WeightVersion.parse(client.get("/v1/weights").json()["version"]).seq == last)

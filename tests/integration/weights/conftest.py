@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.weights import Announcement
+from services.contract.weights import Announcement, WeightVersion
 from services.http.server import bound, http_server
 from services.http.tokens import Tokens
+from services.transport.weight_download import SeqsInUse, WeightCache
 from services.transport.weight_folder import folder_name, verify_folder, write_manifest
 from services.weights.app import create_app
+from services.weights.mirror import Mirror
+from services.weights.settings import UpstreamSection
 
 RUN_ID = "run"
 LARGE = 3_000_000
@@ -50,10 +53,13 @@ def publish(volume: Path) -> Publish:
 
 
 @asynccontextmanager
-async def serving(root: Path, tokens: Tokens | None = None) -> AsyncIterator[int]:
+async def serving(
+    root: Path, tokens: Tokens | None = None, upstream: UpstreamSection | None = None, port: int = 0
+) -> AsyncIterator[int]:
     """dvp-weights in this event loop; the port."""
-    with bound("127.0.0.1", 0) as listener:
-        http = http_server(create_app(root, tokens or Tokens()), drain_s=0)
+    mirror = None if upstream is None else Mirror(root, upstream)
+    with bound("127.0.0.1", port) as listener:
+        http = http_server(create_app(root, tokens or Tokens(), mirror), drain_s=0)
         task = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]
@@ -66,6 +72,15 @@ async def serving(root: Path, tokens: Tokens | None = None) -> AsyncIterator[int
 async def port(volume: Path) -> AsyncIterator[int]:
     async with serving(volume) as number:
         yield number
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def fetch(cache: WeightCache, announced: Announcement, in_use: SeqsInUse) -> Path:
+    assert announced.url is not None
+    return await cache.fetch(announced.url, WeightVersion.parse(announced.version), in_use)
 
 
 def in_use(*seqs: int) -> Callable[[], Awaitable[frozenset[int]]]:

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
+from services.cancellation import cancel
+
 PIECE = 4096
 NEVER_S = 60.0
 
@@ -34,15 +36,20 @@ class Proxy:
         self.passed = 0
         """Bytes of answers that went through."""
         self.url = ""
+        self._connections = set[asyncio.Task[None]]()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Proxy]:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:
             server.close()
+            await cancel(self._connections)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(asyncio.create_task(self._connection(reader, writer)))
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         fault = self._faults.pop(0) if self._faults else None

@@ -15,7 +15,7 @@ from services.rollout.settings import WeightSettings
 from services.transport.weight_download import WeightCache
 from services.transport.weight_folder import MANIFEST_NAME, folder_name, verify_folder
 from tests.integration.rollout.publishing import flip_a_bit
-from tests.integration.weights.conftest import LARGE, RUN_ID, Publish, in_use, serving
+from tests.integration.weights.conftest import LARGE, RUN_ID, Publish, fetch, in_use, names, serving
 from tests.integration.weights.proxy import Fault, Kind, Proxy
 from tests.kit.ports import free_port
 from tests.kit.tokens import write_token
@@ -34,13 +34,9 @@ def direct(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 async def test_a_whole_folder_arrives(publish: Publish, port: int, cache: Path) -> None:
     announced = publish(1, direct(port))
-    folder = await WeightCache(cache).fetch(announced, in_use())
+    folder = await fetch(WeightCache(cache), announced, in_use())
     assert str(verify_folder(folder).version) == announced.version
     assert names(cache) == [".lock", folder_name(1)]
 
@@ -50,14 +46,14 @@ async def test_a_proxy_of_the_environment_is_not_asked(
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     announced = publish(1, direct(port))
-    assert str(verify_folder(await WeightCache(cache).fetch(announced, in_use())).version) == announced.version
+    assert str(verify_folder(await fetch(WeightCache(cache), announced, in_use())).version) == announced.version
 
 
 async def test_a_cut_download_goes_on_where_it_stopped(publish: Publish, port: int, cache: Path) -> None:
     faults = [Fault(Kind.CUT, 1_000_000), Fault(Kind.CUT, 300_000), Fault(Kind.CUT, 700_000)]
     async with Proxy(port, faults).running() as proxy:
         announced = publish(1, proxy.url)
-        folder = await WeightCache(cache).fetch(announced, in_use())
+        folder = await fetch(WeightCache(cache), announced, in_use())
         assert str(verify_folder(folder).version) == announced.version
         assert LARGE <= proxy.passed < LARGE + HEADERS
 
@@ -65,7 +61,7 @@ async def test_a_cut_download_goes_on_where_it_stopped(publish: Publish, port: i
 async def test_a_server_that_falls_silent_is_left_and_asked_again(publish: Publish, port: int, cache: Path) -> None:
     async with Proxy(port, [Fault(Kind.STALL, 1_000_000)]).running() as proxy:
         announced = publish(1, proxy.url)
-        folder = await WeightCache(cache, stall_s=3).fetch(announced, in_use())
+        folder = await fetch(WeightCache(cache, stall_s=3), announced, in_use())
         assert str(verify_folder(folder).version) == announced.version
         assert LARGE <= proxy.passed < LARGE + HEADERS
 
@@ -73,7 +69,7 @@ async def test_a_server_that_falls_silent_is_left_and_asked_again(publish: Publi
 async def test_a_file_corrupted_on_the_way_is_fetched_anew(publish: Publish, port: int, cache: Path) -> None:
     async with Proxy(port, [Fault(Kind.FLIP, 1_000_000)]).running() as proxy:
         announced = publish(1, proxy.url)
-        folder = await WeightCache(cache).fetch(announced, in_use())
+        folder = await fetch(WeightCache(cache), announced, in_use())
         assert str(verify_folder(folder).version) == announced.version
         assert 2 * LARGE <= proxy.passed < 2 * LARGE + HEADERS
 
@@ -82,7 +78,7 @@ async def test_a_file_that_stays_corrupt_is_refused(publish: Publish, port: int,
     announced = publish(1, direct(port))
     flip_a_bit(volume / RUN_ID / folder_name(1) / "model.safetensors")
     with pytest.raises(WeightError, match=r"model\.safetensors: SHA-256 differs .* 2 times"):
-        await WeightCache(cache).fetch(announced, in_use())
+        await fetch(WeightCache(cache), announced, in_use())
     assert not (cache / folder_name(1)).exists()
 
 
@@ -91,25 +87,25 @@ async def test_a_download_that_was_given_up_goes_on_in_another_process(
 ) -> None:
     async with Proxy(port, [Fault(Kind.STALL, 2_000_000)]).running() as proxy:
         announced = publish(1, proxy.url)
-        given_up = asyncio.create_task(WeightCache(cache).fetch(announced, in_use()))
+        given_up = asyncio.create_task(fetch(WeightCache(cache), announced, in_use()))
         file = cache / f".{folder_name(1)}.partial" / "model.safetensors"
         await until_async(lambda: file.exists() and file.stat().st_size >= 1_000_000)
         await cancel([given_up])
         passed = proxy.passed
-        await WeightCache(cache).fetch(announced, in_use())
+        await fetch(WeightCache(cache), announced, in_use())
         assert proxy.passed - passed < LARGE - 1_000_000 + HEADERS
 
 
 async def test_a_download_that_takes_too_long_is_given_up(publish: Publish, port: int, cache: Path) -> None:
     async with Proxy(port, [Fault(Kind.STALL, 0)]).running() as proxy:
         with pytest.raises(WeightError, match=r"not complete within 0\.5 s"):
-            await WeightCache(cache, timeout_s=0.5).fetch(publish(1, proxy.url), in_use())
+            await fetch(WeightCache(cache, timeout_s=0.5), publish(1, proxy.url), in_use())
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_server_that_is_gone_is_named(publish: Publish, cache: Path) -> None:
     with pytest.raises(WeightError, match=r"127\.0\.0\.1.*All connection attempts failed"):
-        await WeightCache(cache).fetch(publish(1, direct(free_port())), in_use())
+        await fetch(WeightCache(cache), publish(1, direct(free_port())), in_use())
 
 
 async def test_a_version_that_was_swept_is_named(publish: Publish, port: int, cache: Path) -> None:
@@ -117,13 +113,13 @@ async def test_a_version_that_was_swept_is_named(publish: Publish, port: int, ca
         update={"url": f"{direct(port)}/v1/weights/{RUN_ID}/weights-000002"}
     )
     with pytest.raises(WeightError, match="HTTP 404; the trainer has deleted this version"):
-        await WeightCache(cache).fetch(announced, in_use())
+        await fetch(WeightCache(cache), announced, in_use())
 
 
 async def test_another_version_than_the_announced_one_is_refused(publish: Publish, port: int, cache: Path) -> None:
     other = publish(2, direct(port)).url
     with pytest.raises(WeightError, match=r"holds run:2:.*, announced was run:1:"):
-        await WeightCache(cache).fetch(publish(1, direct(port)).model_copy(update={"url": other}), in_use())
+        await fetch(WeightCache(cache), publish(1, direct(port)).model_copy(update={"url": other}), in_use())
 
 
 async def test_a_disk_without_room_is_told_before_anything_is_fetched(
@@ -133,31 +129,31 @@ async def test_a_disk_without_room_is_told_before_anything_is_fetched(
     huge = Manifest(run_id=RUN_ID, seq=1, step=1, files=(WeightFile(name="a", size=2**60, sha256="0" * 64),))
     (volume / RUN_ID / folder_name(1) / MANIFEST_NAME).write_text(huge.model_dump_json())
     with pytest.raises(WeightError, match=r"weights\.cache .* MiB to fetch, \d+ MiB free"):
-        await WeightCache(cache).fetch(announced.model_copy(update={"version": str(huge.version)}), in_use())
+        await fetch(WeightCache(cache), announced.model_copy(update={"version": str(huge.version)}), in_use())
 
 
 async def test_a_cache_that_cannot_be_written_is_named(publish: Publish, port: int, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightError, match=r"weights\.cache .*Not a directory"):
-        await WeightCache(tmp_path / "file" / "cache").fetch(publish(1, direct(port)), in_use())
+        await fetch(WeightCache(tmp_path / "file" / "cache"), publish(1, direct(port)), in_use())
 
 
 async def test_replicas_of_one_host_download_once(publish: Publish, port: int, cache: Path) -> None:
     async with Proxy(port, []).running() as proxy:
         announced = publish(1, proxy.url)
-        folders = await asyncio.gather(*(WeightCache(cache).fetch(announced, in_use()) for _ in range(4)))
+        folders = await asyncio.gather(*(fetch(WeightCache(cache), announced, in_use()) for _ in range(4)))
         assert set(folders) == {cache / folder_name(1)}
         assert LARGE <= proxy.passed < LARGE + HEADERS
 
 
 async def test_what_is_here_needs_no_server_unless_it_is_damaged(publish: Publish, port: int, cache: Path) -> None:
     gone = publish(1, direct(port)).model_copy(update={"url": f"{direct(port)}/gone"})
-    folder = await WeightCache(cache).fetch(publish(1, direct(port)), in_use())
-    assert await WeightCache(cache).fetch(gone, in_use()) == folder
+    folder = await fetch(WeightCache(cache), publish(1, direct(port)), in_use())
+    assert await fetch(WeightCache(cache), gone, in_use()) == folder
     flip_a_bit(folder / "model.safetensors")
     with pytest.raises(WeightError, match="HTTP 404"):
-        await WeightCache(cache).fetch(gone, in_use())
-    await WeightCache(cache).fetch(publish(1, direct(port)), in_use())
+        await fetch(WeightCache(cache), gone, in_use())
+    await fetch(WeightCache(cache), publish(1, direct(port)), in_use())
     assert str(verify_folder(folder).version) == gone.version
 
 
@@ -166,9 +162,9 @@ async def test_old_versions_go_unless_a_replica_serves_them(publish: Publish, po
         raise UnavailableError("the broker is away")
 
     for seq in (1, 2, 3):
-        await WeightCache(cache).fetch(publish(seq, direct(port)), nobody_knows)
+        await fetch(WeightCache(cache), publish(seq, direct(port)), nobody_knows)
     assert names(cache) == [".lock", *map(folder_name, (1, 2, 3))]
-    await WeightCache(cache).fetch(publish(4, direct(port)), in_use(1))
+    await fetch(WeightCache(cache), publish(4, direct(port)), in_use(1))
     assert names(cache) == [".lock", *map(folder_name, (1, 3, 4))]
 
 
@@ -179,8 +175,8 @@ async def test_a_token_is_asked_for(publish: Publish, volume: Path, cache: Path,
         announced = publish(1, direct(port))
         for wrong, reason in (("", "401"), ("guess", "401"), (reader, "403")):
             with pytest.raises(WeightError, match=rf"HTTP {reason}; weights\.token"):
-                await WeightCache(cache, token=lambda wrong=wrong: wrong).fetch(announced, in_use())
-        assert (await WeightCache(cache, token=lambda: token).fetch(announced, in_use())).is_dir()
+                await fetch(WeightCache(cache, token=lambda wrong=wrong: wrong), announced, in_use())
+        assert (await fetch(WeightCache(cache, token=lambda: token), announced, in_use())).is_dir()
 
 
 async def test_a_replica_and_dvp_weights_change_their_token_together(
@@ -192,11 +188,11 @@ async def test_a_replica_and_dvp_weights_change_their_token_together(
     tokens, settings = Tokens(folder=folder), WeightSettings(token_file=folder / "weights" / "replica")
     replica = WeightCache(cache, token=settings.read_token)
     async with serving(volume, tokens) as port:
-        await replica.fetch(publish(1, direct(port)), in_use())
+        await fetch(replica, publish(1, direct(port)), in_use())
         new = write_token(folder, Scope.WEIGHTS, "replica")
         await until_async(lambda: tokens.find(new.encode()))
         assert tokens.find(old.encode()) is None
-        assert (await replica.fetch(publish(2, direct(port)), in_use())).is_dir()
+        assert (await fetch(replica, publish(2, direct(port)), in_use())).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -207,5 +203,5 @@ def test_a_token_file_that_holds_none_is_named(data: bytes | None, reason: str, 
     file = tmp_path / "token"
     if data is not None:
         file.write_bytes(data)
-    with pytest.raises(WeightError, match=rf"weights\.token_file {file}: .*{reason}"):
+    with pytest.raises(WeightError, match=rf"token_file {file}: .*{reason}"):
         WeightSettings(token_file=file).read_token()
