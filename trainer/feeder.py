@@ -84,6 +84,7 @@ class Feeder:
         self.submission, self.groups, self.publisher, self.fence = submission, groups, publisher, fence
         self.submitted = Ledger(settings.out_dir / "submitted.jsonl")
         self.consumed = Ledger(settings.out_dir / "consumed.jsonl")
+        self.batches_left = settings.steps
         self.cursor = 0
         self.retries: list[tuple[int, int]] = []
         self.outstanding: dict[str, Job] = {}
@@ -106,10 +107,16 @@ class Feeder:
         """The batch in training, and max_staleness more."""
         return self.settings.batch.groups * (1 + self.settings.batch.max_staleness)
 
+    @property
+    def _wanted(self) -> int:
+        """Groups outstanding: towards the end no more than the rest of the run can train."""
+        return min(self.in_flight_limit, self.settings.batch.groups * self.batches_left)
+
     async def restore(self, progress: Progress) -> None:
         """Takes up a checkpoint's books. Weights must have been published: jobs name the oldest seq they allow."""
         self.submitted.cut(progress.submitted_length)
         self.consumed.cut(progress.consumed_length)
+        self.batches_left = self.settings.steps - progress.step
         self.cursor, self.retries = progress.cursor, sorted(progress.retries)
         for id in progress.outstanding:
             self.outstanding[id] = self._job(*job_position(id))
@@ -165,6 +172,7 @@ class Feeder:
 
     async def settle(self, batch: Batch) -> None:
         """The batch is trained and its weights are published: makes room for as many new prompts."""
+        self.batches_left -= 1
         await self._finish([scored.group.job_id for scored in batch.groups], Outcome.TRAINED)
 
     def metrics(self) -> dict[str, float]:
@@ -205,7 +213,7 @@ class Feeder:
     def _issue(self) -> None:
         """Turns free room into jobs. They are outstanding before they are sent: a crash in between resubmits."""
         issued: dict[str, Job] = {}
-        while len(self.outstanding) < self.in_flight_limit:
+        while len(self.outstanding) < self._wanted:
             position, attempt = heapq.heappop(self.retries) if self.retries else (self.cursor, 0)
             self.cursor = max(self.cursor, position + 1)
             job = self._job(position, attempt)

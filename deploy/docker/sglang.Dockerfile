@@ -11,7 +11,7 @@ ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM python:3.11-slim AS wanted
 WORKDIR /wanted
 COPY pyproject.toml deploy/docker/wanted.py ./
-RUN python wanted.py pyproject.toml otel > rollout.txt
+RUN python wanted.py pyproject.toml rollout otel > rollout.txt
 
 FROM python:3.11-slim AS plugin
 WORKDIR /build

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -67,6 +67,8 @@ class Listening(BaseModel):
 class WeightReader(Section):
     """What is shown to dvp-weights by those who fetch from it."""
 
+    name: ClassVar[str] = "weights"
+    """Of this section, for errors."""
     token: SecretStr = SecretStr("")
     """A token of dvp-weights, of scope weights."""
     token_file: Path | None = None
@@ -80,7 +82,7 @@ class WeightReader(Section):
             return read_tokens(self.token_file)[0]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise WeightError(f"token_file {self.token_file}: {reason}") from None
+            raise WeightError(f"{self.name}.token_file {self.token_file}: {reason}") from None
 
 
 class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic merges both configurations

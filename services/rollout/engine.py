@@ -30,7 +30,10 @@ LAUNCHED_ALIKE = {
 
 def build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
     """Heavy: imports the engine's libraries and reads every byte of the model folder."""
-    from services.engines.tokenizer import load_tokenizer
+    try:
+        from services.engines.tokenizer import load_tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a replica needs {error.name}: pip install 'dvp-rl[rollout]'") from None
 
     tokenizer = load_tokenizer(settings.model)
     version = WeightVersion(settings.run_id, INITIAL_SEQ, folder_digest(settings.model))

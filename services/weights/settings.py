@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -14,6 +14,7 @@ from services.http.settings import ListenSettings, WeightReader
 class UpstreamSection(WeightReader):
     """Another dvp-weights, nearer to the trainer."""
 
+    name: ClassVar[str] = "upstream"
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
     """Its http://host:port. What it serves is copied to `folder`, and served from there also when it is gone."""
 

@@ -41,3 +41,19 @@ with suppress(SystemExit):
 @pytest.mark.parametrize("module", ["health", "groups", "jobs", "submission", "weights", "embedded"])
 def test_transport_needs_redis_only(module: str) -> None:
     assert _imported_by(f"import services.transport.{module}") <= {"redis"}
+
+
+def test_clients_monitor_and_weight_server_run_without_model_libraries() -> None:
+    """Their image and `pip install dvp-rl` have none: every module of theirs is imported with those blocked."""
+    program = """
+import importlib, pkgutil, sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors"))
+for name in ("client", "contract", "http", "monitor", "transport", "weights"):
+    package = importlib.import_module(f"services.{name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+        print(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 50

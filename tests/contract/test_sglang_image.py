@@ -53,7 +53,9 @@ def test_it_is_a_sglang_that_the_plugin_was_tested_with() -> None:
 def test_the_environment_of_the_replica_has_its_pins() -> None:
     """Every requirement of the image is in the lock file, so that `-c requirements.lock` holds it."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    listed = project["dependencies"] + project["optional-dependencies"]["otel"]
+    listed = project["dependencies"] + [
+        line for extra in ("rollout", "otel") for line in project["optional-dependencies"][extra]
+    ]
     wanted = {re.split(r"[\[<>=~! ]", line)[0].lower() for line in listed}
     locked = lines(REPOSITORY / "requirements.lock")
     pinned = {line.partition("==")[0].partition("[")[0].lower().replace("_", "-") for line in locked}

@@ -35,7 +35,7 @@ SERVICES = ("redis", *IMAGES)
 PROBE = """
 import importlib.util, json, os, shutil
 tools = [tool for tool in ("gcc", "cc", "make", "git") if shutil.which(tool)]
-packages = ("torch", "datasets", "matplotlib", "pytest", "mypy", "trainer")
+packages = ("transformers", "torch", "datasets", "matplotlib", "pytest", "mypy", "trainer")
 present = [package for package in packages if importlib.util.find_spec(package)]
 print(json.dumps({"uid": os.getuid(), "tools": tools, "packages": present}))
 """
@@ -188,6 +188,18 @@ def test_an_operator_has_dvp_queue(stack: Stack) -> None:
     assert status["run_id"] == "demo"
 
 
+def test_up_mends_an_outage(stack: Stack) -> None:
+    """At its end nearly everything is unhealthy, and about to be healthy again."""
+    stack.compose("stop", "redis")
+    stack.wait_until(lambda: not any(healths(stack)), "all replicas miss their broker", 120)
+    stack.compose("up", "--detach")
+    stack.wait_until(lambda: all(healths(stack)), "they have it again", 120)
+
+
+def healths(stack: Stack) -> list[bool]:
+    return [stack.is_healthy(container) for container in stack.containers("rollout")]
+
+
 def test_a_password_of_the_broker_is_replaced(stack: Stack) -> None:
     """As deploy/docker/README.md says."""
     before = stack.containers("rollout")
@@ -220,7 +232,11 @@ def test_only_gateway_and_monitor_are_published_and_only_here(stack: Stack) -> N
 def test_image_holds_what_it_needs_and_no_more(stack: Stack, image: str) -> None:
     done = stack.docker("run", "--rm", "--read-only", "--entrypoint=python", f"dvp-rl/{image}", "-c", PROBE)
     found = json.loads(done)
-    packages = {"monitor": [], "rollout": ["torch"], "trainer": ["torch", "datasets", "matplotlib", "trainer"]}
+    packages = {
+        "monitor": [],
+        "rollout": ["transformers", "torch"],
+        "trainer": ["transformers", "torch", "datasets", "matplotlib", "trainer"],
+    }
     assert found == {"uid": 10001, "tools": [], "packages": packages[image]}
 
 

@@ -126,7 +126,7 @@ async def test_weights_that_are_not_served_are_not_announced(
 ) -> None:
     """Here by a dvp-weights that serves another folder than the trainer writes, and by one whose token is unknown."""
     no_token = config(tmp_path, run_id, "redis://127.0.0.1:1", weights__token_file=str(tmp_path / "none"))
-    assert f"token_file {tmp_path / 'none'}: No such file" in await refusal(no_token)
+    assert f"weights.token_file {tmp_path / 'none'}: No such file" in await refusal(no_token)
     for tokens, reason in (
         (Tokens(), "HTTP 404; .* serves another folder"),
         (Tokens([TOKEN]), "HTTP 401; weights.tok"),

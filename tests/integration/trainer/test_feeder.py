@@ -137,6 +137,29 @@ async def test_a_wiped_broker_with_its_clock_set_back_gives_no_older_token(
         assert run.feeder.fence == remembered + 1
 
 
+async def test_no_more_is_asked_for_than_the_run_can_train(broker_url: str, opened: Open) -> None:
+    """What the replicas would generate beyond it nobody would take from the broker."""
+    async with opened(broker_url, steps="2", batch__max_staleness="5") as (run, player):
+        assert run.feeder.in_flight_limit == 6 * GROUPS
+        for _ in range(2):
+            await run.feeder.settle(await both(run, player.play(GROUPS)))
+        await run.save()
+        redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
+        assert await redis.scard(keys.in_flight) == await redis.xlen(keys.jobs) == await redis.xlen(keys.groups) == 0
+        assert run.feeder.cursor == 2 * GROUPS, "never asked for"
+
+
+async def test_what_ends_untrained_is_replaced_to_the_end(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url, steps="1", batch__max_staleness="5", batch__refill="true") as (run, player):
+        batch = await both(run, player.play(2 * GROUPS, lambda lease: {"right": N} if first(lease) else {}))
+        assert ids_of(batch) == [(GROUPS, 0), (GROUPS + 1, 0)]
+
+
+def first(lease: Lease) -> bool:
+    """One of the groups that are asked for first."""
+    return job_position(lease.job.job_id)[0] < GROUPS
+
+
 async def test_a_batch_is_scored_settled_and_acknowledged(broker_url: str, opened: Open) -> None:
     async with opened(broker_url) as (run, player):
         batch = await both(run, player.play(GROUPS))

@@ -203,5 +203,5 @@ def test_a_token_file_that_holds_none_is_named(data: bytes | None, reason: str, 
     file = tmp_path / "token"
     if data is not None:
         file.write_bytes(data)
-    with pytest.raises(WeightError, match=rf"token_file {file}: .*{reason}"):
+    with pytest.raises(WeightError, match=rf"weights\.token_file {file}: .*{reason}"):
         WeightSettings(token_file=file).read_token()
