@@ -288,7 +288,7 @@ async def _get(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> 
 
 def _refusal(url: str, status: int, detail: str) -> Exception:
     if status == 429 or status >= 500:
-        return _CutError(f"HTTP {status} {detail}".rstrip())
+        return _CutError(f"HTTP {status}: {detail}" if detail else f"HTTP {status}")
     remedies = {
         401: "weights.token must be a token of dvp-weights",
         403: "weights.token needs scope weights; without tokens dvp-weights answers on loopback only",

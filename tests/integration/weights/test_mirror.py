@@ -114,16 +114,16 @@ async def test_what_nobody_has_is_not_there(port: int, store: Path, tmp_path: Pa
 async def test_what_cannot_be_copied_says_why(publish: Publish, volume: Path, store: Path, tmp_path: Path) -> None:
     away = url(free_port())
     async with mirror(store, away) as at:
-        with pytest.raises(WeightError, match=rf"HTTP 503 {away}/v1/weights/.*All connection attempts failed"):
+        with pytest.raises(WeightError, match=rf"HTTP 503: {away}/v1/weights/.*All connection attempts failed"):
             await fetched(tmp_path, publish(1, at))
     tokens = tmp_path / "tokens"
     write_token(tokens, Scope.WEIGHTS, "replica")
     async with serving(volume, Tokens(folder=tokens)) as port, mirror(store, url(port)) as at:
-        with pytest.raises(WeightError, match=r"HTTP 503 .*HTTP 401; weights\.token must be"):
+        with pytest.raises(WeightError, match=r"HTTP 503: .*HTTP 401; weights\.token must be"):
             await fetched(tmp_path, publish(1, at))
     store.touch()  # noqa: ASYNC240
     async with serving(volume) as port, mirror(store, url(port)) as at:
-        with pytest.raises(WeightError, match=r"HTTP 503 folder .*: .*Not a directory"):
+        with pytest.raises(WeightError, match=r"HTTP 503: folder .*: .*Not a directory"):
             await fetched(tmp_path, publish(1, at))
 
 
