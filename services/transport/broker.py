@@ -66,6 +66,9 @@ AUDIT_TTL_S = 90 * 24 * 3600
 KEY_BYTES = 512
 """What a key and the books of it take beside its value."""
 RETRY_AFTER_MEMORY_S = 5.0
+MAX_CALLS = 64
+"""At the same time by one process, each with a connection of its own; more wait for their turn. A service answers many
+more requests at once, and its own work must find a connection, too."""
 
 _KEYS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
@@ -83,6 +86,7 @@ class Broker:
         self.keys = keys
         self._outage = outage
         self._scripts: dict[str, AsyncScript] = {}
+        self._turns = asyncio.Semaphore(min(MAX_CALLS, redis.connection_pool.max_connections))
 
     @property
     def run_id(self) -> str:
@@ -145,7 +149,8 @@ class Broker:
         cancelled_before.set(num_cancelled())
         try:
             patience_s = self._outage.patience_s
-            async with asyncio.timeout(max(connection.REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S):
+            limit_s = max(connection.REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S
+            async with asyncio.timeout(limit_s), self._turns:
                 yield
             heed_cancellation()
             self._outage.end()

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from services.contract.errors import ConfigError, UnavailableError
+from services.http.settings import MAX_REQUESTS
 from services.transport import broker as broker_module
 from services.transport import connection
 from services.transport.broker import Broker
 from services.transport.embedded import EmbeddedBroker
+from services.transport.health import queue_health
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
 
@@ -43,6 +45,17 @@ async def test_a_wrong_password(broker_url: str, password: str) -> None:
 async def test_a_bad_url(url: str) -> None:
     with pytest.raises(ConfigError, match=r"redis_url: .*expected redis://"):
         await Broker.connect(url, "run")
+
+
+@pytest.mark.parametrize("options", ["", "?max_connections=3"])
+async def test_more_calls_than_connections_wait_for_their_turn(
+    own_broker: EmbeddedBroker, run_id: str, options: str
+) -> None:
+    """As many as a service answers requests at once."""
+    async with await Broker.connect(f"{own_broker.url}{options}", run_id) as broker:
+        await asyncio.gather(*(queue_health(broker) for _ in range(MAX_REQUESTS)))
+        opened = len(await broker.redis.client_list())
+    assert opened <= (3 if options else broker_module.MAX_CALLS)
 
 
 async def test_a_failover_is_waited_for(own_broker: EmbeddedBroker, run_id: str) -> None:
