@@ -84,7 +84,7 @@ class Feeder:
         self.submission, self.groups, self.publisher, self.fence = submission, groups, publisher, fence
         self.submitted = Ledger(settings.out_dir / "submitted.jsonl")
         self.consumed = Ledger(settings.out_dir / "consumed.jsonl")
-        self.batches_left = settings.steps
+        self._batches_left = settings.steps
         self.cursor = 0
         self.retries: list[tuple[int, int]] = []
         self.outstanding: dict[str, Job] = {}
@@ -109,14 +109,14 @@ class Feeder:
 
     @property
     def _wanted(self) -> int:
-        """Groups outstanding: towards the end no more than the rest of the run can train."""
-        return min(self.in_flight_limit, self.settings.batch.groups * self.batches_left)
+        """How many groups to have outstanding: towards the end, no more than the rest of the run can train."""
+        return min(self.in_flight_limit, self.settings.batch.groups * self._batches_left)
 
     async def restore(self, progress: Progress) -> None:
         """Takes up a checkpoint's books. Weights must have been published: jobs name the oldest seq they allow."""
         self.submitted.cut(progress.submitted_length)
         self.consumed.cut(progress.consumed_length)
-        self.batches_left = self.settings.steps - progress.step
+        self._batches_left = self.settings.steps - progress.step
         self.cursor, self.retries = progress.cursor, sorted(progress.retries)
         for id in progress.outstanding:
             self.outstanding[id] = self._job(*job_position(id))
@@ -172,7 +172,7 @@ class Feeder:
 
     async def settle(self, batch: Batch) -> None:
         """The batch is trained and its weights are published: makes room for as many new prompts."""
-        self.batches_left -= 1
+        self._batches_left -= 1
         await self._finish([scored.group.job_id for scored in batch.groups], Outcome.TRAINED)
 
     def metrics(self) -> dict[str, float]:

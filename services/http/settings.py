@@ -68,7 +68,7 @@ class WeightReader(Section):
     """What is shown to dvp-weights by those who fetch from it."""
 
     name: ClassVar[str] = "weights"
-    """Of this section, for errors."""
+    """The section's, for errors."""
     token: SecretStr = SecretStr("")
     """A token of dvp-weights, of scope weights."""
     token_file: Path | None = None

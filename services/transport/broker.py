@@ -147,9 +147,9 @@ class Broker:
         errors. No cancellation is lost (heed_cancellation)."""
         before = cancelled_before.get()
         cancelled_before.set(num_cancelled())
+        patience_s = self._outage.patience_s
+        limit_s = max(connection.REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S
         try:
-            patience_s = self._outage.patience_s
-            limit_s = max(connection.REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S
             async with asyncio.timeout(limit_s), self._turns:
                 yield
             heed_cancellation()
@@ -157,7 +157,7 @@ class Broker:
         except RefusedError as error:
             raise ConfigError(f"Redis at {self._where} {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
-            reason = str(error) or self._outage.reason
+            reason = str(error) or self._outage.reason or f"nothing within {limit_s:g} s"
             raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
         except OutOfMemoryError:
             raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
@@ -216,16 +216,19 @@ class Broker:
     ) -> list[tuple[str, dict[bytes, bytes]]]:
         """New entries as (entry id, fields); [] after `block_ms`, or when the broker was wiped meanwhile."""
         block = max(1, min(block_ms, MAX_BLOCK_MS))
+        reply: Any = None
+        wiped = False
         async with self.call():
-            reply: Any = None
             try:
                 reply = await self.redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=block)
             except ResponseError as error:
                 # A broker that was wiped has no group; one wiped during the wait answers UNBLOCKED.
-                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                wiped = str(error).startswith(("NOGROUP", "UNBLOCKED"))
+                if not wiped:
                     raise
-                logger.warning("the broker lost its streams; creating them again")
-                await self.ensure_groups()
+        if wiped:  # a call of its own: who waits for another turn must not hold one
+            logger.warning("the broker lost its streams; creating them again")
+            await self.ensure_groups()
         failpoint(f"read.{group}.after")
         return [(entry_id.decode(), fields) for _, entries in reply or () for entry_id, fields in entries]
 

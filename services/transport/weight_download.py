@@ -151,7 +151,7 @@ class WeightCache:
 
 
 async def published(url: str, token: Token, *, look: bool = False) -> WeightVersion:
-    """What the folder at `url` holds. `look`: asks once, and waits for few seconds. Raises UnavailableError if nobody
+    """What the folder at `url` holds. `look`: asks once, and waits a few seconds. Raises UnavailableError if nobody
     answers, WeightGoneError, WeightError."""
     async with _client(token, CONNECT_TIMEOUT_S if look else STALL_S) as client:
         _, manifest = await _read_manifest(client, url, 1 if look else TRIES)
@@ -289,9 +289,10 @@ async def _get(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> 
 def _refusal(url: str, status: int, detail: str) -> Exception:
     if status == 429 or status >= 500:
         return _CutError(f"HTTP {status}: {detail}" if detail else f"HTTP {status}")
+    token = "weights.token (a mirror's: upstream.token)"
     remedies = {
-        401: "weights.token must be a token of dvp-weights",
-        403: "weights.token needs scope weights; without tokens dvp-weights answers on loopback only",
+        401: f"{token} must be a token of dvp-weights",
+        403: f"{token} needs scope weights; without tokens dvp-weights answers on loopback only",
         404: "the trainer has deleted this version, or dvp-weights serves another folder than the trainer writes",
     }
     remedy = remedies.get(status, "weights.url of the trainer must name dvp-weights")

@@ -18,20 +18,21 @@ logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Takes a version over when it is first asked for, and one before it stays. What upstream says goes; without an
-    answer from there, what is here does."""
+    """Copies a version when it is first asked for; the version before it stays. If upstream does not answer, what is
+    here is served."""
 
     def __init__(self, root: Path, upstream: UpstreamSection) -> None:
         self._root = root
         self._upstream = upstream
+        # By run. WeightCache has a lock, too, but whoever waited for that one reads every byte to know what is there.
         self._one_download = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def refresh(self, run_id: str, folder: str) -> None:
-        """Returns when the folder can be served from here. Raises WeightGoneError if there is none at upstream either,
-        UnavailableError if it could not be taken over."""
+        """Returns when the folder can be served from here. Raises WeightGoneError if neither side has it,
+        UnavailableError if it could not be copied."""
         here = await asyncio.to_thread(self._held, run_id, folder)
         try:
-            await self._take_over(run_id, folder, here)
+            await self._copy(run_id, folder, here)
         except WeightGoneError:
             if here is None:
                 raise
@@ -41,7 +42,7 @@ class Mirror:
                 raise UnavailableError(str(error)) from None
             logger.warning("%s; serving %s, which is here", error, here)
 
-    async def _take_over(self, run_id: str, folder: str, here: WeightVersion | None) -> None:
+    async def _copy(self, run_id: str, folder: str, here: WeightVersion | None) -> None:
         token, url = self._upstream.read_token, f"{self._upstream.url}/v1/weights/{run_id}/{folder}"
         there = await published(url, token, look=here is not None)
         if there == here:

@@ -23,7 +23,8 @@ class WeightServerSettings(ListenSettings):
     model_config = SettingsConfigDict(env_prefix="DVP_WEIGHTS__", cli_prog_name="dvp-weights")
 
     folder: Path
-    """The trainer's weights.folder (by default out_dir/weights), which is only read. With upstream.url: its own."""
+    """The trainer's weights.folder (by default out_dir/weights), which is only read. With upstream.url: this server's
+    own, for its copies."""
     upstream: UpstreamSection = UpstreamSection()
     port: Annotated[int, Field(ge=0, le=65535)] = 8200
     """0 takes a free port: see the log, or --port-file."""

@@ -340,7 +340,7 @@ def test_weights_go_from_the_trainer_to_their_copies_and_from_there_to_replicas(
 
 
 def apps(selector: Manifest) -> list[str]:
-    """Pods that it selects."""
+    """The pods that it selects."""
     (found,) = [one["values"] for one in selector.get("matchExpressions", ())] or [[]]
     return [*found, *selector.get("matchLabels", {}).values()]
 

@@ -22,10 +22,10 @@ STEPS = 4
 
 
 @contextmanager
-def served(folder: Path, *options: str) -> Iterator[str]:
-    """By a dvp-weights; its URL."""
+def served(folder: Path, *options: str, port: str = "0") -> Iterator[str]:
+    """The URL of a dvp-weights that serves `folder`."""
     log, port_file = folder.with_suffix(".log"), folder.with_suffix(".port")
-    server = [*PYTHON, "services.weights", f"--folder={folder}", "--port=0", f"--port-file={port_file}"]
+    server = [*PYTHON, "services.weights", f"--folder={folder}", f"--port={port}", f"--port-file={port_file}"]
     with process([*server, f"--token={TOKEN}", *options], log):
         until(port_file.exists, "dvp-weights listens")
         yield f"http://127.0.0.1:{port_file.read_text().strip()}"
@@ -54,9 +54,10 @@ def test_what_was_trained_is_served_when_the_trainer_and_its_volume_are_gone(
 
     last = newest_seq(volume / run_id)
     shutil.rmtree(volume)
-    port, port_file = at.rpartition(":")[2], tmp_path / "late.port"
+    port_file = tmp_path / "late.port"
     options = [*elsewhere(tmp_path / "empty"), f"--port-file={port_file}"]
-    with served(copies, f"--upstream.url={url}", f"--port={port}"), replica(tmp_path, run_id, broker_url, *options):
+    again = served(copies, f"--upstream.url={url}", port=at.rpartition(":")[2])
+    with again, replica(tmp_path, run_id, broker_url, *options):
         until(port_file.exists, "the replica listens")
         with httpx.Client(base_url=f"http://127.0.0.1:{port_file.read_text().strip()}", trust_env=False) as client:
             until(lambda: client.get("/readyz").status_code == 200, "a new replica is ready")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.contract.errors import ConfigError, UnavailableError
+from services.contract.keys import REPLICAS
 from services.http.settings import MAX_REQUESTS
 from services.transport import broker as broker_module
 from services.transport import connection
@@ -56,6 +57,14 @@ async def test_more_calls_than_connections_wait_for_their_turn(
         await asyncio.gather(*(queue_health(broker) for _ in range(MAX_REQUESTS)))
         opened = len(await broker.redis.client_list())
     assert opened <= (3 if options else broker_module.MAX_CALLS)
+
+
+async def test_one_connection_is_enough_to_set_up_a_wiped_broker_again(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(f"{own_broker.url}?max_connections=1", run_id) as broker:
+        await broker.redis.flushall()
+        stream = broker.keys.jobs
+        assert await broker.read_group(stream, REPLICAS, "test", 1, 1) == []
+        assert [group["name"] for group in await broker.redis.xinfo_groups(stream)] == [REPLICAS.encode()]
 
 
 async def test_a_failover_is_waited_for(own_broker: EmbeddedBroker, run_id: str) -> None:

@@ -45,7 +45,7 @@ def url(port: int) -> str:
 
 
 async def fetched(tmp_path: Path, announced: Announcement) -> bool:
-    """By a replica that has nothing yet."""
+    """True if a replica that has nothing yet gets what was announced."""
     cache = tmp_path / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     folder = await fetch(WeightCache(cache), announced, in_use())
@@ -119,7 +119,7 @@ async def test_what_cannot_be_copied_says_why(publish: Publish, volume: Path, st
     tokens = tmp_path / "tokens"
     write_token(tokens, Scope.WEIGHTS, "replica")
     async with serving(volume, Tokens(folder=tokens)) as port, mirror(store, url(port)) as at:
-        with pytest.raises(WeightError, match=r"HTTP 503: .*HTTP 401; weights\.token must be"):
+        with pytest.raises(WeightError, match=r"HTTP 503: .*HTTP 401; .*upstream\.token"):
             await fetched(tmp_path, publish(1, at))
     store.touch()  # noqa: ASYNC240
     async with serving(volume) as port, mirror(store, url(port)) as at:
