@@ -1,12 +1,14 @@
 #!/bin/sh
-# Draws what a deployment keeps secret: deploy/secrets.sh [FOLDER], where FOLDER holds a .env.example (the repository, or an
-# overlay for Kubernetes). What is there already stays as it is.
+# Draws what a deployment keeps secret. What is there already stays as it is.
 #
+# deploy/secrets.sh [FOLDER]                  for docker compose; FOLDER holds a .env.example, as the repository does
 #     FOLDER/.env                             the example, with passwords
 #     FOLDER/.secrets/tokens/SCOPE/CALLER     tokens of the HTTP services (services/http/README.md)
+#
+# deploy/secrets.sh --kubernetes NAMESPACE | kubectl create -f -
+#     the namespace, a secret `redis` with passwords, a secret tokens-SCOPE for each scope
 set -eu
-CDPATH='' cd -- "${1:-.}"
-[ -e .env ] || [ -r .env.example ] || { echo "$PWD: no .env.example here" >&2; exit 1; }
+callers="operate/operator rollout/client read/prometheus weights/replica"
 
 draw() {
     drawn=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
@@ -14,11 +16,48 @@ draw() {
     printf %s "$drawn"
 }
 
+secret() {
+    echo "---"
+    echo "apiVersion: v1"
+    echo "kind: Secret"
+    echo "metadata: {name: $1, namespace: $namespace}"
+    echo "stringData:"
+}
+
+manifests() {
+    echo "apiVersion: v1"
+    echo "kind: Namespace"
+    echo "metadata: {name: $namespace, labels: {pod-security.kubernetes.io/enforce: restricted}}"
+    secret redis
+    echo "  SCALER_REDIS_USER: scaler"
+    users=$(sed -n 's/^user \([a-z]*\) .*/\1_/p' "${0%/*}/redis/users.conf") || exit
+    for user in '' $(echo "$users" | tr a-z A-Z); do
+        drawn=$(draw) || exit
+        echo "  ${user}REDIS_PASSWORD: \"$drawn\""
+    done
+    for caller in $callers; do
+        secret "tokens-${caller%/*}"
+        drawn=$(draw) || exit
+        echo "  ${caller#*/}: \"$drawn\""
+    done
+}
+
+if [ "${1-}" = --kubernetes ]; then
+    namespace=${2-}
+    [ -n "$namespace" ] || { echo "secrets.sh: --kubernetes wants a namespace" >&2; exit 1; }
+    manifests=$(manifests) || exit  # all of them or none
+    echo "$manifests"
+    exit
+fi
+
+CDPATH='' cd -- "${1:-.}"
+[ -e .env ] || [ -r .env.example ] || { echo "$PWD: no .env.example here" >&2; exit 1; }
+
 # Only you pass .secrets; in a container, which sees what is below it, anybody may read.
 umask 077
 mkdir -p .secrets
 chmod 700 .secrets
-for caller in operate/operator rollout/client read/prometheus weights/replica; do
+for caller in $callers; do
     [ -s ".secrets/tokens/$caller" ] && continue
     (
         umask 022

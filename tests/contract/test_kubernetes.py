@@ -1,15 +1,18 @@
 """deploy/kubernetes as far as that can be told without a cluster: rendered, and held against the API's schemas.
 
 Kubernetes' own schemas come from PyPI's kubernetes-validate, in their strict form: an unknown field is an error.
-The two of KEDA are written after config/crd/bases and the documentation of the redis-streams scaler,
-github.com/kedacore/keda and keda-docs (Apache-2.0), and as strict.
+Those of KEDA are written after config/crd/bases and the documentation of the redis-streams scaler,
+github.com/kedacore/keda and keda-docs, those of the Prometheus operator after example/prometheus-operator-crd,
+github.com/prometheus-operator/prometheus-operator (all Apache-2.0), and as strict.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,29 +28,38 @@ from services.monitor.settings import MonitorSettings
 from services.rollout.settings import EngineName, RolloutSettings
 from services.transport.roles import Role
 from services.weights.settings import WeightServerSettings
-from tests.kit.manifests import FOLDER, REPOSITORY, Manifest, Rendered, copy_of, renderer
+from tests.kit.helm import CHART, NAMESPACE, HelmError, render
+from tests.kit.manifests import REPOSITORY, VARIANTS, Manifest, Rendered, secrets
 from tests.kit.wait import WITHIN_S
 from trainer.config import SamplingSection, TrainSettings
 
-NO_MANIFESTS = {"kustomization.yaml", "names.yaml"}
-BASE = sorted(path for path in (FOLDER / "base").glob("*.yaml") if path.name not in NO_MANIFESTS)
 VERSIONS = ("1.30", "1.37")
-"""Oldest and newest that the manifests are meant for."""
-KEDA = {
-    kind: json.loads((Path(__file__).parent / f"keda-{kind.lower()}.json").read_text())
-    for kind in ("ScaledObject", "TriggerAuthentication")
+"""Oldest and newest that the chart is meant for."""
+CUSTOM = {
+    kind: json.loads((Path(__file__).parent / f"{group}-{kind.lower()}.json").read_text())
+    for group, kind in (
+        ("keda", "ScaledObject"),
+        ("keda", "TriggerAuthentication"),
+        ("prometheus", "PodMonitor"),
+        ("prometheus", "PrometheusRule"),
+    )
 }
-OVERLAYS = pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
+EVERY_VARIANT = pytest.mark.parametrize("rendered", VARIANTS, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    return Rendered(request.param, tmp_path_factory.mktemp("kubernetes"))
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return Rendered(request.param)
+
+
+@pytest.fixture(scope="module")
+def everything() -> Rendered:
+    return Rendered("all")
 
 
 def check(manifest: Manifest, version: str) -> None:
-    if manifest["apiVersion"].startswith("keda.sh/"):
-        jsonschema.Draft7Validator(KEDA[manifest["kind"]]).validate(manifest)
+    if (schema := CUSTOM.get(manifest["kind"])) is not None:
+        jsonschema.Draft7Validator(schema).validate(manifest)
     else:
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -57,17 +69,10 @@ def all_containers(rendered: Rendered) -> Iterator[Manifest]:
         yield from spec["containers"] + spec.get("initContainers", [])
 
 
+@EVERY_VARIANT
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("path", BASE, ids=lambda path: path.stem)
-def test_base_follows_the_schemas(path: Path, version: str) -> None:
-    for manifest in yaml.safe_load_all(path.read_text()):
-        check(manifest, version)
-
-
-@OVERLAYS
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_applied_follows_the_schemas(rendered: Rendered, version: str) -> None:
-    assert len(rendered.manifests) > 15
+def test_what_is_installed_follows_the_schemas(rendered: Rendered, version: str) -> None:
+    assert len(rendered.manifests) > 25
     for manifest in rendered.manifests:
         check(manifest, version)
 
@@ -80,22 +85,74 @@ def test_what_is_applied_follows_the_schemas(rendered: Rendered, version: str) -
         ("scaling", "streamLength", "streamlength"),
         ("scaling", "key: SCALER_REDIS_USER", "keys: SCALER_REDIS_USER"),
         ("trainer", "action: Ignore", "acton: Ignore"),
+        ("prometheus", "jobLabel", "joblabel"),
+        ("prometheus", "expr:", "exp:"),
     ],
 )
-def test_schemas_refuse_what_is_mistyped(name: str, old: str, new: str) -> None:
-    text = (FOLDER / "base" / f"{name}.yaml").read_text()
+def test_schemas_refuse_what_is_mistyped(everything: Rendered, name: str, old: str, new: str) -> None:
+    text = everything.texts[f"dvp-rl/templates/{name}.yaml"]
     assert old in text
-    manifests = [*yaml.safe_load_all(text.replace(old, new))]
+    manifests = [one for one in yaml.safe_load_all(text.replace(old, new)) if one]
     with pytest.raises(jsonschema.ValidationError):
         list(map(check, manifests, VERSIONS[-1:] * len(manifests)))
 
 
-@OVERLAYS
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rolout": {}}, "'rolout' not allowed"),
+        ({"rollout": {"replicas": "two"}}, "at '/rollout/replicas': got string, want integer"),
+        ({"run": {"id": "my run"}}, "at '/run/id'"),
+        ({"dns": {"namespaces": []}}, "at '/dns/namespaces'"),
+        ({"rollout": {"cache": "5 GB"}}, "at '/rollout/cache'"),
+        ({"rollout": {"resources": {"limits": {"ephemeral-storage": None}}}}, "'ephemeral-storage'"),
+        ({"rollout": {"settings": {"max_batch": None}}}, "missing property 'max_batch'"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(values: Manifest, message: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(message)):
+        render(values)
+
+
+@pytest.mark.parametrize("pod", ["rollout", "trainer"])
+def test_what_the_chart_sets_cannot_be_set_again(pod: str) -> None:
+    """Two variables of one name: which one counts depends on who applies them."""
+    prefix = {"rollout": "DVP_ROLLOUT__", "trainer": "DVP_TRAIN__"}[pod]
+    rendered = Rendered("cpu", {pod: {"settings": {"max_batch": 8} if pod == "rollout" else {}}})
+    free = {"ENGINE", "DEVICE", "DTYPE", "MAX_BATCH", "THREADS", "DRAIN_S", "LEASE_S"}
+    names = {name.removeprefix(prefix) for name in rendered.environment(pod, pod) if name.startswith(prefix)} - free
+    assert len(names) > 6
+    for name in names:
+        settings: Manifest | str = "own"
+        for part in reversed(name.lower().split("__")):
+            settings = {part: settings}
+        with pytest.raises(HelmError, match=f"/{pod}/settings/{name.lower().replace('__', '/')}.*set by the chart"):
+            render({pod: {"settings": settings}})
+
+
+def test_settings_become_the_variables_of_their_service(everything: Rendered) -> None:
+    replica, trainer = everything.environment("rollout", "rollout"), everything.environment("trainer", "trainer")
+    assert replica["DVP_ROLLOUT__CLIENT_SHARE"] == "0.5"
+    assert replica["DVP_ROLLOUT__SGLANG__TP"] == "2"
+    assert replica["NCCL_DEBUG"] == "WARN", "from env"
+    assert trainer["DVP_TRAIN__STEPS"] == "3000000", "Helm reads numbers as floats"
+
+
+def test_the_example_of_the_readme_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = (CHART.parent / "README.md").read_text().split("## Your own run\n\n")[1].split("\n\n")[0]
+    rendered = Rendered("cpu", yaml.safe_load(textwrap.dedent(example)))
+    replica = RolloutSettings.load(given(rendered, "rollout", "rollout", monkeypatch))
+    demo = REPOSITORY / "deploy" / "demo" / "config.toml"
+    trainer = TrainSettings.load(given(rendered, "trainer", "trainer", monkeypatch), demo)
+    assert (trainer.run_id, trainer.steps, trainer.optimizer.lr) == (replica.run_id, 2000, 2e-6)
+    assert (str(replica.model), replica.max_batch) == ("models/Qwen3-0.6B", 128)
+
+
+@EVERY_VARIANT
 def test_pods_are_restricted_and_bounded(rendered: Rendered) -> None:
     """What the namespace's label `restricted` enforces, and a read-only root."""
-    assert (
-        rendered.one("Namespace", "dvp-rl")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
-    )
+    (namespace,) = rendered.all("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for spec in rendered.pods().values():
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
@@ -107,10 +164,29 @@ def test_pods_are_restricted_and_bounded(rendered: Rendered) -> None:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+        assert {"cpu", "memory", "ephemeral-storage"} <= container["resources"]["limits"].keys()
+        assert "ephemeral-storage" in container["resources"]["requests"]
 
 
-@OVERLAYS
+@EVERY_VARIANT
+def test_a_nodes_disk_is_bounded_and_a_pod_may_fill_its_volumes(rendered: Rendered) -> None:
+    """A pod above the limits of its containers together is evicted, whatever its volumes allow."""
+    for pod, spec in rendered.pods().items():
+        limits = [one["resources"]["limits"]["ephemeral-storage"] for one in spec["containers"]]
+        empty = [volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume]
+        on_disk = [one["sizeLimit"] for one in empty if one.get("medium") != "Memory"]
+        assert all("sizeLimit" in one for one in empty)
+        assert sum(map(mebibytes, on_disk)) < sum(map(mebibytes, limits)), pod
+        in_memory = sum(mebibytes(one["sizeLimit"]) for one in empty if one.get("medium") == "Memory")
+        assert in_memory < sum(mebibytes(one["resources"]["limits"]["memory"]) for one in spec["containers"])
+
+
+def mebibytes(quantity: str) -> int:
+    number, unit = quantity[:-2], quantity[-2:]
+    return int(number) * {"Mi": 1, "Gi": 1024}[unit]
+
+
+@EVERY_VARIANT
 def test_all_that_stays_up_is_probed(rendered: Rendered) -> None:
     stays = [one for one in all_containers(rendered) if one["name"] != "inputs"]
     assert {one["name"] for one in stays} == {"redis", "rollout", "trainer", "weights", "monitor"}
@@ -121,12 +197,9 @@ def test_all_that_stays_up_is_probed(rendered: Rendered) -> None:
         assert all("exec" in probe or probe["httpGet"]["port"] in ports for probe in probes)
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
-    labels = {
-        workload["metadata"]["name"]: workload["spec"]["template"]["metadata"]["labels"]
-        for workload in rendered.all("Deployment", "StatefulSet", "Job")
-    }
+    labels = {app: workload["spec"]["template"]["metadata"]["labels"] for app, workload in rendered.workloads().items()}
     for service in rendered.all("Service"):
         name = service["metadata"]["name"]
         assert service["spec"]["selector"].items() <= labels[name].items()
@@ -141,19 +214,19 @@ def test_services_and_budgets_find_their_pods(rendered: Rendered) -> None:
         assert budget["spec"]["selector"]["matchLabels"].items() <= labels[budget["metadata"]["name"]].items()
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_replicas_understand_their_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RolloutSettings.load(given(rendered, "rollout", "rollout", monkeypatch))
     assert settings.redis_url == broker_url(rendered, "rollout")
-    assert settings.run_id == run(rendered)["RUN_ID"]
-    assert str(settings.model) == run(rendered)["MODEL"]
-    assert settings.engine is (EngineName.SGLANG if rendered.overlay == "gpu" else EngineName.TRANSFORMERS)
-    assert settings.device == ("cuda" if rendered.overlay == "gpu" else "cpu")
+    assert settings.run_id == rendered.run["id"]
+    assert str(settings.model) == rendered.run["model"]
+    assert settings.engine is (EngineName.TRANSFORMERS if rendered.variant == "cpu" else EngineName.SGLANG)
+    assert settings.device == ("cuda" if rendered.variant == "gpu" else "cpu")
     (pause,) = rendered.container("rollout", "rollout")["lifecycle"]["preStop"]["exec"]["command"][1:]
     assert rendered.pods()["rollout"]["terminationGracePeriodSeconds"] > int(pause) + settings.drain_s + 10
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_the_trainer_announces_copies_of_the_weights_that_it_serves(
     rendered: Rendered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -161,36 +234,59 @@ def test_the_trainer_announces_copies_of_the_weights_that_it_serves(
     trainer = TrainSettings.load(given(rendered, "trainer", "trainer", monkeypatch), tmp_path / "config.toml")
     served = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
     copied = WeightServerSettings.load(given(rendered, "weights", "weights", monkeypatch))
-    assert trainer.run_id == run(rendered)["RUN_ID"]
+    assert trainer.run_id == rendered.run["id"]
     assert trainer.broker.url.get_secret_value() == broker_url(rendered, "trainer")
     assert trainer.weights_folder == served.folder
     assert copied.upstream.url == f"http://trainer:{served.port}"
     assert trainer.weights.url == f"http://weights:{copied.port}"
     assert trainer.metrics.port == 9100
-    assert trainer.model.device == ("cuda" if rendered.overlay == "gpu" else "cpu")
+    assert trainer.model.device == ("cuda" if rendered.variant == "gpu" else "cpu")
     assert rendered.container("trainer", "weights")["restartPolicy"] == "Always", (
         "a sidecar: the job ends with the trainer"
     )
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_copies_of_the_weights_outlive_their_pod_and_the_trainer(rendered: Rendered) -> None:
     """Two pods on one ReadWriteOnce volume need one node, which nobody can promise."""
-    claims = {
-        pod: [
-            volume["persistentVolumeClaim"]["claimName"]
-            for volume in spec["volumes"]
-            if "persistentVolumeClaim" in volume
-        ]
-        for pod, spec in rendered.pods().items()
-    }
-    assert {pod: names for pod, names in claims.items() if names} == {"trainer": ["runs"], "weights": ["weights"]}
+    written = {pod: names for pod, spec in rendered.pods().items() if (names := claims(spec) - {"models"})}
+    assert written == {"trainer": {"runs"}, "weights": {"weights"}}
     mounts = {one["name"]: one["mountPath"] for one in rendered.container("weights", "weights")["volumeMounts"]}
     assert rendered.environment("weights", "weights")["DVP_WEIGHTS__FOLDER"] == mounts["copies"]
     assert rendered.one("Deployment", "weights")["spec"]["strategy"] == {"type": "Recreate"}
 
 
-@OVERLAYS
+def claims(spec: Manifest) -> set[str]:
+    found = [volume.get("persistentVolumeClaim", {}) for volume in spec["volumes"]]
+    return {claim["claimName"] for claim in found if claim}
+
+
+@EVERY_VARIANT
+def test_what_was_trained_stays_when_the_release_is_gone(rendered: Rendered) -> None:
+    kept = rendered.all("PersistentVolumeClaim")
+    assert {claim["metadata"]["name"] for claim in kept} == {"runs", "weights"}
+    assert all(claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"} for claim in kept)
+    (queue,) = rendered.one("StatefulSet", "redis")["spec"]["volumeClaimTemplates"]
+    assert queue["metadata"]["name"] == "data", "Kubernetes keeps those of a StatefulSet"
+
+
+@EVERY_VARIANT
+def test_inputs_are_copied_from_an_image_or_read_from_a_claim(rendered: Rendered) -> None:
+    for pod in ("rollout", "trainer"):
+        spec = rendered.pods()[pod]
+        copying = [one["name"] for one in spec.get("initContainers", []) if one["name"] == "inputs"]
+        (volume,) = [one for one in spec["volumes"] if one["name"] == "inputs"]
+        mounts = {one["mountPath"]: one for one in rendered.container(pod, pod)["volumeMounts"]}
+        assert mounts["/inputs"] == {"name": "inputs", "mountPath": "/inputs", "readOnly": True}
+        if rendered.variant == "all":
+            assert copying == []
+            assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+        else:
+            assert copying == ["inputs"]
+            assert volume["emptyDir"].keys() == {"sizeLimit"}
+
+
+@EVERY_VARIANT
 def test_no_replica_is_killed_for_what_it_waits_for(rendered: Rendered) -> None:
     """It is not ready without weights, broker or engine, and a restart would bring none of them."""
     replica = rendered.container("rollout", "rollout")
@@ -198,16 +294,16 @@ def test_no_replica_is_killed_for_what_it_waits_for(rendered: Rendered) -> None:
     assert asked == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_the_monitor_understands_its_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = MonitorSettings.load(given(rendered, "monitor", "monitor", monkeypatch))
-    assert (settings.port, settings.run_id) == (8080, run(rendered)["RUN_ID"])
+    assert (settings.port, settings.run_id) == (8080, rendered.run["id"])
     assert settings.redis_url == broker_url(rendered, "monitor")
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user(rendered: Rendered) -> None:
-    passwords = {name: value for name, value in rendered.secret("redis-").items() if name.endswith("_PASSWORD")}
+    passwords = {name: value for name, value in rendered.secret("redis").items() if name.endswith("_PASSWORD")}
     assert len({*passwords.values()}) == len(passwords) == 1 + len(Role)
     for pod, spec in rendered.pods().items():
         for one in spec["containers"] + spec.get("initContainers", []):
@@ -227,7 +323,7 @@ SERVED = {
 """Whose tokens a container sees: those of its callers."""
 
 
-@OVERLAYS
+@EVERY_VARIANT
 @pytest.mark.parametrize(("pod", "name"), SERVED)
 def test_containers_know_their_callers_and_no_others(pod: str, name: str, rendered: Rendered, tmp_path: Path) -> None:
     rendered.mount(pod, name, tmp_path)
@@ -239,7 +335,7 @@ def test_containers_know_their_callers_and_no_others(pod: str, name: str, render
     assert all(caller is None or caller.scope is scope for scope, caller in callers.items())
 
 
-@OVERLAYS
+@EVERY_VARIANT
 @pytest.mark.parametrize(
     ("pod", "name", "variable"),
     [
@@ -256,18 +352,67 @@ def test_those_who_read_weights_show_the_token_for_it(
     assert WeightReader(token_file=file).read_token() == rendered.token(Scope.WEIGHTS)
 
 
-@OVERLAYS
-def test_a_new_token_starts_nothing_again(rendered: Rendered, tmp_path: Path) -> None:
+@EVERY_VARIANT
+def test_a_new_token_starts_nothing_again(rendered: Rendered) -> None:
     """A job's template cannot be changed, and whose template changes is started again."""
-    again = Rendered(rendered.overlay, tmp_path)
+    again = Rendered(rendered.variant)
     assert again.token(Scope.ROLLOUT) != rendered.token(Scope.ROLLOUT)
-    password = re.compile(r"redis-[a-z0-9]{10}")
-    pods = [password.sub("redis", json.dumps(one.pods(), sort_keys=True)) for one in (again, rendered)]
-    assert pods[0] == pods[1]
+    assert again.workloads() == rendered.workloads()
+
+
+def test_another_trainer_is_another_job() -> None:
+    """A job's pod cannot be changed: `helm upgrade` would fail with "field is immutable"."""
+    before = Rendered()
+    names = {before.workloads()["trainer"]["metadata"]["name"]}
+    changes: list[Manifest] = [
+        {"trainer": {"settings": {"steps": 9}}},
+        {"images": {"trainer": "dvp-rl/trainer:2"}},
+        {"run": before.run | {"config": "other.toml"}},
+        {"restart": "1"},
+    ]
+    for change in changes:
+        after = Rendered("cpu", change)
+        names.add(after.workloads()["trainer"]["metadata"]["name"])
+        assert after.pods()["trainer"] != before.pods()["trainer"] or "restart" in change
+    assert len(names) == 1 + len(changes)
+    replicas = Rendered("cpu", {"rollout": {"replicas": 3}})
+    assert replicas.workloads()["trainer"] == before.workloads()["trainer"], "the trainer goes on"
+    assert replicas.workloads()["rollout"]["spec"]["replicas"] == 3
+
+
+def test_a_restart_replaces_every_pod() -> None:
+    """After new passwords, which pods see when they are started."""
+    before, after = Rendered(), Rendered("cpu", {"restart": "1"})
+    for app, workload in after.workloads().items():
+        old, new = (one["spec"]["template"]["metadata"] for one in (before.workloads()[app], workload))
+        assert new == old | {"annotations": old.get("annotations", {}) | {"dvp-rl/restart": "1"}}
+
+
+def test_a_new_start_of_the_broker_replaces_it(tmp_path: Path) -> None:
+    """Nobody reads a mounted file again."""
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    with (chart / "files" / "users.conf").open("a") as users:
+        users.write("# another rule\n")
+    started = [
+        yaml.safe_load_all(render({}, folder)["dvp-rl/templates/redis.yaml"]).__next__() for folder in (CHART, chart)
+    ]
+    annotations = [one["spec"]["template"]["metadata"]["annotations"] for one in started]
+    assert annotations[0] != annotations[1]
+
+
+def test_secrets_are_drawn_for_each_namespace_anew() -> None:
+    drawn = [value for one in secrets() + secrets() for value in one.get("stringData", {}).values()]
+    drawn = [value for value in drawn if value != Role.SCALER]
+    assert all(re.fullmatch("[0-9a-f]{48}", value) for value in drawn)
+    assert len(set(drawn)) == len(drawn) == 2 * (1 + len(Role) + len(Scope))
+    command = [REPOSITORY / "deploy" / "secrets.sh", "--kubernetes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "secrets.sh: --kubernetes wants a namespace\n")
 
 
 def broker_url(rendered: Rendered, user: str) -> str:
-    return f"redis://{user}:{rendered.secret('redis-')[f'{user.upper()}_REDIS_PASSWORD']}@redis:6379/0"
+    return f"redis://{user}:{rendered.secret('redis')[f'{user.upper()}_REDIS_PASSWORD']}@redis:6379/0"
 
 
 def given(rendered: Rendered, pod: str, container: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -278,33 +423,35 @@ def given(rendered: Rendered, pod: str, container: str, monkeypatch: pytest.Monk
     return []
 
 
-def run(rendered: Rendered) -> dict[str, str]:
-    return dict(rendered.one("ConfigMap", "run-")["data"])
-
-
-@OVERLAYS
-def test_replicas_scale_with_the_jobs_that_exist(rendered: Rendered) -> None:
-    spec = rendered.one("ScaledObject", "rollout")["spec"]
-    keys, environment = Keys(run(rendered)["RUN_ID"]), rendered.environment("rollout", "rollout")
-    at_once = int(environment["DVP_ROLLOUT__MAX_BATCH"]) // SamplingSection().n
-    share = RolloutSettings.model_fields["client_share"].default
-    assert {trigger["authenticationRef"]["name"] for trigger in spec["triggers"]} == {"redis"}
+def test_replicas_scale_with_the_jobs_that_exist(everything: Rendered) -> None:
+    spec = everything.one("ScaledObject", "rollout")["spec"]
+    keys = Keys(everything.run["id"])
     triggers = [trigger["metadata"] for trigger in spec["triggers"]]
-    assert {trigger["stream"]: int(trigger["streamLength"]) for trigger in triggers} == {
-        keys.jobs: at_once,
-        keys.client_jobs: share * at_once,
+    assert {trigger["authenticationRef"]["name"] for trigger in spec["triggers"]} == {"redis"}
+    assert {trigger["stream"]: trigger["streamLength"] for trigger in triggers} == {
+        keys.jobs: str(96 // 16),
+        keys.client_jobs: str(96 // 16 // 2),
     }
     for trigger in triggers:
         assert "consumerGroup" not in trigger, "KEDA would look at pending entries instead"
+        assert trigger["address"] == f"redis.{NAMESPACE}.svc:6379"
     shown = {
-        one["parameter"]: rendered.secret(one["name"])[one["key"]]
-        for one in rendered.one("TriggerAuthentication", "redis")["spec"]["secretTargetRef"]
+        one["parameter"]: everything.secret(one["name"])[one["key"]]
+        for one in everything.one("TriggerAuthentication", "redis")["spec"]["secretTargetRef"]
     }
-    assert shown == {"username": Role.SCALER, "password": rendered.secret("redis-")["SCALER_REDIS_PASSWORD"]}
-    assert "replicas" not in rendered.one("Deployment", "rollout")["spec"], "each apply would undo KEDA's choice"
+    assert shown == {"username": Role.SCALER, "password": everything.secret("redis")["SCALER_REDIS_PASSWORD"]}
+    assert "replicas" not in everything.one("Deployment", "rollout")["spec"], "each upgrade would undo KEDA's choice"
 
 
-@OVERLAYS
+def test_replicas_scale_as_their_defaults_say() -> None:
+    rendered = Rendered("cpu", {"scaling": {"enabled": True}})
+    triggers = rendered.one("ScaledObject", "rollout")["spec"]["triggers"]
+    at_once = int(rendered.environment("rollout", "rollout")["DVP_ROLLOUT__MAX_BATCH"]) // SamplingSection().n
+    share = RolloutSettings.model_fields["client_share"].default
+    assert [int(trigger["metadata"]["streamLength"]) for trigger in triggers] == [at_once, share * at_once]
+
+
+@EVERY_VARIANT
 def test_nobody_reaches_the_broker_but_those_who_need_it(rendered: Rendered) -> None:
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in rendered.all("NetworkPolicy")}
     assert policies["deny-all"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
@@ -312,15 +459,85 @@ def test_nobody_reaches_the_broker_but_those_who_need_it(rendered: Rendered) -> 
         peer
         for spec in policies.values()
         for rule in spec.get("ingress", [])
-        if any(port["port"] == 6379 for port in rule["ports"])
+        if any(port["port"] == 6379 for port in rule.get("ports", []))
         for peer in rule["from"]
     ]
-    pods, namespace = reaching
+    pods, *scaler = reaching
     assert pods["podSelector"]["matchExpressions"][0]["values"] == ["rollout", "trainer", "monitor"]
-    assert namespace["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "keda"}
+    allowed = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "autoscaling"}}}]
+    assert scaler == (allowed if rendered.variant == "all" else [])
 
 
-@OVERLAYS
+@EVERY_VARIANT
+def test_names_are_asked_for_where_clusters_answer(rendered: Rendered) -> None:
+    (rule,) = rendered.one("NetworkPolicy", "names")["spec"]["egress"]
+    namespaces, cache = rule["to"]
+    assert namespaces["namespaceSelector"]["matchExpressions"][0]["values"] == ["kube-system", "openshift-dns"]
+    assert cache == {"ipBlock": {"cidr": "169.254.20.10/32"}}
+    assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {
+        (protocol, port) for protocol in ("UDP", "TCP") for port in (53, 5353)
+    }
+
+
+def test_weights_over_a_process_group_need_ports_and_an_interface(everything: Rendered, tmp_path: Path) -> None:
+    ends = {"matchExpressions": [{"key": "app", "operator": "In", "values": ["rollout", "trainer"]}]}
+    assert everything.one("NetworkPolicy", "transfers")["spec"] == {
+        "podSelector": ends,
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": [{"podSelector": ends}]}],
+        "egress": [{"to": [{"podSelector": ends}]}],
+    }
+    assert everything.environment("rollout", "rollout")["DVP_ROLLOUT__SGLANG__INTERFACE"] == "eth0"
+    assert everything.environment("trainer", "trainer")["DVP_TRAIN__WEIGHTS__INTERFACE"] == "eth0"
+    over_http = Rendered()
+    assert not [one for one in over_http.all("NetworkPolicy") if one["metadata"]["name"] == "transfers"]
+    assert "DVP_TRAIN__WEIGHTS__INTERFACE" not in over_http.environment("trainer", "trainer")
+    chosen = {"settings": {"weights": {"route": "distributed", "interface": "ib0"}}}
+    settings = {"settings": {"max_batch": 8, "sglang": {"interface": "ib1"}}}
+    own = Rendered("cpu", {"trainer": chosen, "rollout": settings})
+    assert own.environment("rollout", "rollout")["DVP_ROLLOUT__SGLANG__INTERFACE"] == "ib1"
+    assert own.environment("trainer", "trainer")["DVP_TRAIN__WEIGHTS__INTERFACE"] == "ib0"
+
+
+def test_prometheus_finds_every_pod_and_is_let_in(everything: Rendered) -> None:
+    spec = everything.one("PodMonitor", "dvp-rl")["spec"]
+    (selected,) = spec["selector"]["matchExpressions"]
+    assert everything.workloads().keys() - selected["values"] == {"redis"}
+    assert spec["jobLabel"] == selected["key"] == "app"
+    endpoints = {endpoint["port"]: endpoint["authorization"]["credentials"] for endpoint in spec["podMetricsEndpoints"]}
+    for app in selected["values"]:
+        spec = everything.pods()[app]
+        serving = [*spec["containers"], *spec.get("initContainers", [])]
+        assert {port["name"] for one in serving for port in one["ports"]} <= endpoints.keys()
+    assert all(shown == {"name": "tokens-read", "key": "prometheus"} for shown in endpoints.values())
+    assert "prometheus" in everything.secret("tokens-read")
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert everything.one(kind, "dvp-rl")["metadata"]["labels"] == {"release": "prometheus"}
+    letting_in = {
+        policy["metadata"]["name"]
+        for policy in everything.all("NetworkPolicy")
+        if '"kubernetes.io/metadata.name": "observed"' in json.dumps(policy)
+    }
+    assert letting_in == {"weights", "trainer", "http"}
+
+
+def test_alerts_are_those_of_compose_for_this_namespace(everything: Rendered) -> None:
+    alerts = (REPOSITORY / "deploy" / "prometheus" / "alerts.yml").read_text()
+    own = alerts.replace('up{job="monitor"}', f'up{{job="monitor",namespace="{NAMESPACE}"}}')
+    assert own != alerts
+    assert everything.one("PrometheusRule", "dvp-rl")["spec"] == yaml.safe_load(own)
+
+
+def test_ways_out_are_those_that_were_asked_for(everything: Rendered) -> None:
+    spec = everything.one("NetworkPolicy", "from-trainer")["spec"]
+    assert spec["podSelector"] == {"matchLabels": {"app": "trainer"}}
+    assert spec["egress"] == VARIANTS["all"]["trainer"]["egress"]
+    assert everything.pods()["trainer"]["nodeSelector"] == {"pool": "gpu"}
+    names = {policy["metadata"]["name"] for policy in everything.all("NetworkPolicy")}
+    assert "from-rollout" not in names
+
+
+@EVERY_VARIANT
 def test_weights_go_from_the_trainer_to_their_copies_and_from_there_to_replicas(rendered: Rendered) -> None:
     """Both ends of each connection allow it, and no other pod has one."""
     allowed = {"Ingress": set[tuple[str, str]](), "Egress": set[tuple[str, str]]()}
@@ -328,7 +545,7 @@ def test_weights_go_from_the_trainer_to_their_copies_and_from_there_to_replicas(
         spec = policy["spec"]
         for direction, peers in (("Ingress", "from"), ("Egress", "to")):
             for rule in spec.get(direction.lower(), ()):
-                if {"port": 8200} in rule["ports"]:
+                if {"port": 8200} in rule.get("ports", ()):
                     others = {app for peer in rule[peers] for app in apps(peer.get("podSelector", {}))}
                     ends = {(own, other) for own in apps(spec["podSelector"]) for other in others}
                     allowed[direction] |= ends if direction == "Egress" else {(other, own) for own, other in ends}
@@ -345,13 +562,13 @@ def apps(selector: Manifest) -> list[str]:
     return [*found, *selector.get("matchLabels", {}).values()]
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_gpus_are_asked_for_where_they_are_used(rendered: Rendered) -> None:
     asking = {one["name"] for one in all_containers(rendered) if "nvidia.com/gpu" in one["resources"]["limits"]}
-    assert asking == ({"rollout", "trainer"} if rendered.overlay == "gpu" else set())
+    assert asking == ({"rollout", "trainer"} if rendered.variant == "gpu" else set())
 
 
-@OVERLAYS
+@EVERY_VARIANT
 def test_images_are_ours_or_the_broker(rendered: Rendered) -> None:
     stages = set(re.findall(r" AS (\w+)$", (REPOSITORY / "deploy/docker/Dockerfile").read_text(), re.MULTILINE))
     for container in all_containers(rendered):
@@ -359,15 +576,8 @@ def test_images_are_ours_or_the_broker(rendered: Rendered) -> None:
         assert name == "redis" or name.removeprefix("dvp-rl/") in stages | {"inputs", "rollout-sglang"}
 
 
-def test_no_secret_is_committed(tmp_path: Path) -> None:
-    """Without .env and .secrets, which git ignores, there is nothing to render."""
-    command = renderer()
-    for folder in ("", "deploy/kubernetes/overlays/cpu/"):
-        names = [f"{folder}.env", f"{folder}.secrets/tokens/read/prometheus"]
-        listed = subprocess.run(["git", "check-ignore", *names], cwd=REPOSITORY, capture_output=True, text=True)
-        assert listed.stdout.split() == names
-    assert not any("kind: Secret" in path.read_text() for path in BASE)
-    overlay = copy_of("cpu", tmp_path)
-    done = subprocess.run([*command, str(overlay)], capture_output=True, text=True, timeout=WITHIN_S)
-    assert done.returncode != 0
-    assert ".env" in done.stderr
+def test_no_secret_is_committed() -> None:
+    names = [".env", ".secrets/tokens/read/prometheus"]
+    listed = subprocess.run(["git", "check-ignore", *names], cwd=REPOSITORY, capture_output=True, text=True)
+    assert listed.stdout.split() == names
+    assert not any("kind: Secret" in path.read_text() for path in (CHART / "templates").iterdir())

@@ -135,7 +135,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     require_engine()
-    cluster = Cluster(Rendered("cpu", tmp_path), tmp_path / "secrets")
+    cluster = Cluster(Rendered("cpu"), tmp_path / "secrets")
     try:
         build()
         yield cluster

@@ -1,67 +1,95 @@
-"""deploy/kubernetes as `kubectl apply -k` would send it."""
+"""deploy/kubernetes as a cluster would see it: the chart, and the secrets that are drawn beside it."""
 
 from __future__ import annotations
 
-import base64
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from services.http.tokens import Scope
+from tests.kit.helm import CHART, NAMESPACE, render
 from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
-FOLDER = REPOSITORY / "deploy" / "kubernetes"
 
 Manifest = dict[str, Any]
 
+DEMO: dict[str, str] = yaml.safe_load((CHART / "values.yaml").read_text())["run"]
+OWN_RUN = {"id": "qwen3-math", "model": "models/Qwen3-0.6B", "config": "math.toml"}
+VARIANTS: dict[str, Manifest] = {
+    "cpu": {},
+    "gpu": {**yaml.safe_load((CHART / "values-gpu.yaml").read_text()), "run": OWN_RUN},
+    "all": {
+        "run": OWN_RUN,
+        "inputs": {"claim": "models"},
+        "imagePullPolicy": "IfNotPresent",
+        "imagePullSecrets": [{"name": "registry"}],
+        "rollout": {
+            "settings": {
+                "engine": "sglang",
+                "max_batch": 96,
+                "client_share": 0.5,
+                "drain_s": 119.5,
+                "sglang": {"tp": 2},
+            },
+            "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+            "affinity": {"nodeAffinity": {}},
+        },
+        "scaling": {"enabled": True, "samplesPerJob": 16, "namespace": "autoscaling"},
+        "trainer": {
+            "settings": {"steps": 3_000_000, "weights": {"route": "distributed"}},
+            "egress": [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"port": 443}]}],
+            "nodeSelector": {"pool": "gpu"},
+            "volume": {"storageClass": "fast"},
+        },
+        "prometheus": {"enabled": True, "namespace": "observed", "labels": {"release": "prometheus"}},
+        "restart": "2",
+    },
+}
+"""Values: the defaults, those of values-gpu.yaml, and everything that can be switched on."""
 
-def renderer() -> list[str]:
-    """Skips the test, and says so, where there is neither command; the base is checked without."""
-    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
-        if shutil.which(command[0]):
-            return command
-    pytest.skip("NOT TESTED: neither kustomize nor kubectl here")
 
-
-def copy_of(overlay: str, folder: Path) -> Path:
-    """The overlay in a copy of all that it is made of, without secrets."""
-    for source in (FOLDER, FOLDER.parent / "redis"):
-        shutil.copytree(source, folder / source.name, ignore=lambda _, names: {".env", ".secrets"} & set(names))
-    return folder / FOLDER.name / "overlays" / overlay
+def secrets() -> list[Manifest]:
+    """Newly drawn."""
+    command = ["deploy/secrets.sh", "--kubernetes", NAMESPACE]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=WITHIN_S)
+    return list(yaml.safe_load_all(done.stdout))
 
 
 class Rendered:
-    def __init__(self, overlay: str, folder: Path) -> None:
-        """Rendered in a copy in `folder`, with secrets of its own."""
-        command = renderer()
-        copy = copy_of(overlay, folder)
-        subprocess.run([REPOSITORY / "deploy" / "secrets.sh", copy], check=True, capture_output=True, timeout=WITHIN_S)
-        done = subprocess.run([*command, str(copy)], capture_output=True, text=True, timeout=WITHIN_S)
-        assert done.returncode == 0, done.stderr
-        self.overlay = overlay
-        self.manifests: list[Manifest] = list(yaml.safe_load_all(done.stdout))
+    """`overlay`: values of the user's, over those of the variant."""
+
+    def __init__(self, variant: str = "cpu", overlay: Manifest | None = None) -> None:
+        self.variant = variant
+        values = VARIANTS[variant] | (overlay or {})
+        self.run: dict[str, str] = values.get("run", DEMO)
+        self.texts = render(values)
+        files = [text for name, text in self.texts.items() if name.endswith(".yaml")]
+        self.manifests = [one for text in files for one in yaml.safe_load_all(text) if one]
+        self.manifests += secrets()
 
     def all(self, *kinds: str) -> list[Manifest]:
         return [manifest for manifest in self.manifests if manifest["kind"] in kinds]
 
-    def one(self, kind: str, prefix: str) -> Manifest:
-        (found,) = [manifest for manifest in self.all(kind) if manifest["metadata"]["name"].startswith(prefix)]
+    def one(self, kind: str, name: str) -> Manifest:
+        (found,) = [manifest for manifest in self.all(kind) if manifest["metadata"]["name"] == name]
         return found
+
+    def workloads(self) -> dict[str, Manifest]:
+        """By the label `app` of their pods."""
+        found = self.all("Deployment", "StatefulSet", "Job")
+        return {one["spec"]["template"]["metadata"]["labels"]["app"]: one for one in found}
 
     def pods(self) -> dict[str, Manifest]:
         """Spec of every workload's pods."""
-        workloads = self.all("Deployment", "StatefulSet", "Job")
-        return {workload["metadata"]["name"]: workload["spec"]["template"]["spec"] for workload in workloads}
+        return {app: workload["spec"]["template"]["spec"] for app, workload in self.workloads().items()}
 
     def container(self, pod: str, name: str) -> Manifest:
         spec = self.pods()[pod]
-        (found,) = [one for one in spec["containers"] + spec.get("initContainers", []) if one["name"] == name]
+        (found,) = [one for one in spec["containers"] + (spec.get("initContainers") or []) if one["name"] == name]
         return dict(found)
 
     def environment(self, pod: str, name: str) -> dict[str, str]:
@@ -76,11 +104,10 @@ class Rendered:
 
     def secret(self, name: str) -> dict[str, str]:
         """What a volume of this secret holds, by file name."""
-        data = self.one("Secret", name)["data"]
-        return {key: base64.b64decode(value).decode() for key, value in data.items()}
+        return dict(self.one("Secret", name)["stringData"])
 
     def token(self, scope: Scope) -> str:
-        """Of the caller that the overlay draws one for."""
+        """Of the caller that one is drawn for."""
         (token,) = self.secret(f"tokens-{scope}").values()
         return token
 
@@ -104,7 +131,5 @@ class Rendered:
         return {}
 
     def _referenced(self, source: Manifest) -> str:
-        ((kind, reference),) = source.items()
-        if kind == "secretKeyRef":
-            return self.secret(reference["name"])[reference["key"]]
-        return str(self.one("ConfigMap", reference["name"])["data"][reference["key"]])
+        reference = source["secretKeyRef"]
+        return self.secret(reference["name"])[reference["key"]]

@@ -1,0 +1,112 @@
+{{/* What every pod has: no rights in the cluster, and those of the label `restricted` in its own. */}}
+{{- define "dvp.pod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .user }}
+  runAsGroup: {{ .user }}
+  fsGroup: {{ .user }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "dvp.podMetadata" -}}
+labels: {app: {{ .app }}}
+{{- with .root.Values.restart }}
+annotations: {dvp-rl/restart: {{ . | quote }}}
+{{- end }}
+{{- end }}
+
+{{/* Where its pods may run, of `rollout` or `trainer`. */}}
+{{- define "dvp.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{ toJson . }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{ toJson . }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{ toJson . }}
+{{- end }}
+{{- end }}
+
+{{- define "dvp.image" -}}
+image: {{ .image }}
+{{- with .root.Values.imagePullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "dvp.hardened" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Settings as environment variables: {model: {device: cuda}} is PREFIX__MODEL__DEVICE=cuda. */}}
+{{- define "dvp.settings" -}}
+{{- $prefix := .prefix }}
+{{- range $name, $value := .settings }}
+{{- $variable := printf "%s__%s" $prefix (upper $name) }}
+{{- if kindIs "map" $value }}
+{{- include "dvp.settings" (dict "prefix" $variable "settings" $value) }}
+{{- else }}
+- {name: {{ $variable }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The network interface on which trainer and replicas meet to send weights, where trainer.settings say that they do. */}}
+{{- define "dvp.interface" -}}
+{{- if eq (dig "weights" "route" "" .Values.trainer.settings) "distributed" -}}
+{{ dig "weights" "interface" "eth0" .Values.trainer.settings }}
+{{- end }}
+{{- end }}
+
+{{/* The inputs in a pod: a volume, and with an image what copies them into it. */}}
+{{- define "dvp.inputsVolume" -}}
+{{- if .Values.inputs.claim -}}
+- name: inputs
+  persistentVolumeClaim: {claimName: {{ .Values.inputs.claim }}, readOnly: true}
+{{- else -}}
+- {name: inputs, emptyDir: {sizeLimit: {{ .Values.inputs.size }}}}
+{{- end }}
+{{- end }}
+
+{{- define "dvp.inputsCopy" -}}
+{{- if not .Values.inputs.claim -}}
+- name: inputs
+  {{- include "dvp.image" (dict "root" . "image" .Values.inputs.image) | nindent 2 }}
+  command: [cp, -r, /inputs/., /target]
+  resources:
+    requests: {cpu: 100m, memory: 64Mi, ephemeral-storage: {{ .Values.inputs.size }}}
+    limits: {cpu: "1", memory: 256Mi, ephemeral-storage: {{ .Values.inputs.size }}}
+  {{- include "dvp.hardened" . | nindent 2 }}
+  volumeMounts:
+    - {name: inputs, mountPath: /target}
+{{- end }}
+{{- end }}
+
+{{/* A claim that stays when the release is gone. */}}
+{{- define "dvp.claim" -}}
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: {{ .name }}
+  annotations: {helm.sh/resource-policy: keep}
+spec:
+  {{- include "dvp.claimSpec" .volume | nindent 2 }}
+{{- end }}
+
+{{- define "dvp.claimSpec" -}}
+accessModes: [ReadWriteOnce]
+{{- with .storageClass }}
+storageClassName: {{ . }}
+{{- end }}
+resources: {requests: {storage: {{ .size }}}}
+{{- end }}
