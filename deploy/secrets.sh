@@ -8,6 +8,7 @@
 # deploy/secrets.sh --kubernetes NAMESPACE | kubectl create -f -
 #     the namespace, a secret `redis` with passwords, a secret tokens-SCOPE for each scope
 set -eu
+folder=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 callers="operate/operator rollout/client read/prometheus weights/replica"
 
 draw() {
@@ -20,17 +21,17 @@ secret() {
     echo "---"
     echo "apiVersion: v1"
     echo "kind: Secret"
-    echo "metadata: {name: $1, namespace: $namespace}"
+    echo "metadata: {name: $1, namespace: \"$namespace\"}"
     echo "stringData:"
 }
 
 manifests() {
     echo "apiVersion: v1"
     echo "kind: Namespace"
-    echo "metadata: {name: $namespace, labels: {pod-security.kubernetes.io/enforce: restricted}}"
+    echo "metadata: {name: \"$namespace\", labels: {pod-security.kubernetes.io/enforce: restricted}}"
     secret redis
     echo "  SCALER_REDIS_USER: scaler"
-    users=$(sed -n 's/^user \([a-z]*\) .*/\1_/p' "${0%/*}/redis/users.conf") || exit
+    users=$(sed -n 's/^user \([a-z]*\) .*/\1_/p' "$folder/redis/users.conf") || exit
     for user in '' $(echo "$users" | tr a-z A-Z); do
         drawn=$(draw) || exit
         echo "  ${user}REDIS_PASSWORD: \"$drawn\""

@@ -107,6 +107,9 @@ def test_schemas_refuse_what_is_mistyped(everything: Rendered, name: str, old: s
         ({"rollout": {"cache": "5 GB"}}, "at '/rollout/cache'"),
         ({"rollout": {"resources": {"limits": {"ephemeral-storage": None}}}}, "'ephemeral-storage'"),
         ({"rollout": {"settings": {"max_batch": None}}}, "missing property 'max_batch'"),
+        ({"rollout": {"strategy": {"type": "Recreate"}}}, "'type' not allowed"),
+        ({"scaling": {"minReplicas": 0}}, "at '/scaling/minReplicas'"),
+        ({"scaling": {"enabled": True, "minReplicas": 9}}, "scaling.minReplicas is larger than scaling.maxReplicas"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(values: Manifest, message: str) -> None:
@@ -118,16 +121,30 @@ def test_values_that_cannot_be_are_refused_by_name(values: Manifest, message: st
 def test_what_the_chart_sets_cannot_be_set_again(pod: str) -> None:
     """Two variables of one name: which one counts depends on who applies them."""
     prefix = {"rollout": "DVP_ROLLOUT__", "trainer": "DVP_TRAIN__"}[pod]
-    rendered = Rendered("cpu", {pod: {"settings": {"max_batch": 8} if pod == "rollout" else {}}})
-    free = {"ENGINE", "DEVICE", "DTYPE", "MAX_BATCH", "THREADS", "DRAIN_S", "LEASE_S"}
-    names = {name.removeprefix(prefix) for name in rendered.environment(pod, pod) if name.startswith(prefix)} - free
-    assert len(names) > 6
-    for name in names:
-        settings: Manifest | str = "own"
-        for part in reversed(name.lower().split("__")):
-            settings = {part: settings}
-        with pytest.raises(HelmError, match=f"/{pod}/settings/{name.lower().replace('__', '/')}.*set by the chart"):
-            render({pod: {"settings": settings}})
+    settings = yaml.safe_load((CHART / "values.yaml").read_text())[pod]["settings"]
+    free = {prefix + name.upper() for name in settings}
+    taken = {name for name in Rendered().environment(pod, pod) if name.startswith(prefix)} - free
+    assert len(taken) > 6
+    for name in taken:
+        value: Manifest | str = "own"
+        for part in reversed(name.removeprefix(prefix).lower().split("__")):
+            value = {part: value}
+        with pytest.raises(HelmError, match=f"{name} is set by the chart, or twice: .* {pod}.settings or {pod}.env"):
+            render({pod: {"settings": value}})
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"settings": {"RUN_ID": "x"}}, "DVP_ROLLOUT__RUN_ID"),
+        ({"settings": {"weights__cache": "/x"}}, "DVP_ROLLOUT__WEIGHTS__CACHE"),
+        ({"settings": {"threads": 2}, "env": [{"name": "DVP_ROLLOUT__THREADS", "value": "3"}]}, "DVP_ROLLOUT__THREADS"),
+        ({"env": [{"name": "PYTHONPATH", "value": "/x"}]}, "PYTHONPATH"),
+    ],
+)
+def test_no_variable_is_set_twice(values: Manifest, name: str) -> None:
+    with pytest.raises(HelmError, match=f"{name} is set by the chart, or twice"):
+        render({"rollout": values})
 
 
 def test_settings_become_the_variables_of_their_service(everything: Rendered) -> None:
@@ -136,6 +153,24 @@ def test_settings_become_the_variables_of_their_service(everything: Rendered) ->
     assert replica["DVP_ROLLOUT__SGLANG__TP"] == "2"
     assert replica["NCCL_DEBUG"] == "WARN", "from env"
     assert trainer["DVP_TRAIN__STEPS"] == "3000000", "Helm reads numbers as floats"
+    unset = Rendered("cpu", {"rollout": {"settings": {"threads": None, "max_context": None}}})
+    assert not {"DVP_ROLLOUT__THREADS", "DVP_ROLLOUT__MAX_CONTEXT"} & unset.environment("rollout", "rollout").keys()
+
+
+def test_texts_stay_texts() -> None:
+    """A number in their place is refused by the API."""
+    values: Manifest = {
+        "inputs": {"claim": "123"},
+        "redis": {"maxmemory": "2147483648"},
+        "trainer": {"volume": {"storageClass": "1"}},
+        "dns": {"addresses": ["::/0"]},
+        "run": {"id": "7", "model": "8", "config": "9"},
+        "restart": 3,
+    }
+    rendered = Rendered("cpu", values)
+    for manifest in rendered.manifests:
+        check(manifest, VERSIONS[-1])
+    assert rendered.environment("rollout", "rollout")["DVP_ROLLOUT__RUN_ID"] == "7"
 
 
 def test_the_example_of_the_readme_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +330,28 @@ def test_no_replica_is_killed_for_what_it_waits_for(rendered: Rendered) -> None:
 
 
 @EVERY_VARIANT
+def test_the_broker_is_asked_as_beside_compose(rendered: Rendered, tmp_path: Path) -> None:
+    """tests/integration/transport/test_ping.py says what is answered."""
+    broker = rendered.container("redis", "redis")
+    asked = {key: broker[key]["exec"]["command"] for key in broker if key.endswith("Probe")}
+    ping = "/etc/dvp-redis/ping.sh"
+    alive, ready = ["sh", ping, "alive"], ["sh", ping, "ready"]
+    assert asked == {"startupProbe": alive, "livenessProbe": alive, "readinessProbe": ready}
+    rendered.mount("redis", "redis", tmp_path)
+    redis = REPOSITORY / "deploy" / "redis"
+    mounted = tmp_path / "etc" / "dvp-redis"
+    assert {one.name: one.read_text() for one in mounted.iterdir()} == {
+        one.name: one.read_text() for one in redis.iterdir()
+    }
+    assert (
+        ready
+        == yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]["redis"]["healthcheck"]["test"][
+            1:
+        ]
+    )
+
+
+@EVERY_VARIANT
 def test_the_monitor_understands_its_environment(rendered: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = MonitorSettings.load(given(rendered, "monitor", "monitor", monkeypatch))
     assert (settings.port, settings.run_id) == (8080, rendered.run["id"])
@@ -392,13 +449,12 @@ def test_a_new_start_of_the_broker_replaces_it(tmp_path: Path) -> None:
     """Nobody reads a mounted file again."""
     chart = tmp_path / "chart"
     shutil.copytree(CHART, chart)
-    with (chart / "files" / "users.conf").open("a") as users:
+    with (chart / "files" / "redis" / "users.conf").open("a") as users:
         users.write("# another rule\n")
-    started = [
-        yaml.safe_load_all(render({}, folder)["dvp-rl/templates/redis.yaml"]).__next__() for folder in (CHART, chart)
-    ]
-    annotations = [one["spec"]["template"]["metadata"]["annotations"] for one in started]
-    assert annotations[0] != annotations[1]
+    before, after = (render({}, folder)["dvp-rl/templates/redis.yaml"] for folder in (CHART, chart))
+    pods = [next(yaml.safe_load_all(text))["spec"]["template"] for text in (before, after)]
+    assert pods[0]["metadata"] != pods[1]["metadata"]
+    assert pods[0]["spec"] == pods[1]["spec"]
 
 
 def test_secrets_are_drawn_for_each_namespace_anew() -> None:
@@ -522,10 +578,13 @@ def test_prometheus_finds_every_pod_and_is_let_in(everything: Rendered) -> None:
 
 
 def test_alerts_are_those_of_compose_for_this_namespace(everything: Rendered) -> None:
-    alerts = (REPOSITORY / "deploy" / "prometheus" / "alerts.yml").read_text()
-    own = alerts.replace('up{job="monitor"}', f'up{{job="monitor",namespace="{NAMESPACE}"}}')
-    assert own != alerts
-    assert everything.one("PrometheusRule", "dvp-rl")["spec"] == yaml.safe_load(own)
+    """One Prometheus may see several: each release's rules look at their own."""
+    spec = everything.one("PrometheusRule", "dvp-rl")["spec"]
+    for rule in spec["groups"][0]["rules"]:
+        own, rest = re.subn(f'namespace="{NAMESPACE}",?', "", rule["expr"])
+        assert rest == len(re.findall(r"(?:up|dvp_\w+)\b", own)) == 1, rule["expr"]
+        rule["expr"] = own.replace("{}", "")
+    assert spec == yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "alerts.yml").read_text())
 
 
 def test_ways_out_are_those_that_were_asked_for(everything: Rendered) -> None:

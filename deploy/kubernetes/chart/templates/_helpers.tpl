@@ -35,7 +35,7 @@ affinity: {{ toJson . }}
 {{- end }}
 
 {{- define "dvp.image" -}}
-image: {{ .image }}
+image: {{ .image | quote }}
 {{- with .root.Values.imagePullPolicy }}
 imagePullPolicy: {{ . }}
 {{- end }}
@@ -48,14 +48,31 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* Settings as environment variables: {model: {device: cuda}} is PREFIX__MODEL__DEVICE=cuda. */}}
+{{/* The environment of `rollout` or `trainer`: the chart's variables, then its own settings and variables, each name once:
+  of two, which one counts would depend on who applies them. */}}
+{{- define "dvp.env" -}}
+{{- $entries := list .fixed (include "dvp.settings" (dict "prefix" .prefix "settings" .settings)) }}
+{{- with .env }}
+{{- $entries = append $entries (toYaml .) }}
+{{- end }}
+{{- $seen := dict }}
+{{- range join "\n" $entries | fromYamlArray }}
+{{- if hasKey $seen .name }}
+{{- fail (printf "%s is set by the chart, or twice: take it out of %s.settings or %s.env" .name $.of $.of) }}
+{{- end }}
+{{- $_ := set $seen .name true }}
+{{- end }}
+{{- join "\n" $entries }}
+{{- end }}
+
+{{/* Settings as environment variables: {model: {device: cuda}} is PREFIX__MODEL__DEVICE=cuda. None is no setting. */}}
 {{- define "dvp.settings" -}}
 {{- $prefix := .prefix }}
 {{- range $name, $value := .settings }}
 {{- $variable := printf "%s__%s" $prefix (upper $name) }}
 {{- if kindIs "map" $value }}
 {{- include "dvp.settings" (dict "prefix" $variable "settings" $value) }}
-{{- else }}
+{{- else if not (kindIs "invalid" $value) }}
 - {name: {{ $variable }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
 {{- end }}
 {{- end }}
@@ -72,7 +89,7 @@ securityContext:
 {{- define "dvp.inputsVolume" -}}
 {{- if .Values.inputs.claim -}}
 - name: inputs
-  persistentVolumeClaim: {claimName: {{ .Values.inputs.claim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .Values.inputs.claim | quote }}, readOnly: true}
 {{- else -}}
 - {name: inputs, emptyDir: {sizeLimit: {{ .Values.inputs.size }}}}
 {{- end }}
@@ -106,7 +123,7 @@ spec:
 {{- define "dvp.claimSpec" -}}
 accessModes: [ReadWriteOnce]
 {{- with .storageClass }}
-storageClassName: {{ . }}
+storageClassName: {{ . | quote }}
 {{- end }}
 resources: {requests: {storage: {{ .size }}}}
 {{- end }}

@@ -1,1 +1,0 @@
-../../../redis/start.sh
