@@ -11,6 +11,7 @@ import pytest
 
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import reconcile
+from services.contract.errors import UnavailableError
 from trainer.reporting import read_metrics
 
 from .stack import BUILD_S, Stack, clone, require_engine, running
@@ -43,6 +44,15 @@ def backup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def has_result(stack: Stack) -> bool:
+    """False while there is no replica to ask."""
+    with stack.client() as client:
+        try:
+            return client.job("answered").group is not None
+        except UnavailableError:
+            return False
+
+
 def test_a_backup_is_for_its_owner_only(backup: Path) -> None:
     assert backup.stat().st_mode & 0o077 == 0
     assert not list(backup.parent.glob("*.partial"))
@@ -62,8 +72,7 @@ def test_what_was_saved_goes_on_elsewhere(backup: Path, tmp_path: Path) -> None:
         assert "dvp-manifest.json" in stack.compose(*names, "ls /weights/*/*")
         stack.compose(*names, "rm -r /weights/*")
         stack.compose("up", "-d", "--build", timeout=BUILD_S)
-        with stack.client() as client:
-            assert client.job("answered").group is not None
+        stack.wait_until(lambda: has_result(stack), "a replica has weights again, and the result", TRAINING_S)
         changes = json.loads(stack.compose("run", "--rm", "queue", "audit", "--json"))
         assert "to be remembered" in json.dumps(changes)
         (trainer,) = stack.containers("trainer")
