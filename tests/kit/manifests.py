@@ -107,7 +107,7 @@ class Rendered:
         return dict(self.one("Secret", name)["stringData"])
 
     def token(self, scope: Scope) -> str:
-        """Of the caller that one is drawn for."""
+        """That of the only caller drawn for the scope."""
         (token,) = self.secret(f"tokens-{scope}").values()
         return token
 

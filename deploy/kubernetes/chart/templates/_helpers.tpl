@@ -1,4 +1,4 @@
-{{/* What every pod has: no rights in the cluster, and those of the label `restricted` in its own. */}}
+{{/* What every pod has: no rights in the cluster, and no more on its node than the label `restricted` allows. */}}
 {{- define "dvp.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -21,7 +21,7 @@ annotations: {dvp-rl/restart: {{ . | quote }}}
 {{- end }}
 {{- end }}
 
-{{/* Where its pods may run, of `rollout` or `trainer`. */}}
+{{/* Which nodes take the pods of `rollout` or `trainer`. */}}
 {{- define "dvp.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -65,7 +65,7 @@ securityContext:
 {{- join "\n" $entries }}
 {{- end }}
 
-{{/* Settings as environment variables: {model: {device: cuda}} is PREFIX__MODEL__DEVICE=cuda. None is no setting. */}}
+{{/* Settings as environment variables: {model: {device: cuda}} is PREFIX__MODEL__DEVICE=cuda. null sets nothing. */}}
 {{- define "dvp.settings" -}}
 {{- $prefix := .prefix }}
 {{- range $name, $value := .settings }}
