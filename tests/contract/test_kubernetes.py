@@ -106,7 +106,7 @@ def test_schemas_refuse_what_is_mistyped(everything: Rendered, name: str, old: s
         ({"dns": {"namespaces": []}}, "at '/dns/namespaces'"),
         ({"rollout": {"cache": "5 GB"}}, "at '/rollout/cache'"),
         ({"rollout": {"resources": {"limits": {"ephemeral-storage": None}}}}, "'ephemeral-storage'"),
-        ({"rollout": {"settings": {"max_batch": None}}}, "missing property 'max_batch'"),
+        *(({"rollout": {"settings": {name: None}}}, f"'{name}'") for name in ("max_batch", "client_share", "drain_s")),
         ({"rollout": {"strategy": {"type": "Recreate"}}}, "'type' not allowed"),
         ({"scaling": {"minReplicas": 0}}, "at '/scaling/minReplicas'"),
         ({"scaling": {"enabled": True, "minReplicas": 9}}, "scaling.minReplicas is larger than scaling.maxReplicas"),
@@ -499,11 +499,21 @@ def test_replicas_scale_with_the_jobs_that_exist(everything: Rendered) -> None:
     assert "replicas" not in everything.one("Deployment", "rollout")["spec"], "each upgrade would undo KEDA's choice"
 
 
+def test_zero_is_a_value() -> None:
+    rendered = Rendered(
+        "cpu", {"scaling": {"enabled": True}, "rollout": {"settings": {"drain_s": 0, "client_share": 0}}}
+    )
+    assert rendered.pods()["rollout"]["terminationGracePeriodSeconds"] == 45
+    triggers = rendered.one("ScaledObject", "rollout")["spec"]["triggers"]
+    assert triggers[1]["metadata"]["streamLength"] == "1", "KEDA divides by it"
+
+
 def test_replicas_scale_as_their_defaults_say() -> None:
     rendered = Rendered("cpu", {"scaling": {"enabled": True}})
     triggers = rendered.one("ScaledObject", "rollout")["spec"]["triggers"]
     at_once = int(rendered.environment("rollout", "rollout")["DVP_ROLLOUT__MAX_BATCH"]) // SamplingSection().n
-    share = RolloutSettings.model_fields["client_share"].default
+    share = float(rendered.environment("rollout", "rollout")["DVP_ROLLOUT__CLIENT_SHARE"])
+    assert share == RolloutSettings.model_fields["client_share"].default
     assert [int(trigger["metadata"]["streamLength"]) for trigger in triggers] == [at_once, share * at_once]
 
 

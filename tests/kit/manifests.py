@@ -60,7 +60,7 @@ def secrets() -> list[Manifest]:
 
 
 class Rendered:
-    """`overlay`: values of the user's, over those of the variant."""
+    """`overlay`: values in the place of the variant's, by their names at the top."""
 
     def __init__(self, variant: str = "cpu", overlay: Manifest | None = None) -> None:
         self.variant = variant
@@ -89,7 +89,7 @@ class Rendered:
 
     def container(self, pod: str, name: str) -> Manifest:
         spec = self.pods()[pod]
-        (found,) = [one for one in spec["containers"] + (spec.get("initContainers") or []) if one["name"] == name]
+        (found,) = [one for one in spec["containers"] + spec.get("initContainers", []) if one["name"] == name]
         return dict(found)
 
     def environment(self, pod: str, name: str) -> dict[str, str]:

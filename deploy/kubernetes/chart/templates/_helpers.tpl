@@ -16,9 +16,8 @@ securityContext:
 
 {{- define "dvp.podMetadata" -}}
 labels: {app: {{ .app }}}
-{{- with .root.Values.restart }}
-annotations: {dvp-rl/restart: {{ . | quote }}}
-{{- end }}
+annotations:
+  dvp-rl/restart: {{ .root.Values.restart | quote }}
 {{- end }}
 
 {{/* Which nodes take the pods of `rollout` or `trainer`. */}}
