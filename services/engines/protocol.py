@@ -65,12 +65,19 @@ class Recovering(Protocol):
         """Returns when there is no outage."""
 
 
+async def recovered(engine: Engine) -> None:
+    """Returns when it has no outage."""
+    if isinstance(engine, Recovering):
+        await engine.recovered()
+
+
 @runtime_checkable
 class Receiving(Protocol):
     """What an engine adds that takes weights from a process group."""
 
     def transfer_request(self, version: str) -> TransferRequest:
-        """What to ask the trainer for. Raises WeightError if this engine, as it was started, can only read folders."""
+        """What to ask the trainer for. Raises WeightError if this engine, as it was started, can only read folders, and
+        UnavailableError while it has an outage."""
 
     async def receive(self, offer: Offer) -> None:
         """`Engine.load` from where the offer says. Raises WeightError; what is served then is `version`, which can be

@@ -339,6 +339,7 @@ class SglangEngine:
             raise WeightError("the server at sglang.url can only load folders: this replica could not restart it")
         if self._dp > 1:
             raise WeightError(f"sglang.dp {self._dp}: SGLang can be sent weights with 1 only; start more replicas")
+        self._check_running()
         return TransferRequest(id=uuid4().hex, version=version, receivers=self._tp, device=self._server.device)
 
     async def receive(self, offer: Offer) -> None:

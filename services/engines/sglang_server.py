@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.cancellation import finished
 from services.contract.errors import ConfigError
 from services.ports import HOST, ReservedPort
 
@@ -200,7 +201,7 @@ class LocalServer:
         """Ends its processes."""
         process, self._process = self._process, None
         if process is not None:
-            await _kill(process)
+            await finished(_kill(process))
         if self._scratch is not None:
             self._scratch.cleanup()
 

@@ -9,7 +9,7 @@ from functools import partial
 from services.contract.errors import EngineError
 from services.contract.group import Group, Sample
 from services.contract.job import Job, Sink
-from services.engines.protocol import Engine, Recovering
+from services.engines.protocol import Engine, Recovering, recovered
 from services.engines.seeds import alone
 
 from .admission import Slots
@@ -36,8 +36,7 @@ class Replica:
 
     async def recovered(self) -> None:
         """Returns when there is no outage."""
-        if isinstance(self.engine, Recovering):
-            await self.engine.recovered()
+        await recovered(self.engine)
 
     async def generate(self, job: Job, timeout_s: float) -> Group:
         """The finished group. Raises RequestError, EngineError (also when the engine takes longer than `timeout_s`)."""

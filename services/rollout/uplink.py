@@ -81,7 +81,6 @@ class Uplink:
             self._swap,
             queue,
             slots.clients if clients else slots.training,
-            WeightRegistry(broker),
             lease_s=settings.lease_s,
             job_timeout_s=settings.job_timeout_s,
         )

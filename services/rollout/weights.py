@@ -7,10 +7,10 @@ import logging
 import math
 import time
 
-from services.contract.errors import DvpError, UnavailableError, WeightError
+from services.contract.errors import DvpError, WeightError
 from services.contract.http import WeightStatus
 from services.contract.weights import Announcement, WeightRoute, WeightVersion
-from services.engines.protocol import Engine, Receiving
+from services.engines.protocol import Engine, Receiving, recovered
 from services.logs import LogContext
 from services.transport.failpoints import failpoint
 from services.transport.replicas import ReplicaRegistry
@@ -68,20 +68,15 @@ class WeightSwap:
         while self.quarantined:
             await self.change()
 
-    async def reach(self, registry: WeightRegistry, seq: int) -> None:
-        """Returns when the weights served are at least `seq`. The caller bounds the wait.
+    async def reach(self, seq: int) -> None:
+        """Returns when `follow` has loaded weights of at least `seq`. The caller bounds the wait.
 
         Raises WeightError if the newest version cannot be loaded; `follow` goes on trying.
         """
         while self.seq < seq:
             if self._error is not None and self._newest is not None and self._newest.seq >= seq:
                 raise WeightError(self._error)
-            try:
-                await self.refresh(registry)
-            except UnavailableError as error:
-                logger.warning("waiting for weights of seq %d: %s", seq, error)
-            if self.seq < seq:
-                await self.change()
+            await self.change()
 
     async def refresh(self, registry: WeightRegistry) -> WeightStatus:
         """Loads the newest version now. Raises WeightError, UnavailableError."""
@@ -91,24 +86,29 @@ class WeightSwap:
         return self.status
 
     async def follow(self, registry: WeightRegistry) -> None:
-        """One round: waits for a newer version and loads it. A version that failed is tried again after a growing
-        pause, or replaced at once when another one is announced."""
+        """One round: waits for a newer version, and for an engine to load it. A version that failed is tried again
+        after a growing pause, or replaced at once when another one is announced."""
         if self._error is None or self._newest is None:
             newest = await registry.wait_newer(self.seq, BLOCK_MS)
         else:
             newest = await registry.wait_newer(self._newest.seq, self._patience_ms) or self._newest
         if newest is None:
             return
+        self._notice(newest)
+        await recovered(self._engine)
         try:
             await self._swap(newest, registry)
             self._patience_ms = MIN_PATIENCE_MS
         except WeightError:
             self._patience_ms = min(2 * self._patience_ms, MAX_PATIENCE_MS)
 
+    def _notice(self, announcement: Announcement) -> None:
+        if self._newest is None or announcement.seq >= self._newest.seq:
+            self._newest = announcement
+
     async def _swap(self, announcement: Announcement, registry: WeightRegistry) -> None:
         async with self._lock:
-            if self._newest is None or announcement.seq >= self._newest.seq:
-                self._newest = announcement
+            self._notice(announcement)
             if announcement.seq <= self.seq:
                 self._error = None
                 return

@@ -13,7 +13,6 @@ from services.cancellation import cancel
 from services.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError, WeightError
 from services.contract.group import Group
 from services.transport.jobs import JobQueue, Lease
-from services.transport.weights import WeightRegistry
 
 from .admission import Side
 from .loops import MAX_DELAY_S, keep_doing, outlast
@@ -38,7 +37,6 @@ class Worker:
         swap: WeightSwap,
         queue: JobQueue,
         side: Side,
-        registry: WeightRegistry,
         *,
         lease_s: float,
         job_timeout_s: float,
@@ -47,7 +45,6 @@ class Worker:
         self._swap = swap
         self._queue = queue
         self._side = side
-        self._registry = registry
         self._lease_s = lease_s
         self._job_timeout_s = job_timeout_s
         self._running: dict[asyncio.Task[None], Lease] = {}
@@ -176,7 +173,7 @@ class Worker:
             start = time.monotonic()
             try:
                 async with asyncio.timeout(patience):
-                    await self._swap.reach(self._registry, job.min_seq)
+                    await self._swap.reach(job.min_seq)
                     await self._swap.wait_allowed()
             except TimeoutError:
                 reason = self._swap.status.error or "none was announced"

@@ -30,6 +30,7 @@ from services.http.server import bound, http_server
 from services.logs import LogContext
 from services.rollout import worker as worker_module
 from services.rollout.admission import Slots
+from services.rollout.loops import keep_doing
 from services.rollout.metrics import Metrics
 from services.rollout.prompts import Prompts
 from services.rollout.replica import Replica
@@ -79,14 +80,10 @@ async def working(
     swap = WeightSwap(engine, WeightFolders(cache or WeightCache(model / "unused")), metrics, LogContext())
     queue = JobQueue(broker, replica_id, lease_ms=int(lease_s * 1000), max_deliveries=max_deliveries)
     registry = WeightRegistry(broker)
-    worker = Worker(replica, swap, queue, slots.training, registry, lease_s=lease_s, job_timeout_s=job_timeout_s)
+    worker = Worker(replica, swap, queue, slots.training, lease_s=lease_s, job_timeout_s=job_timeout_s)
     worker.start()
 
-    async def follow() -> None:
-        while True:
-            await swap.follow(registry)
-
-    follower = asyncio.create_task(follow()) if following else None
+    follower = asyncio.create_task(keep_doing("following", lambda: swap.follow(registry))) if following else None
     try:
         yield Running(worker, swap, slots, queue)
     finally:
@@ -342,12 +339,47 @@ async def test_a_job_that_wants_newer_weights_keeps_its_lease_and_waits(
         assert delivery.item.samples[0].versions[0].version == announcement.version
 
 
-async def test_a_job_can_bring_the_news_of_new_weights(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
-    async with working(broker, fake(broker), model, following=False) as running:
+class Falls(FakeEngine):
+    """Dies at the first swap, and comes back when told to."""
+
+    outage = ""
+    loads = 0
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version=version)
+        self.back = asyncio.Event()
+
+    async def recovered(self) -> None:
+        if self.outage:
+            await self.back.wait()
+            self.outage = ""
+
+    async def load(self, folder: Path, version: str) -> None:
+        self.loads += 1
+        if self.loads == 1:
+            self.outage = "killed"
+        if self.outage:
+            raise UnavailableError(self.outage)
+        await super().load(folder, version)
+
+
+async def test_an_outage_is_waited_for_however_many_jobs_want_new_weights(
+    broker: Broker, fence: int, model: Path, tmp_path: Path
+) -> None:
+    engine = Falls(f"{broker.run_id}:0:aa")
+    names = [f"eager-{number}" for number in range(8)]
+    async with working(broker, engine, model) as running:
+        for name in names:
+            await submit(broker, fence, job(broker.run_id, name, min_seq=1))
+        await until_async(lambda: running.slots.in_flight == len(names))
         announcement = await announce(broker, fence, tmp_path / "v1", model)
-        await submit(broker, fence, job(broker.run_id, "eager", min_seq=announcement.seq))
-        await until_async(lambda: finished(broker, "eager"))
-        assert running.swap.seq == announcement.seq
+        await until_async(lambda: engine.outage)
+        await asyncio.sleep(1)
+        assert engine.loads == 1
+        engine.back.set()
+        for name in names:
+            await until_async(lambda name=name: finished(broker, name))  # type: ignore[misc]
+    assert (running.swap.seq, engine.loads) == (announcement.seq, 2)
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "manifest", "gone", "other"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,11 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.cancellation import cancel
 from services.contract.errors import ConfigError, UnavailableError, WeightError
 from services.engines.sglang import SglangEngine
 from services.engines.sglang_server import Launch, Remote
 from tests.integration.engines.jobs import make_job
 from tests.integration.engines.sglang_process import sglang_python
+from tests.kit.wait import until_async
 
 
 def program(folder: Path, script: str) -> Path:
@@ -34,17 +37,31 @@ async def test_a_server_that_never_gets_ready(models: dict[str, Path], tmp_path:
     engine = SglangEngine(models["even"], Launch(python=python, ready_timeout_s=10))
     with pytest.raises(ConfigError, match=r"(?s)ready_timeout_s = 10 s.*\n  loading since yesterday"):
         await engine.start()
-    pid = int((tmp_path / "pid").read_text())
-    assert not [p for p in psutil.process_iter(["status"]) if p.info["status"] != "zombie" and _group(p) == pid]
+    assert not in_group(int((tmp_path / "pid").read_text()))
     with pytest.raises(UnavailableError):
         await engine.generate(make_job())
     await engine.close()
+
+
+def in_group(leader: int) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["status"]) if p.info["status"] != "zombie" and _group(p) == leader]
 
 
 def _group(process: psutil.Process) -> int:
     with suppress(ProcessLookupError):
         return os.getpgid(process.pid)
     return 0
+
+
+async def test_a_start_that_is_called_off(models: dict[str, Path], tmp_path: Path) -> None:
+    """Again and again, as everything here is that does not end at once. Of the server's helpers none is left either."""
+    python = program(tmp_path, f"sleep 300 & echo $$ > '{tmp_path}/pid'; wait")
+    engine = SglangEngine(models["even"], Launch(python=python))
+    starting = asyncio.create_task(engine.start())
+    await until_async((tmp_path / "pid").exists)
+    await cancel([starting])
+    assert not in_group(int((tmp_path / "pid").read_text()))
+    await engine.close()
 
 
 async def test_a_server_that_ends_at_start(models: dict[str, Path], tmp_path: Path) -> None:
