@@ -1,7 +1,8 @@
 """The distributed weight route: replicas ask for the version announced, and are sent it beside the training.
 
 Each transfer is a process group of its own, trainer and one replica, in a process of its own (sending.py). So a replica
-that joins late asks as all others do, and one that dies costs its own transfer.
+that joins late asks as all others do, and one that dies costs its own transfer. To import torch takes seconds:
+multiprocessing's forkserver does it once, and forks these processes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import multiprocessing.forkserver
 import socket
 import struct
-import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from services.engines.weight_pieces import PIECE_BYTES, pieces
 from services.transport.transfers import Transfers
 
 from .config import WeightsSection
-from .sending import Plan
+from .sending import SENT, Plan, serve
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class Sender:
 
     async def run(self) -> None:
         """For ever. What goes wrong costs a transfer, never the run."""
+        with suppress(OSError):  # the first transfer tries again
+            preload()
         async with asyncio.TaskGroup() as sending:
             while True:
                 try:
@@ -92,10 +95,9 @@ class Sender:
         if request.version != announced.version:
             raise WeightError(f"{announced.version} is the version announced now")
         parts, plan = await self._read(announced), self._plan(request, announced)
-        async with _sending(plan) as process:
-            assert process.stdout is not None, "stdout is a pipe"
+        async with _sending(plan) as link:
             async with asyncio.timeout(START_S):
-                port = await process.stdout.readline()
+                port = await link.readline()
             if port:
                 offer = Offer(
                     version=request.version,
@@ -108,9 +110,9 @@ class Sender:
                 )
                 await self._transfers.answer(request, TransferAnswer(offer=offer))
             async with asyncio.timeout(self._timeout_s):
-                code = await process.wait()
-        if code:
-            raise UnavailableError(f"the sending process ended with {code}, the replica went away or refused it")
+                outcome = await link.read()
+        if outcome != SENT:
+            raise UnavailableError("the sending process ended early: the replica went away or refused it")
 
     async def _read(self, announced: Announcement) -> tuple[Piece, ...]:
         """Reads every byte of a version once, however many replicas want it."""
@@ -135,23 +137,34 @@ class Sender:
         )
 
 
+def preload() -> None:
+    """Starts the process that forks those which send. What they need it imports beside the first step."""
+    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.forkserver.ensure_running()
+
+
 @asynccontextmanager
-async def _sending(plan: Plan) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that sends; nothing of it is left afterwards."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"{__package__}.sending"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None, "stdin is a pipe"
-    process.stdin.write(plan.to_line())
+async def _sending(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
+    """What a process that sends has to say. It ends with the block."""
+    ours, theirs = socket.socketpair()
+    process = multiprocessing.get_context("forkserver").Process(target=serve, args=(plan, theirs), daemon=True)
+
+    def start() -> None:
+        with theirs:
+            try:
+                process.start()
+            except EOFError:
+                raise UnavailableError("the process that forks has ended; the next transfer starts another") from None
+
+    link, writer = await asyncio.open_connection(sock=ours)
     try:
-        yield process
+        async with asyncio.timeout(START_S):
+            await asyncio.to_thread(start)
+        yield link
     finally:
-        if process.returncode is None:
+        writer.close()  # this ends one that starts only now
+        if process.is_alive():
             process.kill()
-        process.stdin.close()
-        await process.communicate()
 
 
 def address_of(interface: str) -> str:

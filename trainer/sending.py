@@ -1,17 +1,16 @@
 """The process that sends one weight version to one replica: rank 0 of a process group that ends with it.
 
-`python -m trainer.sending` reads its Plan as a JSON line, prints the port where it waits, and exits with 0 when
-everything was sent. A process of its own, because a broadcast to somebody who died can only be ended by killing it.
+A process of its own, because a broadcast to somebody who died can only be ended by killing it.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import socket
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,8 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from services.engines.weight_pieces import stretches
 from services.transport.failpoints import failpoint
+
+SENT = b"sent"
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,11 @@ class Plan:
     piece_bytes: int
     timeout_s: float
 
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
 
-
-def main() -> None:
-    plan = Plan(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def serve(plan: Plan, link: socket.socket) -> None:
+    """Writes a line with the port where it waits, and SENT in the end. Ends when the other side hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     for library in ("GLOO", "NCCL"):
         os.environ[f"{library}_SOCKET_IFNAME"] = plan.interface
     # TCPStore would listen on every interface; it takes over a socket that listens on one.
@@ -58,18 +57,18 @@ def main() -> None:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    sys.stdout.write(f"{port}\n")
-    sys.stdout.flush()
+    link.sendall(b"%d\n" % port)
     try:
         send(plan, join(plan, store))
     except RuntimeError as error:  # torch's, for a member that went away
         sys.stderr.write(f"{error}\n")
         os._exit(1)
+    link.sendall(SENT)
     os._exit(0)  # tearing down the group would wait for its members
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
+def _end_with(link: socket.socket) -> None:
+    link.recv(1)
     os._exit(1)
 
 
@@ -97,7 +96,3 @@ def send(plan: Plan, group: ProcessGroup) -> None:
         broadcast(mapped[start:].to(device), src=0, group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ for name in (
     "cost",
     "loop",
     "ranks",
+    "sending",
     "sglang",
     "monitor",
     "tables",

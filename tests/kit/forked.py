@@ -50,9 +50,9 @@ class Service(ForkServerProcess):
         """What it prints goes to the end of `log`, and what it prints on standard error to `errors`, if given.
         `before`, which can be pickled, is called in the new process first."""
         arguments = (module, tuple(argv), environment(**variables), log, errors or log, before)
-        super().__init__(target=_become, args=arguments, daemon=True)
+        super().__init__(target=_become, args=arguments)
         with _lock:
-            _import_everything()
+            import_everything()
             self.start()
 
     def poll(self) -> int | None:
@@ -124,7 +124,7 @@ multiprocessing.util.Finalize(None, end_all, exitpriority=100)
 
 
 @cache
-def _import_everything() -> None:
+def import_everything() -> None:
     """Starts the interpreter that forks."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.kit.preloaded"])
     with patch.dict(os.environ, FEW_THREADS, PYTHONPATH=str(ROOT)):

@@ -14,12 +14,11 @@ from services.engines.sglang import SglangEngine
 from services.engines.sglang_server import Launch
 from services.engines.sglang_wire import EMPTY_PIECE
 from services.transport.broker import Broker
-from services.transport.failpoints import VARIABLE
 from services.transport.transfers import Transfers
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
-from tests.integration.trainer.sending import none_sending, one_stopped, sender
+from tests.integration.trainer.sending import none_sending, one_stopped, sender, stop_at
 
 from .test_swap import back, server_of
 
@@ -123,7 +122,7 @@ async def a_trainer_that_dies(
     engine: SglangEngine, broker: Broker, odd: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a broadcast. The server notices at once and lives."""
-    monkeypatch.setenv(VARIABLE, "send_piece.before:3=kill")
+    stop_at(monkeypatch, "send_piece.before:3=kill")
     server = server_of(engine)
     async with sender(broker, "run:5:odd", odd, piece_bytes=PIECES):
         with pytest.raises(WeightError, match="did not receive run:5:odd"):
@@ -136,7 +135,7 @@ async def a_trainer_that_hangs(
     engine: SglangEngine, broker: Broker, odd: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait is bounded. SGLang cannot be called off, so it is started anew."""
-    monkeypatch.setenv(VARIABLE, "send_piece.before:3=stop")
+    stop_at(monkeypatch, "send_piece.before:3=stop")
     server = server_of(engine)
     async with sender(broker, "run:6:odd", odd, piece_bytes=PIECES):
         with pytest.raises(WeightError, match="is started again"):
@@ -150,7 +149,7 @@ async def a_server_that_dies(
     engine: SglangEngine, broker: Broker, odd: Path, oracles: dict[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a broadcast. The trainer is rid of it in time; what comes back is sent weights as any other."""
-    monkeypatch.setenv(VARIABLE, "send_piece.before:3=stop")
+    stop_at(monkeypatch, "send_piece.before:3=stop")
     async with sender(broker, "run:7:odd", odd, piece_bytes=PIECES, send_timeout_s=LIMIT_S / 2):
         receiving = asyncio.create_task(engine.receive(await asked(engine, broker, "run:7:odd")))
         await one_stopped()
@@ -159,7 +158,7 @@ async def a_server_that_dies(
             await receiving
         await none_sending()
         await back(engine)
-        monkeypatch.delenv(VARIABLE)
+        monkeypatch.undo()
         await serves_even(engine, oracles["even"])
         await engine.receive(await asked(engine, broker, "run:7:odd"))
     assert engine.version == "run:7:odd"

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import socket
 import time
 from asyncio import all_tasks
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from services.cancellation import cancel
 from services.contract.weights import Announcement, WeightRoute
 from services.engines.weight_pieces import PIECE_BYTES
 from services.transport.broker import Broker
+from services.transport.failpoints import VARIABLE
 from services.transport.transfers import Transfers
+from tests.kit.forked import Service, import_everything
 from tests.kit.wait import until_async
 from trainer.config import WeightsSection
 from trainer.sender import SERVING, Sender
+from trainer.sending import Plan, serve
 
 
 @asynccontextmanager
@@ -30,6 +38,7 @@ async def sender(
     )
     weights = WeightsSection(send_timeout_s=send_timeout_s)
     sending = Sender(lambda: announced, Transfers(broker), weights, "cpu", piece_bytes)
+    import_everything()
     running = asyncio.create_task(sending.run())
     try:
         yield
@@ -39,14 +48,17 @@ async def sender(
 
 def sending_processes() -> list[psutil.Process]:
     """Children of this process that send."""
-    return [child for child in psutil.Process().children() if _sends(child)]
+    return [psutil.Process(child.pid) for child in multiprocessing.active_children() if not isinstance(child, Service)]
 
 
-def _sends(child: psutil.Process) -> bool:
-    try:
-        return "trainer.sending" in child.cmdline()
-    except psutil.Error:  # it has ended
-        return False
+def stop_at(monkeypatch: pytest.MonkeyPatch, points: str) -> None:
+    """Sets fail points of processes that send."""
+    monkeypatch.setattr("trainer.sender.serve", partial(_serve_until, points))
+
+
+def _serve_until(points: str, plan: Plan, link: socket.socket) -> None:
+    os.environ[VARIABLE] = points
+    serve(plan, link)
 
 
 async def none_sending() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import multiprocessing
 import os
-import sys
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from uuid import uuid4
 
@@ -22,14 +23,14 @@ from services.contract.errors import ConfigError, UnavailableError, WeightError
 from services.contract.transfer import Offer, TransferRequest
 from services.engines.weight_pieces import pieces, stretches
 from services.transport.broker import Broker
-from services.transport.failpoints import IN_SENDING, VARIABLE
+from services.transport.failpoints import IN_SENDING
 from services.transport.transfers import Transfers
 from tests.kit.models import make_model
-from tests.kit.wait import WITHIN_S
-from trainer.sender import address_of
+from tests.kit.wait import WITHIN_S, until
+from trainer.sender import _sending, address_of
 from trainer.sending import Plan
 
-from .sending import none_sending, sender, sending_processes
+from .sending import none_sending, sender, sending_processes, stop_at
 
 PIECES = 1 << 15
 
@@ -111,12 +112,12 @@ async def test_a_sending_process_that_is_killed_costs_one_transfer(
     broker: Broker, model: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     async with sender(broker, "run:1:aa", model, piece_bytes=PIECES):
-        monkeypatch.setenv(VARIABLE, f"{point}:2=kill")
+        stop_at(monkeypatch, f"{point}:2=kill")
         cut_off = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
         with pytest.raises(RuntimeError):
             await asyncio.to_thread(receive, cut_off)
         await none_sending()
-        monkeypatch.delenv(VARIABLE)
+        monkeypatch.undo()
         offer = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
         found = await asyncio.to_thread(receive, offer)
         await none_sending()
@@ -129,7 +130,7 @@ async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: 
     assert await Transfers(broker).next() is None
 
 
-async def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path) -> None:
+def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path) -> None:
     plan = Plan(
         folder=str(model),
         host=address_of("lo"),
@@ -141,23 +142,45 @@ async def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model:
         piece_bytes=PIECES,
         timeout_s=WITHIN_S,
     )
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trainer.sending"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(plan.to_line())
-    port = int(await process.stdout.readline())
-    sockets = psutil.Process(process.pid).net_connections("inet")
+    ours, theirs = multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("forkserver").Process(target=a_trainer, args=(plan, theirs))
+    trainer.start()
+    assert ours.poll(WITHIN_S)
+    pid, port = ours.recv()
+    sending = psutil.Process(pid)
+    sockets = sending.net_connections("inet")
     listening = {connection.laddr for connection in sockets if connection.status == psutil.CONN_LISTEN}
     assert {address.ip for address in listening} == {"127.0.0.1"}
     assert port in {address.port for address in listening}
-    process.stdin.close()
-    async with asyncio.timeout(WITHIN_S):
-        await process.communicate()
-    assert process.returncode != 0
+    trainer.kill()
+    trainer.join()
+    until(lambda: not sending.is_running(), "it has ended")
+
+
+def a_trainer(plan: Plan, test: Connection) -> None:
+    """Sends to nobody, for ever."""
+
+    async def send() -> None:
+        async with _sending(plan) as link:
+            (process,) = multiprocessing.active_children()
+            test.send((process.pid, int(await link.readline())))
+            await link.read()
+
+    asyncio.run(send())
+
+
+async def test_the_process_that_forks_dies(broker: Broker, model: Path) -> None:
+    """What it has forked goes on; the next transfer starts another."""
+    async with sender(broker, "run:1:aa", model):
+        offer = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
+        (sending,) = sending_processes()
+        parent = sending.parent()
+        assert parent is not None
+        parent.kill()
+        await asyncio.to_thread(receive, offer)
+        await none_sending()
+        offer = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
+        await asyncio.to_thread(receive, offer)
 
 
 def test_an_interface_that_is_not_there() -> None:
