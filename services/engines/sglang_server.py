@@ -140,12 +140,10 @@ class LocalServer:
         self.client = SglangClient(f"http://{HOST}:{port.number}", api_key=api_key, admin_key=admin_key)
         keys = ["--api-key", api_key, "--admin-api-key", admin_key]
         flags = self._launch.flags(folder, version, port.number, self._context_length)
-        self._process = await self._spawn(flags, keys)
-        log.info(
-            "SGLang starts as process %d on port %d, its log is %s", self._process.pid, port.number, self._log_file
-        )
         try:
-            await self._wait_ready(self._process)
+            process = await finished(self._spawn(flags, keys))
+            log.info("SGLang starts as process %d on port %d, its log is %s", process.pid, port.number, self._log_file)
+            await self._wait_ready(process)
         except BaseException:
             await self.stop()
             raise
@@ -160,7 +158,7 @@ class LocalServer:
         self._scratch = tempfile.TemporaryDirectory(prefix="dvp-sglang-")
         try:
             with self._log_file.open("wb") as output:
-                process = await asyncio.create_subprocess_exec(
+                self._process = process = await asyncio.create_subprocess_exec(
                     self._launch.python,
                     STUB,
                     *flags,
