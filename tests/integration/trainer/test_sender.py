@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import multiprocessing
 import os
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -27,12 +29,13 @@ from services.transport.failpoints import IN_SENDING
 from services.transport.transfers import Transfers
 from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S, until
-from trainer.sender import _sending, address_of
-from trainer.sending import Plan
+from trainer.sender import _sending, address_of, preload
+from trainer.sending import SENT, Plan
 
 from .sending import none_sending, sender, sending_processes, stop_at
 
 PIECES = 1 << 15
+FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +133,8 @@ async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: 
     assert await Transfers(broker).next() is None
 
 
-def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path) -> None:
-    plan = Plan(
+def make_plan(model: Path) -> Plan:
+    return Plan(
         folder=str(model),
         host=address_of("lo"),
         interface="lo",
@@ -142,8 +145,17 @@ def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path)
         piece_bytes=PIECES,
         timeout_s=WITHIN_S,
     )
+
+
+def run(trainer: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+    """In a process of its own, which has a forkserver of its own."""
+    preload()
+    asyncio.run(trainer(*args))
+
+
+def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
-    trainer = multiprocessing.get_context("forkserver").Process(target=a_trainer, args=(plan, theirs))
+    trainer = FORKSERVER.Process(target=run, args=(send_to_nobody, make_plan(model), theirs))
     trainer.start()
     assert ours.poll(WITHIN_S)
     pid, port = ours.recv()
@@ -157,30 +169,42 @@ def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path)
     until(lambda: not sending.is_running(), "it has ended")
 
 
-def a_trainer(plan: Plan, test: Connection) -> None:
-    """Sends to nobody, for ever."""
+async def send_to_nobody(plan: Plan, test: Connection) -> None:
+    async with _sending(plan) as link:
+        (process,) = multiprocessing.active_children()
+        test.send((process.pid, int(await link.readline())))
+        await link.read()
 
-    async def send() -> None:
+
+def test_the_process_that_forks_dies(model: Path) -> None:
+    """What it has forked goes on; the next transfer starts another."""
+    trainer = FORKSERVER.Process(target=run, args=(lose_the_forkserver, model))
+    trainer.start()
+    trainer.join(WITHIN_S)
+    assert trainer.exitcode == 0
+
+
+async def lose_the_forkserver(model: Path) -> None:
+    for _ in range(2):
+        plan = make_plan(model)
         async with _sending(plan) as link:
             (process,) = multiprocessing.active_children()
-            test.send((process.pid, int(await link.readline())))
-            await link.read()
-
-    asyncio.run(send())
-
-
-async def test_the_process_that_forks_dies(broker: Broker, model: Path) -> None:
-    """What it has forked goes on; the next transfer starts another."""
-    async with sender(broker, "run:1:aa", model):
-        offer = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
-        (sending,) = sending_processes()
-        parent = sending.parent()
-        assert parent is not None
-        parent.kill()
-        await asyncio.to_thread(receive, offer)
-        await none_sending()
-        offer = await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
-        await asyncio.to_thread(receive, offer)
+            port = int(await link.readline())
+            parent = psutil.Process(process.pid).parent()
+            assert parent is not None
+            parent.kill()
+            offer = Offer(
+                version="run:1:aa",
+                host=plan.host,
+                port=port,
+                size=plan.size,
+                group=plan.group,
+                backend=plan.backend,
+                pieces=pieces(model, PIECES),
+            )
+            found = await asyncio.to_thread(receive, offer)
+            assert [hashlib.sha256(data).hexdigest() for data in found] == [piece.sha256 for piece in offer.pieces]
+            assert await link.read() == SENT
 
 
 def test_an_interface_that_is_not_there() -> None:
