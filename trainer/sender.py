@@ -1,8 +1,8 @@
 """The distributed weight route: replicas ask for the version announced, and are sent it beside the training.
 
 Each transfer is a process group of its own, trainer and one replica, in a process of its own (sending.py). So a replica
-that joins late asks as all others do, and one that dies costs its own transfer. To import torch takes seconds:
-multiprocessing's forkserver does it once, and forks these processes.
+that joins late asks as all others do, and one that dies costs its own transfer. The processes are forked by
+multiprocessing's forkserver, which imports torch once: that takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from services.contract.errors import ConfigError, DvpError, UnavailableError, WeightError
-from services.contract.transfer import Offer, Piece, TransferAnswer, TransferRequest
+from services.contract.transfer import Piece, TransferAnswer, TransferRequest
 from services.contract.weights import Announcement
 from services.engines.weight_pieces import PIECE_BYTES, pieces
 from services.transport.transfers import Transfers
@@ -95,19 +95,11 @@ class Sender:
         if request.version != announced.version:
             raise WeightError(f"{announced.version} is the version announced now")
         parts, plan = await self._read(announced), self._plan(request, announced)
-        async with _sending(plan) as link:
+        async with forked(plan) as link:
             async with asyncio.timeout(START_S):
                 port = await link.readline()
             if port:
-                offer = Offer(
-                    version=request.version,
-                    host=plan.host,
-                    port=int(port),
-                    size=plan.size,
-                    group=plan.group,
-                    backend=plan.backend,
-                    pieces=parts,
-                )
+                offer = plan.offer(request.version, int(port), parts)
                 await self._transfers.answer(request, TransferAnswer(offer=offer))
             async with asyncio.timeout(self._timeout_s):
                 outcome = await link.read()
@@ -138,13 +130,13 @@ class Sender:
 
 
 def preload() -> None:
-    """Starts the process that forks those which send. What they need it imports beside the first step."""
+    """Starts multiprocessing's forkserver, which imports this module beside the first step."""
     multiprocessing.set_forkserver_preload([__name__])
     multiprocessing.forkserver.ensure_running()
 
 
 @asynccontextmanager
-async def _sending(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
+async def forked(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
     """What a process that sends has to say. It ends with the block."""
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("forkserver").Process(target=serve, args=(plan, theirs), daemon=True)
@@ -162,7 +154,7 @@ async def _sending(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
             await asyncio.to_thread(start)
         yield link
     finally:
-        writer.close()  # this ends one that starts only now
+        writer.close()  # a process that starts only now ends by it
         if process.is_alive():
             process.kill()
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup, broadcast
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from services.contract.transfer import Offer, Piece
 from services.engines.weight_pieces import stretches
 from services.transport.failpoints import failpoint
 
@@ -37,6 +39,17 @@ class Plan:
     device: str
     piece_bytes: int
     timeout_s: float
+
+    def offer(self, version: str, port: int, parts: tuple[Piece, ...]) -> Offer:
+        return Offer(
+            version=version,
+            host=self.host,
+            port=port,
+            size=self.size,
+            group=self.group,
+            backend=self.backend,
+            pieces=parts,
+        )
 
 
 def serve(plan: Plan, link: socket.socket) -> None:
@@ -68,7 +81,8 @@ def serve(plan: Plan, link: socket.socket) -> None:
 
 
 def _end_with(link: socket.socket) -> None:
-    link.recv(1)
+    with suppress(OSError):  # reset, where something said here was never read
+        link.recv(1)
     os._exit(1)
 
 

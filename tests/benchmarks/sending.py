@@ -14,11 +14,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from uuid import uuid4
 
 import psutil
 
-from trainer.sender import _sending, preload
+from trainer.sender import forked, preload
 from trainer.sending import Plan
 
 RESULTS = Path(__file__).parent / "results" / "sending.json"
@@ -29,53 +28,41 @@ INTERPRETER = (
 )
 
 
-def make_plan() -> Plan:
-    return Plan(
-        folder=".",
-        host="127.0.0.1",
-        interface="lo",
-        size=2,
-        group=uuid4().hex,
-        backend="gloo",
-        device="cpu",
-        piece_bytes=1 << 20,
-        timeout_s=60.0,
-    )
-
-
-async def fork() -> None:
-    async with _sending(make_plan()) as link:
+async def fork(plan: Plan) -> None:
+    async with forked(plan) as link:
         assert await link.readline(), "a port"
 
 
-def start() -> None:
+def start(plan: Plan) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        argv = [sys.executable, "-c", INTERPRETER, json.dumps(asdict(make_plan())), str(theirs.fileno())]
+        argv = [sys.executable, "-c", INTERPRETER, json.dumps(asdict(plan)), str(theirs.fileno())]
         with subprocess.Popen(argv, pass_fds=[theirs.fileno()]) as process:
             assert ours.makefile().readline(), "a port"
             process.kill()
 
 
 def main() -> None:
+    # Imported here: each forked process imports this module once more, as it does that of dvp-train, which is light.
+    from tests.integration.trainer.sending import make_plan
+
+    plan = make_plan(Path())
     preload()
-    asyncio.run(fork())
+    asyncio.run(fork(plan))
     forking = next(child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline()))
-    forked, fresh = [], []
+    quick, slow = [], []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        asyncio.run(fork())
+        asyncio.run(fork(plan))
         between = time.perf_counter()
-        start()
-        forked.append(between - begun)
-        fresh.append(time.perf_counter() - between)
-    ratio = median(old / new for old, new in zip(fresh, forked, strict=True))
+        start(plan)
+        quick.append(between - begun)
+        slow.append(time.perf_counter() - between)
+    ratio = median(old / new for old, new in zip(slow, quick, strict=True))
     resident = forking.memory_info().rss / 2**20
-    print(
-        f"forked: {median(forked):.3f} s; an interpreter of its own: {median(fresh):.3f} s, {ratio:.0f} times as long"
-    )
+    print(f"forked: {median(quick):.3f} s; an interpreter of its own: {median(slow):.3f} s, {ratio:.0f} times as long")
     print(f"the process that forks holds {resident:.0f} MiB")
-    results = {"forked_s": median(forked), "interpreter_s": median(fresh), "interpreter_over_forked": ratio}
+    results = {"forked_s": median(quick), "interpreter_s": median(slow), "interpreter_over_forked": ratio}
     RESULTS.write_text(json.dumps(results | {"forking_mib": resident}, indent=2) + "\n")
 
 

@@ -54,7 +54,7 @@ def _group(process: psutil.Process) -> int:
 
 
 async def test_a_start_that_is_called_off(models: dict[str, Path], tmp_path: Path) -> None:
-    """Again and again, as everything here is that does not end at once. Of the server's helpers none is left either."""
+    """`cancel` strikes again and again, also while the server is being ended. None of its helpers is left."""
     python = program(tmp_path, f"sleep 300 & echo $$ > '{tmp_path}/pid'; wait")
     engine = SglangEngine(models["even"], Launch(python=python))
     starting = asyncio.create_task(engine.start())

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -23,9 +24,9 @@ from services.transport.broker import Broker
 from services.transport.failpoints import VARIABLE
 from services.transport.transfers import Transfers
 from tests.kit.forked import Service, import_everything
-from tests.kit.wait import until_async
+from tests.kit.wait import WITHIN_S, until_async
 from trainer.config import WeightsSection
-from trainer.sender import SERVING, Sender
+from trainer.sender import SERVING, Sender, address_of
 from trainer.sending import Plan, serve
 
 
@@ -46,9 +47,24 @@ async def sender(
         await cancel([running])
 
 
+def make_plan(model: Path, *, piece_bytes: int = PIECE_BYTES) -> Plan:
+    return Plan(
+        folder=str(model),
+        host=address_of("lo"),
+        interface="lo",
+        size=2,
+        group=uuid4().hex,
+        backend="gloo",
+        device="cpu",
+        piece_bytes=piece_bytes,
+        timeout_s=WITHIN_S,
+    )
+
+
 def sending_processes() -> list[psutil.Process]:
     """Children of this process that send."""
-    return [psutil.Process(child.pid) for child in multiprocessing.active_children() if not isinstance(child, Service)]
+    pids = {child.pid for child in multiprocessing.active_children() if not isinstance(child, Service)}
+    return [process for process in psutil.process_iter(["status"]) if process.pid in pids]
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, points: str) -> None:
@@ -68,4 +84,4 @@ async def none_sending() -> None:
 
 async def one_stopped() -> None:
     """A fail point stopped it in the middle of its work."""
-    await until_async(lambda: any(p.status() == psutil.STATUS_STOPPED for p in sending_processes()))
+    await until_async(lambda: any(p.info["status"] == psutil.STATUS_STOPPED for p in sending_processes()))

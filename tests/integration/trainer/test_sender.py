@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -29,10 +30,10 @@ from services.transport.failpoints import IN_SENDING
 from services.transport.transfers import Transfers
 from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S, until
-from trainer.sender import _sending, address_of, preload
-from trainer.sending import SENT, Plan
+from trainer.sender import address_of, forked, preload
+from trainer.sending import SENT, Plan, serve
 
-from .sending import none_sending, sender, sending_processes, stop_at
+from .sending import make_plan, none_sending, sender, sending_processes, stop_at
 
 PIECES = 1 << 15
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -133,29 +134,15 @@ async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: 
     assert await Transfers(broker).next() is None
 
 
-def make_plan(model: Path) -> Plan:
-    return Plan(
-        folder=str(model),
-        host=address_of("lo"),
-        interface="lo",
-        size=2,
-        group=uuid4().hex,
-        backend="gloo",
-        device="cpu",
-        piece_bytes=PIECES,
-        timeout_s=WITHIN_S,
-    )
-
-
 def run(trainer: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-    """In a process of its own, which has a forkserver of its own."""
+    """A trainer in a process of its own, which has a forkserver of its own."""
     preload()
     asyncio.run(trainer(*args))
 
 
 def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
-    trainer = FORKSERVER.Process(target=run, args=(send_to_nobody, make_plan(model), theirs))
+    trainer = FORKSERVER.Process(target=run, args=(send_to_nobody, make_plan(model, piece_bytes=PIECES), theirs))
     trainer.start()
     assert ours.poll(WITHIN_S)
     pid, port = ours.recv()
@@ -170,10 +157,22 @@ def test_it_listens_on_its_interface_only_and_ends_with_the_trainer(model: Path)
 
 
 async def send_to_nobody(plan: Plan, test: Connection) -> None:
-    async with _sending(plan) as link:
+    async with forked(plan) as link:
         (process,) = multiprocessing.active_children()
         test.send((process.pid, int(await link.readline())))
         await link.read()
+
+
+def test_it_ends_when_the_trainer_hangs_up_and_has_read_nothing(model: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = FORKSERVER.Process(target=serve, args=(make_plan(model, piece_bytes=PIECES), theirs))
+        process.start()
+    ours.settimeout(WITHIN_S)
+    assert ours.recv(1, socket.MSG_PEEK)
+    ours.close()
+    process.join(WITHIN_S)
+    assert process.exitcode == 1
 
 
 def test_the_process_that_forks_dies(model: Path) -> None:
@@ -186,22 +185,14 @@ def test_the_process_that_forks_dies(model: Path) -> None:
 
 async def lose_the_forkserver(model: Path) -> None:
     for _ in range(2):
-        plan = make_plan(model)
-        async with _sending(plan) as link:
+        plan = make_plan(model, piece_bytes=PIECES)
+        async with forked(plan) as link:
             (process,) = multiprocessing.active_children()
             port = int(await link.readline())
             parent = psutil.Process(process.pid).parent()
             assert parent is not None
             parent.kill()
-            offer = Offer(
-                version="run:1:aa",
-                host=plan.host,
-                port=port,
-                size=plan.size,
-                group=plan.group,
-                backend=plan.backend,
-                pieces=pieces(model, PIECES),
-            )
+            offer = plan.offer("run:1:aa", port, pieces(model, PIECES))
             found = await asyncio.to_thread(receive, offer)
             assert [hashlib.sha256(data).hexdigest() for data in found] == [piece.sha256 for piece in offer.pieces]
             assert await link.read() == SENT
