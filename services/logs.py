@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TextIO
 
+from services.contract.errors import is_refusal
+
 MAX_ALIKE = 20
 ALIKE_S = 60.0
 MAX_KEY_CHARS = 80
 FROM_OUTSIDE = ("asyncio", "uvicorn", "services.http")
-"""Strangers can make these loggers speak: asyncio logs a traceback for every connection that it cannot accept. At most
-MAX_ALIKE of their lines that begin alike are written in ALIKE_S seconds."""
+"""Strangers can make these loggers speak: asyncio does for every connection that it cannot accept. At most MAX_ALIKE of
+their lines that begin alike are written in ALIKE_S seconds, and what the system refused them needs no traceback."""
 
 
 class LogFormat(StrEnum):
@@ -97,8 +99,11 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             return
         self._report(ended_by=time.monotonic() - ALIKE_S)
         # asyncio puts everything into the message; its first line says what happened.
-        begin = str(record.msg).splitlines()[:1]
-        line = f"{record.pathname}:{record.lineno} {''.join(begin)[:MAX_KEY_CHARS]}"
+        begin = "".join(str(record.msg).splitlines()[:1])
+        if record.exc_info and record.exc_info[1] and is_refusal(record.exc_info[1]):
+            record.msg, record.args = f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}", ()
+            record.exc_info = None
+        line = f"{record.pathname}:{record.lineno} {begin[:MAX_KEY_CHARS]}"
         alike = self._alike.setdefault(line, _Alike(time.monotonic()))
         if alike.num_written == MAX_ALIKE:
             alike.num_left_out += 1

@@ -38,7 +38,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from services.contract.errors import ConfigError, DvpError
+from services.contract.errors import ConfigError, DvpError, is_refusal
 
 NESTED = "__"
 PASSWORDS = (
@@ -120,10 +120,13 @@ def forget_variables() -> None:
 
 @contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turns this project's errors into one message on stderr and exit code 2; Ctrl-C into exit code 130."""
+    """Turns this project's errors, and what the machine refuses, into one message on stderr and exit code 2; Ctrl-C
+    into exit code 130."""
     try:
         yield
-    except DvpError as error:
+    except (DvpError, OSError) as error:
+        if isinstance(error, OSError) and not is_refusal(error):
+            raise
         sys.stderr.write(f"{program}: error: {error}\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:

@@ -16,12 +16,15 @@ from services.contract.errors import ConfigError
 
 NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 """What more room would not cure."""
+NO_FILES = {errno.EMFILE, errno.ENFILE}
 
 
 def unwritable(what: str, folder: Path, error: Exception) -> str:
     """What is the matter, where, and what to do. `what` begins with the setting that names the folder."""
     if isinstance(error, OSError) and error.errno in NOT_ALLOWED:
         return f"{what} could not be written by user {os.geteuid()} ({error}). Name a folder that it may write in"
+    if isinstance(error, OSError) and error.errno in NO_FILES:
+        return f"{what} could not be written ({error}). Let this process open more files (ulimit -n)"
     # The folder itself may be what could not be made.
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free_mib = shutil.disk_usage(there).free / 2**20
@@ -66,16 +69,17 @@ class AppendedFile:
         """By a new file in the place of the old one: a trainer that was stopped, and replaced, goes on writing into the
         old one when it wakes up."""
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with self._writing(), beside.open("wb") as new:
-                new.write(data)
-                new.flush()
-                os.fsync(new.fileno())
-            beside.rename(self.path)
-        finally:
-            beside.unlink(missing_ok=True)
-        self._file.close()
-        self._file = self.path.open("ab", buffering=0)
+        with self._writing():
+            try:
+                with beside.open("wb") as new:
+                    new.write(data)
+                    new.flush()
+                    os.fsync(new.fileno())
+                beside.rename(self.path)
+            finally:
+                beside.unlink(missing_ok=True)
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()

@@ -15,6 +15,8 @@
 Messages name the field or file, the value seen and what is allowed, and are shown to the user without a traceback.
 """
 
+import errno
+
 
 class DvpError(Exception):
     """Root of the tree above."""
@@ -64,3 +66,12 @@ class WeightGoneError(WeightError):
 
 class LeaseLostError(DvpError):
     pass
+
+
+REFUSALS = {errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the machine refused what a program may ask for: too many open files, a mode, a volume that is full or
+    fails. A mistake of the program, which a traceback would help to find, it is not."""
+    return isinstance(error, OSError) and error.errno in REFUSALS

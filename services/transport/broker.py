@@ -41,7 +41,7 @@ from .connection import (
     open_client,
 )
 from .failpoints import failpoint
-from .roles import LUA, Role, trials
+from .roles import SCRIPTS, Role, trials
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ _REFUSED_IN_A_SCRIPT = ("ACL failure in script", "The user executing the script 
 def _source(name: str, run_id: str) -> str:
     """A script's text: its shebang line, the names of keys and constants, the prelude, the body. Keys are not declared
     in EVALSHA: its caller would need to be allowed to write all of them."""
-    shebang, _, body = (LUA / f"{name}.lua").read_text().partition("\n")
+    shebang, _, body = SCRIPTS[name].partition("\n")
     keys = Keys(run_id)
     constants = {
         **{key.upper(): f"'{getattr(keys, key)}'" for key in _KEYS},
@@ -274,4 +274,4 @@ def _source(name: str, run_id: str) -> str:
         "AUDIT_TTL_S": AUDIT_TTL_S,
     }
     header = [f"local {key} = {value}" for key, value in constants.items()]
-    return "\n".join([shebang, *header, (LUA / "prelude.lua").read_text(), body])
+    return "\n".join([shebang, *header, SCRIPTS["prelude"], body])

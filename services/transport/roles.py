@@ -14,7 +14,13 @@ from importlib.resources import files
 
 from services.contract.keys import Keys
 
-LUA = files(__package__) / "lua"
+SCRIPTS = {
+    file.name.removesuffix(".lua"): file.read_text()
+    for file in (files(__package__) / "lua").iterdir()
+    if file.name.endswith(".lua")
+}
+"""Texts of the Lua scripts, by name. Read once: a process that can open no file more, or whose package is replaced
+while it runs, goes on with those that it began with."""
 
 _CONNECTION = "PING SELECT INFO TIME EVALSHA SCRIPT|LOAD"
 _CLIENTS = "client_reserved client_held client_callers client_expiry client_deadlines"
@@ -118,8 +124,8 @@ def _patterns(role: Role, run_id: str) -> list[list[str]]:
 @cache
 def _commands_of(script: str) -> frozenset[str]:
     """What a script calls, itself and in the functions of the prelude that it uses."""
-    functions = dict(re.findall(r"^local function (\w+)(.*?)^end$", (LUA / "prelude.lua").read_text(), re.S | re.M))
-    found, used, texts = set[str](), set[str](), [(LUA / f"{script}.lua").read_text()]
+    functions = dict(re.findall(r"^local function (\w+)(.*?)^end$", SCRIPTS["prelude"], re.S | re.M))
+    found, used, texts = set[str](), set[str](), [SCRIPTS[script]]
     while texts:
         text = texts.pop()
         for command, first in re.findall(r"(?:redis\.p?call|if_there)\('(\w+)'(?:, '(\w+)')?", text):

@@ -90,21 +90,24 @@ def folder_digest(folder: Path) -> str:
 
 
 def newest_seq(root: Path) -> int:
-    """The highest sequence number that any folder under root was ever written for, finished or not; 0 without one."""
-    names = (re.fullmatch(r"\.?weights-(\d{6,})(?:\.partial|\.old)?", path.name) for path in root.iterdir())
+    """The highest sequence number that any folder under root was ever written for, finished or not; 0 without one.
+    Raises WeightError (not readable)."""
+    names = (re.fullmatch(r"\.?weights-(\d{6,})(?:\.partial|\.old)?", path.name) for path in _entries(root))
     return max((int(match[1]) for match in names if match), default=0)
 
 
 def sweep(root: Path, *, keep: Iterable[int], last: int, newest: int) -> list[Path]:
     """Deletes folders under root, except the `last` newest that are published and the seqs in `keep`, and what an
-    interrupted publish of other seqs left. Call it between publishes only. Returns what it deleted.
+    interrupted publish of other seqs left. Call it between publishes only. Returns what it deleted. Raises WeightError
+    (not writable).
 
     `newest`: the caller's own newest seq. What lies above it is another's, which may have replaced this one."""
-    seqs = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(FOLDER_NAME, path.name))}
+    entries = _entries(root)
+    seqs = {int(match[1]): path for path in entries if (match := re.fullmatch(FOLDER_NAME, path.name))}
     kept = set(keep) | set(sorted(seqs, reverse=True)[: max(last, 1)])
     unfinished = [
         path
-        for path in root.iterdir()
+        for path in entries
         if (match := re.fullmatch(r"\.weights-(\d{6,})\.(partial|old)", path.name))
         and (match[2] == "old" or int(match[1]) not in kept)
         and int(match[1]) < newest
@@ -112,11 +115,21 @@ def sweep(root: Path, *, keep: Iterable[int], last: int, newest: int) -> list[Pa
     doomed = [path for seq, path in sorted(seqs.items()) if seq not in kept and seq < newest]
     # Out of sight first: a reader must see a whole folder or none.
     failpoint("retire.before")
-    hidden = [path.rename(root / f".{path.name}.old") for path in doomed]
+    try:
+        hidden = [path.rename(root / f".{path.name}.old") for path in doomed]
+    except OSError as error:
+        raise WeightError(f"cannot delete old weights in {root}: {error}") from None
     failpoint("retire.after")
     for path in unfinished + hidden:
         shutil.rmtree(path, ignore_errors=True)
     return doomed + unfinished
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return list(root.iterdir())
+    except OSError as error:
+        raise WeightError(f"cannot read weight folder {root}: {error}") from None
 
 
 def _listing(folder: Path) -> list[Path]:

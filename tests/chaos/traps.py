@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import StrEnum
-from pathlib import Path
 from random import Random
 
 from services.transport import failpoints
+from services.transport.roles import SCRIPTS
 
 
 class Role(StrEnum):
@@ -24,8 +24,7 @@ AT_START = ("refused", "lease_acquire", "takeover", "restore")
 
 
 def all_points() -> list[str]:
-    scripts = (Path(failpoints.__file__).parent / "lua").glob("*.lua")
-    names = sorted(path.stem for path in scripts if path.stem != "prelude")
+    names = sorted(SCRIPTS.keys() - {"prelude"})
     return [f"{name}.{side}" for name in names for side in ("before", "after")] + [*failpoints.BESIDES_SCRIPTS]
 
 

@@ -14,6 +14,7 @@ import pytest
 from services.contract.errors import ConfigError
 from services.contract.keys import REPLICAS, TRAINER
 from services.transport import failpoints
+from services.transport.roles import SCRIPTS
 from tests.chaos.traps import all_points
 from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig
 from tests.kit.records import make_group
@@ -103,5 +104,5 @@ def test_every_fail_point_in_the_code_is_one_that_processes_are_killed_at() -> N
 
 
 def test_every_script_name_is_a_legal_fail_point() -> None:
-    for path in (Path(failpoints.__file__).parent / "lua").glob("*.lua"):
-        assert failpoints.parse(f"{path.stem}.before=kill")
+    for name in SCRIPTS:
+        assert failpoints.parse(f"{name}.before=kill")

@@ -178,3 +178,17 @@ def test_sweep_finishes_what_a_killed_sweep_began(tmp_path: Path) -> None:
     _write(tmp_path).rename(tmp_path / f".{folder_name(1)}.old")
     sweep(tmp_path, keep=[], last=1, newest=10)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_cannot_be_read_or_changed_is_named(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(WeightError, match="nowhere"):
+        newest_seq(nowhere)
+    with pytest.raises(WeightError, match="nowhere"):
+        sweep(nowhere, keep=[], last=1, newest=2)
+    _write(tmp_path, 1)
+    in_the_way = tmp_path / f".{folder_name(1)}.old" / "folder"
+    in_the_way.mkdir(parents=True)
+    _write(tmp_path, 2)
+    with pytest.raises(WeightError, match=f"old weights in {tmp_path}"):
+        sweep(tmp_path, keep=[], last=1, newest=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Iterator
@@ -59,6 +60,15 @@ def test_strangers_do_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> No
     assert written.count("out of system resource") == written.count("Invalid request") == MAX_ALIKE
     assert written.count("is dead") == 3 * MAX_ALIKE
     assert written.count("Task exception was never retrieved") == 1
+
+
+def test_what_the_system_refuses_strangers_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure()
+    for error in (OSError(errno.EMFILE, "Too many open files"), RuntimeError("a mistake")):
+        logging.getLogger("asyncio").error("socket.%s() failed\nsocket: 1", "accept", exc_info=error)
+    refused, *mistake = capsys.readouterr().err.splitlines()
+    assert refused.endswith("socket.accept() failed: [Errno 24] Too many open files")
+    assert mistake[-1] == "RuntimeError: a mistake"
 
 
 @pytest.mark.parametrize("how", ["later", "at the end"])

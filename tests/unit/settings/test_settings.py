@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tomllib
 from pathlib import Path
@@ -211,3 +212,15 @@ def test_user_errors_exit_with_two_and_no_traceback(capsys: pytest.CaptureFixtur
     assert caught.value.code == 2
     message = "dvp-example: error: model is required: --model or DVP_EXAMPLE__MODEL\n"
     assert capsys.readouterr().err == message
+
+
+def test_what_the_machine_refuses_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, user_errors("dvp-example"):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "weights")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "dvp-example: error: [Errno 24] Too many open files: 'weights'\n"
+
+
+def test_a_mistake_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError), user_errors("dvp-example"):
+        tmp_path.read_text()

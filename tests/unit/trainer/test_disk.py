@@ -80,3 +80,8 @@ def test_tensors_are_for_those_that_the_umask_says(tmp_path: Path, umask: int) -
     finally:
         os.umask(before)
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_too_few_open_files_are_no_lack_of_room(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Too many open files.*ulimit"), writing("out_dir", tmp_path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path))
