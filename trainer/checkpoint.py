@@ -68,7 +68,7 @@ class Checkpoints:
 
     def newest_token(self) -> int:
         """The highest fencing token that ever claimed them; 0 if none did."""
-        return max((int(path.name.split("-")[1]) for path in self.root.glob(".work-*-*")), default=0)
+        return max((int(path.name.split("-")[1]) for path in self._entries(".work-*-*")), default=0)
 
     def claim(self, token: int) -> None:
         """Before `load`, by the trainer that holds the run's lease: from here on no other one can save. Raises
@@ -82,12 +82,12 @@ class Checkpoints:
         if self.newest_token() > token:
             shutil.rmtree(self._work)
             raise self._taken()
-        for other in self.root.glob(".work-*"):
+        for other in self._entries(".work-*"):
             if other != self._work:
                 # A rename ends what a plain removal could race with.
                 gone = other.rename(self.root / f".gone-{secrets.token_hex(8)}")
                 shutil.rmtree(gone, ignore_errors=True)
-        for gone in self.root.glob(".gone-*"):
+        for gone in self._entries(".gone-*"):
             shutil.rmtree(gone, ignore_errors=True)
 
     @property
@@ -98,7 +98,15 @@ class Checkpoints:
         return LeaseLostError(f"another trainer took over {self.root}")
 
     def steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.root.glob("step-*") if path.is_dir())
+        """Raises ConfigError if the folder cannot be read: a run that has checkpoints must not begin anew."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self._entries("step-*") if path.is_dir())
+
+    def _entries(self, pattern: str) -> list[Path]:
+        """Path.glob finds nothing where it may not look."""
+        try:
+            return [path for path in self.root.iterdir() if path.match(pattern)]
+        except OSError as error:
+            raise ConfigError(f"out_dir: {self.root} cannot be read by user {os.geteuid()} ({error})") from None
 
     def seqs(self) -> list[int]:
         """Weight sequence numbers that the checkpoints were announced under."""

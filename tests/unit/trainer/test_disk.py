@@ -85,3 +85,19 @@ def test_tensors_are_for_those_that_the_umask_says(tmp_path: Path, umask: int) -
 def test_too_few_open_files_are_no_lack_of_room(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Too many open files.*ulimit"), writing("out_dir", tmp_path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: only root can become somebody else")
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+    written = Checkpoints(tmp_path / "checkpoints", keep=1)
+    (written.root / "step-00000003").mkdir()
+    os.seteuid(NOBODY)
+    try:
+        for look in (written.steps, written.load, written.newest_token):
+            with pytest.raises(
+                ConfigError, match=r"^out_dir: .*checkpoints cannot be read by user .*Permission denied"
+            ):
+                look()
+    finally:
+        os.seteuid(0)
+    assert written.steps() == [3]
