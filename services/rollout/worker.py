@@ -77,7 +77,8 @@ class Worker:
                 await asyncio.gather(*map(self._give_back, unfinished.values()))
                 await self._queue.close()
         except (DvpError, TimeoutError) as error:
-            logger.warning("jobs not given back (%s): their leases run out within %g s", error, self._lease_s)
+            reason = str(error) or f"the broker took longer than {GIVE_BACK_S:g} s"
+            logger.warning("jobs not given back (%s): their leases run out within %g s", reason, self._lease_s)
 
     async def _give_back(self, lease: Lease) -> None:
         # A job that was cancelled in the middle of its commit may be settled already.
