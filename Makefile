@@ -71,7 +71,7 @@ test-stress: install sglang-cpu
 verdict: install sglang-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 
-# Kills everything, everywhere, on a real Redis, and accounts for every group and token: 20 minutes on two cores.
+# A storm of 1,000 kills, outages and troubles on a real Redis, and an account of every group and token: more than an hour.
 chaos: install
 	$(BIN)/python -m tests.chaos $(ARGS)
 

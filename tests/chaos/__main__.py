@@ -1,7 +1,7 @@
 """`make chaos`: kills everything, everywhere, and accounts for every group and every token.
 
 A real run on a real broker: two replicas, a trainer, HTTP clients, people at `dvp-queue`. Every fail point is hit, and
-on top of that a seeded schedule kills and stops replicas, trainers and the broker, and wipes it.
+on top of that comes the storm, by a seeded schedule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -28,56 +29,48 @@ from tests.kit.forked import none_left
 from tests.kit.models import make_model
 
 from .audit import Audit, audit, final_parameters
-from .system import LEASE_S, POLL_S, Layout, System, together
+from .storm import FULL, SHORT, Disks, Plan, Storm
+from .system import POLL_S, Layout, System, together
 from .traffic import Traffic
 from .traps import Role, Traps
+from .troubles import Disk
+from .witness import Memory, tracebacks
 
 LAST_STEPS = 3
 STALL_S = 900.0
 """Ten processes that ran out of patience, one after the other, and the longest outage."""
+START_S, STEP_S = 300.0, 1.0
+"""The most that a quiet run may take to start, and for a step."""
+RUN_MIB, BROKER_MIB = 256, 512
+"""Sizes of their disks."""
+README = Path(__file__).with_name("README.md")
+ABOUT = """\
+Written by `make chaos ARGS=--record`: a real run on a real broker, two replicas, a trainer, HTTP clients and people at
+`dvp-queue`, all of them processes of this machine. `storm.py` says how often each event happens, `troubles.py` what the
+troubles are, `audit.py` what is counted afterwards, from evidence that the system's own books had no part in. A fault
+is anything that nothing explains: a group lost or trained twice, a token whose log-prob is not that of the weights it
+names, a client's job without its end, a process that ends otherwise than by a kill or by name, a traceback in any log,
+more memory than `witness.py` allows, anything left in the broker at the end."""
 REDIS = Path("/usr/bin/redis-server")
 
-
-@dataclass(frozen=True)
-class Plan:
-    hits: int = 3
-    """Of every fail point."""
-    replica_kills: int = 100
-    trainer_kills: int = 60
-    broker_kills: int = 40
-    stops: int = 40
-    wipes: int = 3
-    outages_s: tuple[float, ...] = (15.0, 30.0, 60.0, 300.0)
-    """Seconds for which the broker is dead, or frozen."""
-    pace_s: float = 1.0
-    """Mean pause between two events."""
-
-    def events(self, rng: random.Random) -> list[str]:
-        events = ["replica"] * self.replica_kills + ["trainer"] * self.trainer_kills + ["broker"] * self.broker_kills
-        events += ["wipe"] * self.wipes
-        events += [f"{how} {seconds:g}" for how in ("dead", "frozen") for seconds in self.outages_s]
-        events += [rng.choice(("stop replica", "stop trainer", "stop broker")) for _ in range(self.stops)]
-        rng.shuffle(events)
-        return events
-
-
-FULL = Plan()
-SHORT = Plan(hits=1, replica_kills=12, trainer_kills=8, broker_kills=6, stops=8, wipes=1, outages_s=(12.0,), pace_s=0.8)
+Section = Mapping[str, object]
 
 
 class Outcome(NamedTuple):
-    accounting: dict[str, object]
+    accounting: dict[str, Section]
     faults: list[str]
 
 
-async def run_chaos(layout: Layout, broker: EmbeddedBroker, plan: Plan) -> tuple[System, Traffic]:
+async def run_chaos(
+    layout: Layout, broker: EmbeddedBroker, disks: Disks, memory: Memory, plan: Plan
+) -> tuple[System, Traffic]:
     rng = random.Random(layout.seed)
     system = System(layout, broker, Traps(plan.hits, rng), rng)
     traffic = Traffic(system)
-    async with together(system.keep(), traffic.run(), tell(system)):
+    async with together(system.keep(), traffic.run(), memory.watch(system), tell(system)):
         async with asyncio.TaskGroup() as group:
             group.create_task(traffic.operate())
-            group.create_task(harm(system, traffic, plan, group))
+            group.create_task(Storm(system, traffic, disks, plan).run())
         while system.traps.left:  # noqa: ASYNC110 - ends are polled for
             await asyncio.sleep(POLL_S)
         await calm(system, traffic)
@@ -91,39 +84,12 @@ async def tell(system: System) -> None:
     while True:
         await asyncio.sleep(10)
         missing = ", ".join(point for point, n in system.traps.missing.items() if n) if system.traps.left < 10 else ""
-        events = sum(n for name, n in system.counts.items() if name.startswith("event"))
-        step = system.layout.newest_step()
-        sys.stderr.write(f"step {step}, {events} events, {system.traps.left} fail points to hit {missing}\n")
+        passed = f"step {system.layout.newest_step()}, {system.events.total()} events, {len(system.faults)} faults"
+        sys.stderr.write(f"{passed}, {system.traps.left} fail points to hit {missing}\n")
         if system.traps.left != left:
             left, since = system.traps.left, time.monotonic()
         elif left and time.monotonic() - since > STALL_S:
             raise TimeoutError(f"no fail point was hit for {STALL_S:g} s; to hit: {+system.traps.missing}")
-
-
-async def harm(system: System, traffic: Traffic, plan: Plan, group: asyncio.TaskGroup) -> None:
-    for event in plan.events(system.rng):
-        await asyncio.sleep(system.rng.expovariate(1 / plan.pace_s))
-        system.counts[f"event {event}"] += 1
-        match event.split():
-            case ["wipe"]:
-                traffic.forget()
-                await system.kill_broker(0.1, wipe=True)
-                traffic.forget()
-            case ["broker"]:
-                await system.kill_broker(system.rng.uniform(0, 1.0))
-            case ["dead", seconds]:
-                await system.kill_broker(float(seconds))
-            case ["frozen", seconds]:
-                await system.stop_broker(float(seconds))
-            case ["stop", "broker"]:
-                await system.stop_broker(system.rng.uniform(0.3, 2.0))
-            case ["stop", role]:
-                long = system.rng.random() < 0.5
-                seconds = system.rng.uniform(LEASE_S, 3 * LEASE_S) if long else system.rng.uniform(0.2, LEASE_S)
-                victim = await system.victim(Role(role))
-                group.create_task(system.stop(victim, seconds, replace=long and role == "trainer"))
-            case [role]:
-                system.kill(await system.victim(Role(role)))
 
 
 async def calm(system: System, traffic: Traffic) -> None:
@@ -160,25 +126,31 @@ async def leftovers(layout: Layout, broker: EmbeddedBroker) -> list[str]:
 
 def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, deterministic: bool, fsync: str) -> Outcome:
     started = time.monotonic()
-    layout = make_layout(folder, seed, deterministic)
+    layout, memory = make_layout(folder, seed, deterministic)._replace(reward="slowly"), Memory()
+    data = folder / "broker" / "data"
     with (
-        EmbeddedBroker(folder / "broker", aof=True, fsync=fsync, binary=binary) as broker,  # type: ignore[arg-type]
+        Disk(layout.out, RUN_MIB) as run_disk,
+        Disk(folder / "broker", BROKER_MIB) as broker_disk,
+        EmbeddedBroker(data, aof=True, fsync=fsync, binary=binary) as broker,  # type: ignore[arg-type]
         none_left(),
     ):
         (folder / "broker.url").write_text(broker.url)
-        system, traffic = asyncio.run(run_chaos(layout, broker, plan))
-        faults = [*system.faults, *asyncio.run(leftovers(layout, broker))]
+        disks = Disks(run_disk, broker_disk)
+        system, traffic = asyncio.run(run_chaos(layout, broker, disks, memory, plan))
+        faults = [*system.faults, *asyncio.run(leftovers(layout, broker)), *memory.faults, *tracebacks(folder)]
         result = audit(layout)
         faults += result.faults
         same = compare(layout, broker) if deterministic else None
         if same is False:
             faults.append("the final parameters differ from an undisturbed run's")
-    accounting = account(system, traffic, result) | {
-        "parameters equal an undisturbed run's": same,
+    run = {
         "seed": seed,
-        "wall_s": round(time.monotonic() - started),
+        "server": (binary or Path("valkey-server")).name,
+        "seconds": round(time.monotonic() - started),
+        "faults": len(faults),
+        "parameters equal an undisturbed run's": same,
     }
-    return Outcome(accounting, faults)
+    return Outcome({"Run": run, **account(system, traffic, result, memory)}, faults)
 
 
 def make_layout(folder: Path, seed: int, deterministic: bool) -> Layout:
@@ -193,13 +165,16 @@ def make_layout(folder: Path, seed: int, deterministic: bool) -> Layout:
 
 def compare(layout: Layout, broker: EmbeddedBroker) -> bool:
     """An undisturbed run of as many steps, and whether it ends with the same parameters, bit for bit."""
-    quiet = layout._replace(folder=layout.folder / "undisturbed", run_id=f"{layout.run_id}-undisturbed")
+    quiet = layout._replace(
+        folder=layout.folder / "undisturbed", run_id=f"{layout.run_id}-undisturbed", reward="spread"
+    )
     quiet.logs.mkdir(parents=True)
+    steps = layout.newest_step()
 
     async def run() -> None:
         rng = random.Random(0)
-        system = System(quiet, broker, Traps(0, rng), rng, num_replicas=1, steps=layout.newest_step())
-        async with together(system.keep()), asyncio.timeout(600):
+        system = System(quiet, broker, Traps(0, rng), rng, num_replicas=1, steps=steps)
+        async with together(system.keep()), asyncio.timeout(START_S + STEP_S * steps):
             await system.finished.wait()
         await system.close()
 
@@ -208,16 +183,37 @@ def compare(layout: Layout, broker: EmbeddedBroker) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def account(system: System, traffic: Traffic, result: Audit) -> dict[str, object]:
+def account(system: System, traffic: Traffic, result: Audit, memory: Memory) -> dict[str, Section]:
     hits = system.traps.hits
+    points = {"fail points": len(hits), "least hits of one": min(hits.values()), "hits": sum(hits.values())}
     return {
-        "fail points": len(hits),
-        "least hits of a fail point": min(hits.values()),
-        "fail points hit": sum(hits.values()),
-        **dict(sorted(system.counts.items())),
-        **{f"client jobs {name}": count for name, count in sorted(traffic.counts.items())},
-        **{name: len(value) if isinstance(value, list) else value for name, value in asdict(result).items()},
+        "Audit": {name: len(value) if isinstance(value, list) else value for name, value in asdict(result).items()},
+        "Events": {"all": system.events.total(), **dict(sorted(system.events.items()))},
+        "Kills at fail points": points,
+        "Processes": dict(sorted(system.counts.items())),
+        "Jobs of clients": dict(sorted(traffic.counts.items())),
+        "Most memory of one, MiB": {role: round(peak) for role, peak in memory.peaks.items()},
     }
+
+
+def page(accounting: Mapping[str, Section]) -> str:
+    """What README.md beside this file says."""
+    parts = [f"# What the last storm did\n\n{ABOUT}"]
+    for name, section in accounting.items():
+        rows = [f"| {key.replace('_', ' ')} | {shown(value)} |" for key, value in section.items()]
+        parts.append("\n".join([f"## {name}\n", "| | |", "| --- | ---: |", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(value: object) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.3g}"
+        case int():
+            return f"{value:,}"
+    return str(value)
 
 
 def main(
@@ -227,6 +223,7 @@ def main(
     deterministic: Annotated[bool, typer.Option(help="Synchronous, and compared with an undisturbed run.")] = True,
     fsync: Annotated[str, typer.Option(help="appendfsync of the broker: always or everysec.")] = "always",
     keep: Annotated[Path | None, typer.Option(help="Folder to leave everything in.")] = None,
+    record: Annotated[bool, typer.Option(help=f"Writes {README.name} beside this module anew.")] = False,
 ) -> None:
     binary = {"redis": REDIS, "valkey": None}.get(server, Path(server))
     if binary is not None and not binary.exists():
@@ -235,10 +232,11 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     with interruptible():
         outcome = conduct(folder, SHORT if short else FULL, seed, binary, deterministic, fsync)
-    for name, value in outcome.accounting.items():
-        sys.stdout.write(f"{name:>45}  {value}\n")
+    sys.stdout.write(page(outcome.accounting))
     for fault in outcome.faults:
         sys.stdout.write(f"FAULT {fault}\n")
+    if record:
+        README.write_text(page(outcome.accounting))
     if keep is None and not outcome.faults:
         shutil.rmtree(folder)
     sys.stdout.write("FAILED, see " + str(folder) + "\n" if outcome.faults else "nothing was lost\n")

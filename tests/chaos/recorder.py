@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -44,10 +45,18 @@ class Evidence:
         self.weights.mkdir(parents=True, exist_ok=True)
 
     def keep_weights(self, root: Path) -> None:
-        """Links every published version: retention may take the folders away, not these."""
-        for folder in root.glob("weights-*"):
-            with suppress(FileExistsError, FileNotFoundError):
-                os.link(folder / "model.safetensors", self.weights / f"{folder.name}.safetensors")
+        """Copies every published version: retention may take the folders away, not these."""
+        with suppress(PermissionError):  # nothing can be published meanwhile, so it will still be there
+            for folder in root.glob("weights-*"):
+                self._keep(folder)
+
+    def _keep(self, folder: Path) -> None:
+        kept = self.weights / f"{folder.name}.safetensors"
+        if not kept.exists():
+            partial = self.folder / f"{folder.name}.{os.getpid()}"
+            with suppress(FileNotFoundError):
+                shutil.copyfile(folder / "model.safetensors", partial)
+                partial.rename(kept)
 
     def write(self, incarnation: str, step: int, batch: Batch) -> None:
         record = msgpack.packb((step, [scored.group.to_bytes() for scored in batch.groups]))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 import os
 import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from services.cancellation import cancel
+from services.contract.errors import ConfigError
 from services.transport import roles
 from services.transport.embedded import EmbeddedBroker
 from services.transport.failpoints import VARIABLE as FAILPOINTS
@@ -24,14 +27,19 @@ from trainer.checkpoint import Checkpoints
 
 from . import recorder
 from .traps import Role, Traps, is_at_stop, is_passed_once
+from .troubles import obey_modes
 
 POLL_S = 0.03
 LEASE_S = 1.5
 ENDLESS = 10**6
+GROUPS = 4
+"""Of one batch."""
 TIRED_S, MOST_TIRED_S = 6.0, 30.0
 """A process that has not met its trap by then is killed to make room for another. The next one with the same trap gets
 half as long again, because the machine may be slow, up to the most, because the trap may be out of reach for now."""
 LAST_LINES = 12
+LOADED = {Role.REPLICA: " is loaded: ", Role.TRAINER: " trainer.model: "}
+TROUBLES = [os.strerror(number) for number in (errno.ENOSPC, errno.EACCES, errno.EMFILE)]
 
 
 @asynccontextmanager
@@ -52,6 +60,7 @@ class Layout(NamedTuple):
     data: Path
     deterministic: bool
     seed: int
+    reward: str = "spread"
 
     @property
     def out(self) -> Path:
@@ -62,7 +71,10 @@ class Layout(NamedTuple):
         return self.folder / "logs"
 
     def newest_step(self) -> int:
-        return max(Checkpoints(self.out / "checkpoints", keep=1).steps(), default=0)
+        """0 while nobody may look."""
+        with suppress(ConfigError):
+            return max(Checkpoints(self.out / "checkpoints", keep=1).steps(), default=0)
+        return 0
 
     def trainer_argv(self, steps: int) -> list[str]:
         options = {
@@ -73,11 +85,11 @@ class Layout(NamedTuple):
             "model.path": self.model,
             "data.train": self.data,
             "data.heldout": self.data,
-            "reward.name": "tests.chaos.reward:spread",
+            "reward.name": f"tests.chaos.reward:{self.reward}",
             "sampling.n": 4,
             "sampling.log-min-p": -3.0,
             "sampling.max-tokens": 8,
-            "batch.groups": 4,
+            "batch.groups": GROUPS,
             "batch.max-staleness": 0 if self.deterministic else 1,
             "optimizer.lr": 3e-4,
             "checkpoint.interval": 2,
@@ -131,12 +143,16 @@ class System:
     num_replicas: int = 2
     steps: int = ENDLESS
     children: list[Child] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     tired: Counter[str] = field(default_factory=Counter)
     """Processes that did not meet their trap in time, by trap."""
     faults: list[str] = field(default_factory=list)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     """The trainer has done its steps."""
+    troubles: int = 0
+    """Under way, that a process may end for by name."""
+    last_trouble: float = -math.inf
 
     @property
     def slots(self) -> list[tuple[Role, str]]:
@@ -173,7 +189,7 @@ class System:
                 module, argv = "tests.chaos.recorder", self.layout.trainer_argv(self.steps)
             case Role.OPERATOR:
                 module = "services.monitor.cli"
-        process = Service(module, argv or [], log, **variables)
+        process = Service(module, argv or [], log, before=obey_modes, **variables)
         child = Child(role, slot, process, log, trap, time.monotonic())
         self.children.append(child)
         return child
@@ -212,9 +228,34 @@ class System:
                 other.replaced = False
         elif child.role is Role.TRAINER and code == 2 and "Redis at" in child.log.read_text():
             self.counts["trainers that gave the broker up"] += 1
+        elif child.role is Role.TRAINER and code == 2 and (reason := self.named_trouble(child)):
+            self.counts[f"trainers that ended by name: {reason}"] += 1
         else:
             lines = child.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             self.faults.append(f"{child.slot} ended with exit code {code}:\n  " + "\n  ".join(lines))
+
+    def named_trouble(self, child: Child) -> str | None:
+        """What the process says in its last line, if that is a trouble that there was in its life."""
+        if not self.troubles and self.last_trouble < child.started:
+            return None
+        lines = child.log.read_text(errors="replace").splitlines()
+        return next((name for name in TROUBLES if lines and name in lines[-1]), None)
+
+    @contextmanager
+    def trouble(self) -> Iterator[None]:
+        self.troubles += 1
+        try:
+            yield
+        finally:
+            self.troubles -= 1
+            self.last_trouble = time.monotonic()
+
+    def port(self, slot: int) -> int | None:
+        """Where the replica answers, if it has said so."""
+        try:
+            return int((self.layout.folder / f"replica-{slot}.port").read_text())
+        except (OSError, ValueError):
+            return None
 
     def prod(self) -> None:
         """Asks those to stop whose trap lies there; ends those whose trap never comes."""
@@ -246,11 +287,13 @@ class System:
         while child in self.children:  # noqa: ASYNC110 - ends are polled for
             await asyncio.sleep(POLL_S)
 
-    async def victim(self, role: Role) -> Child:
-        """A running one, chosen at random, as soon as there is one."""
-        while not (victims := self.victims(role)):  # noqa: ASYNC110 - as above
+    async def victim(self, role: Role, *, loaded: bool = False) -> Child:
+        """A running one, chosen at random, as soon as there is one. `loaded`: its log says that it has its model."""
+        while True:
+            victims = [c for c in self.victims(role) if not loaded or LOADED[role] in c.log.read_text(errors="replace")]
+            if victims:
+                return self.rng.choice(victims)
             await asyncio.sleep(POLL_S)
-        return self.rng.choice(victims)
 
     def kill(self, child: Child) -> None:
         child.killed = True

@@ -7,20 +7,28 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from services.client import AsyncClient, Retry
-from services.contract.errors import DvpError, NotFoundError
+from services.contract.errors import DvpError, NotFoundError, RequestError
 from services.contract.job import Job, JobState, Sink
+from services.contract.job import job_id as train_job_id
+from services.ports import HOST
 from services.transport.broker import Broker
 from services.transport.submission import Submission
 
-from .system import System
+from .system import GROUPS, System
 from .traps import Role
+
+Answer = TypeVar("Answer")
 
 POISONER = "poisoner"
 PAUSE_S = 0.15
 MOST_OPEN = 6
 PATIENCE_S = 5.0
+ONCE = Retry(tries=1)
+LARGE_N, LARGE_TOKENS = 64, 200
+READERS = 8
 TOO_LONG = [5] * 300
 """More than the model's context: a replica finds out, and the job dies."""
 COMMANDS = {
@@ -72,10 +80,12 @@ class Traffic:
             await self.delete(f"client-{self._number - 2 * self.system.rng.randrange(10)}")
 
     async def ask(self, job_id: str, *, long: bool) -> None:
+        await (self.submit(job_id, n=8, max_tokens=80) if long else self.submit(job_id, n=2, max_tokens=4))
+
+    async def submit(self, job_id: str, n: int, max_tokens: int) -> None:
         """Until some replica has answered 202; the same id every time."""
-        size = {"n": 8, "max_tokens": 80} if long else {"n": 2, "max_tokens": 4}
-        sampling = {"max_tokens": size["max_tokens"]}
-        await self.tell(lambda client: client.submit(prompt="1+1=", n=size["n"], sampling=sampling, job_id=job_id))
+        sampling = {"max_tokens": max_tokens}
+        await self.tell(lambda client: client.submit(prompt="1+1=", n=n, sampling=sampling, job_id=job_id))
         self.accept(job_id, poisoned=False)
 
     async def delete(self, job_id: str) -> None:
@@ -84,15 +94,45 @@ class Traffic:
             self.counts["cancelled"] += 1
         await self.tell(lambda client: client.delete(job_id))
 
-    async def tell(self, what: Callable[[AsyncClient], Awaitable[object]]) -> None:
-        """Some replica, until one has answered."""
+    async def large(self) -> None:
+        """A result that several read at once; each of them gets all of it, unless the broker is wiped."""
+        job_id, wipes = f"large-{self.counts['large results']}", self.counts["wipes"]
+        self.counts["large results"] += 1
+        await self.submit(job_id, n=LARGE_N, max_tokens=LARGE_TOKENS)
+        while job_id in self.open:  # noqa: ASYNC110 - its state is polled for
+            await asyncio.sleep(PAUSE_S)
+        try:
+            reads = [self.tell(lambda client: client.job(job_id)) for _ in range(READERS)]
+            statuses = await asyncio.gather(*reads)
+        except NotFoundError:
+            if wipes == self.counts["wipes"]:
+                self.system.faults.append(f"client job {job_id}: its result is lost")
+            return
+        sizes = {len(status.group.samples) if status.group else 0 for status in statuses}
+        if sizes != {LARGE_N} and wipes == self.counts["wipes"]:
+            self.system.faults.append(f"client job {job_id}: results of {sizes} samples")
+
+    async def squat(self) -> None:
+        """A client asks for an id that the trainer is about to submit, and would cancel another's job."""
+        layout = self.system.layout
+        position = layout.newest_step() * GROUPS + self.system.rng.randrange(4 * GROUPS)
+        taken = train_job_id(layout.run_id, position, 0)
+        for attempt in (lambda client: client.submit(prompt="1+1=", job_id=taken), lambda client: client.delete(taken)):
+            with suppress(RequestError):
+                if (answer := await self.tell(attempt)) is not None:
+                    self.system.faults.append(f"a client had its way with the trainer's job {taken}: {answer}")
+
+    async def tell(self, what: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+        """Some replica, until one has answered. Raises NotFoundError, RequestError."""
         while True:
-            slot = self.system.rng.randrange(self.system.num_replicas)
-            with suppress(DvpError, OSError, ValueError):
-                port = int((self.system.layout.folder / f"replica-{slot}.port").read_text())
-                async with AsyncClient(f"http://127.0.0.1:{port}", timeout=PATIENCE_S, retry=Retry(tries=1)) as client:
-                    await what(client)
-                return
+            if port := self.system.port(self.system.rng.randrange(self.system.num_replicas)):
+                try:
+                    async with AsyncClient(f"http://{HOST}:{port}", timeout=PATIENCE_S, retry=ONCE) as client:
+                        return await what(client)
+                except (NotFoundError, RequestError):
+                    raise
+                except DvpError:
+                    pass
             await asyncio.sleep(PAUSE_S)
 
     async def poison(self, broker: Broker) -> None:

@@ -1,0 +1,153 @@
+"""What happens to a run, how often, and when: kills, stops, outages, wipes, and troubles that kill nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .system import LEASE_S, System
+from .traffic import Traffic
+from .traps import Role
+from .troubles import Disk, denied, half_open, no_files
+
+
+class Disks(NamedTuple):
+    run: Disk
+    broker: Disk
+
+
+@dataclass(frozen=True)
+class Plan:
+    hits: int
+    """Of every fail point."""
+    events: Mapping[str, int]
+    pace_s: float
+    """Mean pause between two events."""
+
+    @property
+    def num_events(self) -> int:
+        return sum(self.events.values())
+
+    def schedule(self, rng: random.Random) -> list[str]:
+        events = [event for event, count in self.events.items() for _ in range(count)]
+        rng.shuffle(events)
+        return events
+
+
+EVENTS = {
+    "kill replica": (250, 12),
+    "kill trainer": (120, 8),
+    "kill broker": (80, 6),
+    "wipe broker": (5, 1),
+    "stop replica": (60, 3),
+    "stop trainer": (50, 3),
+    "stop broker": (40, 2),
+    **{f"broker {how} {seconds} s": (1, 0) for how in ("away", "frozen") for seconds in (15, 30, 60, 300)},
+    **{f"broker {how} 12 s": (0, 1) for how in ("away", "frozen")},
+    "no files replica": (60, 3),
+    "no files trainer": (30, 2),
+    "no files broker": (20, 1),
+    "denied run": (30, 2),
+    "denied weights": (30, 2),
+    "denied checkpoints": (30, 2),
+    "full disk run": (30, 2),
+    "full disk broker": (30, 2),
+    "half-open connections": (50, 2),
+    "large result": (37, 1),
+    "squatted id": (40, 2),
+}
+"""How often each happens in a storm, and in a short one."""
+FULL = Plan(hits=3, events={event: count for event, (count, _) in EVENTS.items()}, pace_s=3.0)
+SHORT = Plan(hits=1, events={event: count for event, (_, count) in EVENTS.items()}, pace_s=0.8)
+
+
+class Storm:
+    def __init__(self, system: System, traffic: Traffic, disks: Disks, plan: Plan) -> None:
+        self._system, self._traffic, self._disks, self._plan = system, traffic, disks, plan
+        self._rng = system.rng
+        self._once: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for event in self._plan.schedule(self._rng):
+                await asyncio.sleep(self._rng.expovariate(1 / self._plan.pace_s))
+                if event.startswith("full disk") and not self._disks.run.fillable:
+                    self._system.counts["events that only root can bring about"] += 1
+                    continue
+                self._system.events[event] += 1
+                if "broker" in event:  # there is one: what happens to it happens in turn
+                    await self._to_broker(event)
+                else:
+                    group.create_task(self._in_turn(event))
+
+    async def _to_broker(self, event: str) -> None:
+        system = self._system
+        match event.split():
+            case ["kill", _]:
+                await system.kill_broker(self._rng.uniform(0, 1.0))
+            case ["wipe", _]:
+                self._traffic.forget()
+                await system.kill_broker(0.1, wipe=True)
+                self._traffic.forget()
+            case ["stop", _]:
+                await system.stop_broker(self._rng.uniform(0.3, 2.0))
+            case [_, "away", seconds, _]:
+                await system.kill_broker(float(seconds))
+            case [_, "frozen", seconds, _]:
+                await system.stop_broker(float(seconds))
+            case ["no", "files", _]:
+                assert system.broker.pid is not None
+                with no_files(system.broker.pid):
+                    await asyncio.sleep(self._briefly())
+            case ["full", "disk", _]:
+                with self._disks.broker.full():
+                    await asyncio.sleep(self._briefly())
+                # It has ended, at the first write that was refused.
+                await system.kill_broker(0)
+
+    async def _in_turn(self, event: str) -> None:
+        """Beside what else happens, but not twice at once."""
+        async with self._once[event]:
+            await self._strike(event)
+
+    async def _strike(self, event: str) -> None:
+        system = self._system
+        match event.split():
+            case ["kill", role]:
+                system.kill(await system.victim(Role(role)))
+            case ["stop", role]:
+                long = self._rng.random() < 0.5
+                seconds = self._rng.uniform(LEASE_S, 3 * LEASE_S) if long else self._rng.uniform(0.2, LEASE_S)
+                victim = await system.victim(Role(role))
+                await system.stop(victim, seconds, replace=long and role == "trainer")
+            case ["no", "files", role]:
+                await self._suffer(no_files((await system.victim(Role(role), loaded=True)).process.pid))
+            case ["denied", name]:
+                out = system.layout.out
+                folder = {"run": out, "weights": out / "weights", "checkpoints": out / "checkpoints"}[name]
+                await self._suffer(denied(folder))
+            case ["full", "disk", _]:
+                await self._suffer(self._disks.run.full())
+            case ["half-open", _]:
+                if port := system.port(self._rng.randrange(system.num_replicas)):
+                    await self._suffer(half_open(port))
+            case ["large", _]:
+                await self._traffic.large()
+            case ["squatted", _]:
+                await self._traffic.squat()
+            case _:
+                raise ValueError(event)
+
+    async def _suffer(self, trouble: AbstractContextManager[None]) -> None:
+        """Its victim may be gone before it begins, or out of reach of a user that is not root."""
+        with suppress(ProcessLookupError, FileNotFoundError, PermissionError), self._system.trouble(), trouble:
+            await asyncio.sleep(self._briefly())
+
+    def _briefly(self) -> float:
+        """Seconds: less or more than most things wait before they try again."""
+        return self._rng.uniform(0.5, 5.0)

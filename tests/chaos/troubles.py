@@ -1,0 +1,110 @@
+"""Harm that kills nobody: what a machine, a volume and the network do to processes that have to live on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+from services.ports import HOST
+
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
+CAPABILITY_VERSION_3 = 0x20080522
+HALF_OPEN = 200
+"""Connections at once."""
+SIZES = (1 << 20, 1 << 12)
+"""Of what a disk is filled with, one after the other."""
+
+
+class _Header(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+
+class _Sets(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in ("effective", "permitted", "inheritable")]
+
+
+def obey_modes() -> None:
+    """This process obeys the modes of files from now on, root's too. Source: capset(2)."""
+    libc, header, sets = ctypes.CDLL(None, use_errno=True), _Header(CAPABILITY_VERSION_3, 0), (_Sets * 2)()
+    if libc.capget(ctypes.byref(header), sets):
+        raise OSError(ctypes.get_errno(), "capget")
+    sets[0].effective &= ~(1 << CAP_DAC_OVERRIDE | 1 << CAP_DAC_READ_SEARCH)
+    sets[0].permitted &= sets[0].effective
+    if libc.capset(ctypes.byref(header), sets):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+class Disk:
+    """A folder with a file system of its own, so that it can be filled. Only root may mount one: for others it is a
+    folder like any other, and `fillable` says so."""
+
+    def __init__(self, folder: Path, mib: int) -> None:
+        self.folder, self._mib, self.fillable = folder, mib, False
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={self._mib}m", "tmpfs", self.folder]
+        self.fillable = os.geteuid() == 0 and subprocess.run(mount, check=False).returncode == 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What is on it stays in the folder."""
+        if self.fillable:
+            copy = self.folder.with_name(f".{self.folder.name}")
+            shutil.copytree(self.folder, copy)
+            subprocess.run(["umount", "--lazy", self.folder], check=True)
+            self.folder.rmdir()
+            copy.rename(self.folder)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Not a byte is free."""
+        ballast = self.folder / "ballast"
+        with ballast.open("wb", buffering=0) as file:
+            for size in SIZES:
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+        yield
+        ballast.unlink()
+
+
+@contextmanager
+def no_files(pid: int) -> Iterator[None]:
+    """The process can open no file and no socket more."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    opened = set(os.listdir(f"/proc/{pid}/fd"))
+    lowest_free = next(number for number in count() if str(number) not in opened)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    yield
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def denied(folder: Path) -> Iterator[None]:
+    """Nobody who obeys modes can open anything in it."""
+    mode = folder.stat().st_mode
+    folder.chmod(0)
+    yield
+    folder.chmod(mode)
+
+
+@contextmanager
+def half_open(port: int) -> Iterator[None]:
+    """Requests that do not get to their end."""
+    with ExitStack() as opened:
+        for _ in range(HALF_OPEN):
+            with suppress(OSError):
+                one = opened.enter_context(socket.create_connection((HOST, port), timeout=1))
+                one.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\n")
+        yield

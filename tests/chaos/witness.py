@@ -1,0 +1,58 @@
+"""What shows from outside, whatever the books say: the memory that processes came to, and what their logs hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports torch
+    from .system import System
+
+SAMPLE_S = 0.5
+MOST_MIB: Mapping[str, int] = {"replica": 1500, "trainer": 1500, "operator": 1000, "broker": 256}
+"""A first guess."""
+TRACEBACK = "Traceback (most recent call last)"
+CONTEXT_LINES = 25
+
+
+@dataclass
+class Memory:
+    """The most that a process of each role ever held, in MiB."""
+
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    async def watch(self, system: System) -> None:
+        while True:
+            pids = [(str(child.role), child.process.pid) for child in system.children]
+            for role, pid in [*pids, ("broker", system.broker.pid)]:
+                self.peaks[role] = max(self.peaks.get(role, 0.0), peak_mib(pid))
+            await asyncio.sleep(SAMPLE_S)
+
+    @property
+    def faults(self) -> list[str]:
+        too_much = {role: peak for role, peak in self.peaks.items() if peak > MOST_MIB[role]}
+        return [f"{role}: {peak:.0f} MiB of memory, {MOST_MIB[role]} expected" for role, peak in too_much.items()]
+
+
+def peak_mib(pid: int | None) -> float:
+    """The most that the process has held so far; 0 if there is none. Source: VmHWM of proc_pid_status(5)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)
+
+
+def tracebacks(folder: Path) -> list[str]:
+    """One for each log that has any, with the lines around the first."""
+    found = []
+    for log in sorted(folder.rglob("*.log")):
+        lines = log.read_text(errors="replace").splitlines()
+        at = [number for number, line in enumerate(lines) if TRACEBACK in line]
+        if at:
+            shown = lines[max(0, at[0] - 2) : at[0] + CONTEXT_LINES]
+            found.append(f"{len(at)} tracebacks in {log}:\n  " + "\n  ".join(shown))
+    return found
