@@ -133,6 +133,18 @@ class Child:
     replaced: bool = False
     """Stopped for so long that another one has its place; must find out and end when it wakes up."""
 
+    @property
+    def last_words(self) -> list[str]:
+        """The last lines of its log, none if it ended before it had one."""
+        if not self.log.exists():
+            return []
+        return self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+
+    @property
+    def has_model(self) -> bool:
+        """Its log says so."""
+        return self.log.exists() and LOADED[self.role] in self.log.read_text(errors="replace")
+
 
 @dataclass
 class System:
@@ -222,24 +234,22 @@ class System:
             self.finished.set()
         elif child.asked or child.role is Role.OPERATOR:
             self.counts[f"ends when asked {child.role}"] += 1
-        elif child.role is Role.TRAINER and code == 2 and "is being trained by" in child.log.read_text():
+        elif child.role is Role.TRAINER and code == 2 and "is being trained by" in "".join(child.last_words):
             self.counts["trainers that woke up in time"] += 1
             for other in self.children:
                 other.replaced = False
-        elif child.role is Role.TRAINER and code == 2 and "Redis at" in child.log.read_text():
+        elif child.role is Role.TRAINER and code == 2 and "Redis at" in "".join(child.last_words):
             self.counts["trainers that gave the broker up"] += 1
         elif child.role is Role.TRAINER and code == 2 and (reason := self.named_trouble(child)):
             self.counts[f"trainers that ended by name: {reason}"] += 1
         else:
-            lines = child.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            self.faults.append(f"{child.slot} ended with exit code {code}:\n  " + "\n  ".join(lines))
+            self.faults.append(f"{child.slot} ended with exit code {code}:\n  " + "\n  ".join(child.last_words))
 
     def named_trouble(self, child: Child) -> str | None:
         """What the process says in its last line, if that is a trouble that there was in its life."""
         if not self.troubles and self.last_trouble < child.started:
             return None
-        lines = child.log.read_text(errors="replace").splitlines()
-        return next((name for name in TROUBLES if lines and name in lines[-1]), None)
+        return next((name for name in TROUBLES if any(name in line for line in child.last_words[-1:])), None)
 
     @contextmanager
     def trouble(self) -> Iterator[None]:
@@ -288,9 +298,9 @@ class System:
             await asyncio.sleep(POLL_S)
 
     async def victim(self, role: Role, *, loaded: bool = False) -> Child:
-        """A running one, chosen at random, as soon as there is one. `loaded`: its log says that it has its model."""
+        """A running one, chosen at random, as soon as there is one. `loaded`: one that has its model."""
         while True:
-            victims = [c for c in self.victims(role) if not loaded or LOADED[role] in c.log.read_text(errors="replace")]
+            victims = [child for child in self.victims(role) if not loaded or child.has_model]
             if victims:
                 return self.rng.choice(victims)
             await asyncio.sleep(POLL_S)
