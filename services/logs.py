@@ -20,8 +20,8 @@ MAX_ALIKE = 20
 ALIKE_S = 60.0
 MAX_KEY_CHARS = 80
 FROM_OUTSIDE = ("asyncio", "uvicorn", "services.http")
-"""Strangers can make these loggers speak: asyncio does for every connection that it cannot accept. At most MAX_ALIKE of
-their lines that begin alike are written in ALIKE_S seconds, and what the system refused them needs no traceback."""
+"""Strangers can make these loggers speak: asyncio reports every connection that it cannot accept. At most MAX_ALIKE of
+their lines that begin alike are written in ALIKE_S seconds. What the machine refused is written without a traceback."""
 
 
 class LogFormat(StrEnum):

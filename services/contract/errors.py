@@ -72,6 +72,6 @@ REFUSALS = {errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EROFS, 
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the machine refused what a program may ask for: too many open files, a mode, a volume that is full or
-    fails. A mistake of the program, which a traceback would help to find, it is not."""
+    """Whether the machine refused something: too many files are open, a mode forbids it, a volume is full or fails.
+    The program made no mistake, so a traceback would not help."""
     return isinstance(error, OSError) and error.errno in REFUSALS
