@@ -71,7 +71,7 @@ test-stress: install sglang-cpu
 verdict: install sglang-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 
-# A storm of 1,000 kills, outages and troubles on a real Redis, and an account of every group and token: more than an hour.
+# A storm of 1,000 kills, outages and troubles on a real Redis; every group and token is accounted for. An hour and more.
 chaos: install
 	$(BIN)/python -m tests.chaos $(ARGS)
 

@@ -15,6 +15,9 @@ from .traffic import Traffic
 from .traps import Role
 from .troubles import Disk, denied, half_open, no_files
 
+HALF_OPEN = 200
+"""Connections of one event."""
+
 
 class Disks(NamedTuple):
     run: Disk
@@ -109,6 +112,8 @@ class Storm:
                     await asyncio.sleep(self._briefly())
                 # It has ended, at the first write that was refused.
                 await system.kill_broker(0)
+            case _:
+                raise ValueError(event)
 
     async def _in_turn(self, event: str) -> None:
         """Beside what else happens, but not twice at once."""
@@ -135,7 +140,7 @@ class Storm:
                 await self._suffer(self._disks.run.full())
             case ["half-open", _]:
                 if port := system.port(self._rng.randrange(system.num_replicas)):
-                    await self._suffer(half_open(port))
+                    await self._suffer(half_open(port, HALF_OPEN))
             case ["large", _]:
                 await self._traffic.large()
             case ["squatted", _]:

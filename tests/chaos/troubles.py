@@ -18,10 +18,8 @@ from services.ports import HOST
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 CAPABILITY_VERSION_3 = 0x20080522
-HALF_OPEN = 200
-"""Connections at once."""
 SIZES = (1 << 20, 1 << 12)
-"""Of what a disk is filled with, one after the other."""
+"""Bytes of one write to the file that fills a disk: large ones until one is refused, then small ones."""
 
 
 class _Header(ctypes.Structure):
@@ -69,13 +67,15 @@ class Disk:
     def full(self) -> Iterator[None]:
         """Not a byte is free."""
         ballast = self.folder / "ballast"
-        with ballast.open("wb", buffering=0) as file:
-            for size in SIZES:
-                with suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
-        yield
-        ballast.unlink()
+        try:
+            with ballast.open("wb", buffering=0) as file:
+                for size in SIZES:
+                    with suppress(OSError):
+                        while True:
+                            file.write(bytes(size))
+            yield
+        finally:
+            ballast.unlink()
 
 
 @contextmanager
@@ -85,9 +85,11 @@ def no_files(pid: int) -> Iterator[None]:
     opened = set(os.listdir(f"/proc/{pid}/fd"))
     lowest_free = next(number for number in count() if str(number) not in opened)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
-    yield
-    with suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextmanager
@@ -95,15 +97,17 @@ def denied(folder: Path) -> Iterator[None]:
     """Nobody who obeys modes can open anything in it."""
     mode = folder.stat().st_mode
     folder.chmod(0)
-    yield
-    folder.chmod(mode)
+    try:
+        yield
+    finally:
+        folder.chmod(mode)
 
 
 @contextmanager
-def half_open(port: int) -> Iterator[None]:
-    """Requests that do not get to their end."""
+def half_open(port: int, connections: int) -> Iterator[None]:
+    """Requests that do not get to their end, all at once."""
     with ExitStack() as opened:
-        for _ in range(HALF_OPEN):
+        for _ in range(connections):
             with suppress(OSError):
                 one = opened.enter_context(socket.create_connection((HOST, port), timeout=1))
                 one.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\n")

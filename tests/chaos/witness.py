@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it imports torch
 
 SAMPLE_S = 0.5
 MOST_MIB: Mapping[str, int] = {"replica": 1500, "trainer": 1500, "operator": 1000, "broker": 256}
-"""A first guess."""
+"""Bounds, three times and more what short storms come to."""
 TRACEBACK = "Traceback (most recent call last)"
 CONTEXT_LINES = 25
 

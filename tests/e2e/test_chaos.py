@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import REDIS, SHORT, conduct
+from tests.chaos.__main__ import REDIS, conduct, page
+from tests.chaos.storm import SHORT
 
 
 @pytest.mark.slow
@@ -30,6 +31,7 @@ def test_nothing_is_lost_whoever_dies(tmp_path: Path, server: str, deterministic
     missed = processes.get("events that only root can bring about", 0)
     assert outcome.accounting["Events"]["all"] == SHORT.num_events - missed
     assert outcome.accounting["Kills at fail points"]["least hits of one"] == SHORT.hits
+    assert "| lost | 0 |" in page(outcome.accounting)
     # The oracle can tell a version from the one before it.
     assert audit["sensitivity"] > 0.5
     assert run["parameters equal an undisturbed run's"] is (True if deterministic else None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.ports import HOST
-from tests.chaos.troubles import HALF_OPEN, Disk, denied, half_open, no_files
+from tests.chaos.troubles import Disk, denied, half_open, no_files
 from tests.chaos.witness import CONTEXT_LINES, MOST_MIB, Memory, peak_mib, tracebacks
 from tests.kit.processes import ROOT
 
@@ -69,9 +69,9 @@ def test_a_disk_is_full_for_a_while_and_keeps_what_is_on_it(tmp_path: Path) -> N
 
 
 def test_requests_stay_half_open() -> None:
-    with socket.create_server((HOST, 0), backlog=HALF_OPEN) as server:
-        with half_open(server.getsockname()[1]):
-            peers = [server.accept()[0] for _ in range(HALF_OPEN)]
+    with socket.create_server((HOST, 0), backlog=3) as server:
+        with half_open(server.getsockname()[1], 3):
+            peers = [server.accept()[0] for _ in range(3)]
             assert all(peer.recv(1000).startswith(b"POST ") for peer in peers)
         assert all(peer.recv(1000) == b"" for peer in peers)
         for peer in peers:
