@@ -18,6 +18,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import (
     ConnectionError,
     NoPermissionError,
+    NoScriptError,
     OutOfMemoryError,
     RedisError,
     ResponseError,
@@ -49,6 +50,8 @@ CALL_TIMEOUT_S = 30.0
 """For one call with all its retries."""
 MAX_BLOCK_MS = 5_000
 """Blocking reads are cut to this, well below the reply timeout."""
+RELOAD_S = 0.1
+"""Before a script is loaded again that the broker forgot as soon as it had it."""
 RESULT_TTL_S = 3600
 """How long an ended job's state, and the result for a client, are kept."""
 MEMORY_SHARE = 0.7
@@ -137,7 +140,7 @@ class Broker:
             script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
         failpoint(f"{name}.before")
         async with self.call():
-            reply = await script(args=args)
+            reply = await _run(script, args)
         failpoint(f"{name}.after")
         return reply
 
@@ -246,6 +249,16 @@ _REMEDY = "dvp-queue users prints the rules of each part's user"
 
 _REFUSED_IN_A_SCRIPT = ("ACL failure in script", "The user executing the script can't")
 """Valkey's words, and those of Redis."""
+
+
+async def _run(script: AsyncScript, args: tuple[str | bytes | int | float, ...]) -> Any:
+    """redis-py loads a script that the broker does not know, and tries once more. A broker that is killed or fails over
+    between the two has lost it again."""
+    while True:
+        try:
+            return await script(args=args)
+        except NoScriptError:
+            await asyncio.sleep(RELOAD_S)
 
 
 def _source(name: str, run_id: str) -> str:

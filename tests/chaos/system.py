@@ -238,8 +238,6 @@ class System:
             self.counts["trainers that woke up in time"] += 1
             for other in self.children:
                 other.replaced = False
-        elif child.role is Role.TRAINER and code == 2 and "Redis at" in "".join(child.last_words):
-            self.counts["trainers that gave the broker up"] += 1
         elif child.role is Role.TRAINER and code == 2 and (reason := self.named_trouble(child)):
             self.counts[f"trainers that ended by name: {reason}"] += 1
         else:

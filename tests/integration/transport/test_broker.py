@@ -67,6 +67,26 @@ async def test_one_connection_is_enough_to_set_up_a_wiped_broker_again(own_broke
         assert [group["name"] for group in await broker.redis.xinfo_groups(stream)] == [REPLICAS.encode()]
 
 
+async def test_a_script_that_the_broker_forgets_at_once_is_loaded_again(
+    own_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that is killed between the two commands."""
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        load, loaded = broker.redis.script_load, []
+
+        async def load_and_forget(script: str) -> object:
+            sha = await load(script)
+            loaded.append(sha)
+            if len(loaded) < 3:
+                await broker.redis.script_flush()
+            return sha
+
+        monkeypatch.setattr(broker.redis, "script_load", load_and_forget)
+        await broker.redis.script_flush()
+        await broker.ensure_groups()
+    assert len(loaded) == 3
+
+
 async def test_a_failover_is_waited_for(own_broker: EmbeddedBroker, run_id: str) -> None:
     """The server is demoted, and for a moment there is no other."""
     async with await Broker.connect(own_broker.url, run_id, patience_s=WITHIN_S) as broker:
