@@ -41,7 +41,7 @@ from services.transport.submission import Submission, Submitted
 from .batch import Batch, ScoredGroup
 from .checkpoint import Progress
 from .config import ModelSection, TrainSettings
-from .ledger import Ledger
+from .ledger import CONSUMED, SUBMITTED, Ledger
 from .publish import Publisher
 from .scoring import PromptTokens, Scorer
 
@@ -82,8 +82,8 @@ class Feeder:
     ) -> None:
         self.settings, self.prompts, self.scorer = settings, prompts, scorer
         self.submission, self.groups, self.publisher, self.fence = submission, groups, publisher, fence
-        self.submitted = Ledger(settings.out_dir / "submitted.jsonl")
-        self.consumed = Ledger(settings.out_dir / "consumed.jsonl")
+        self.submitted = Ledger(settings.out_dir / SUBMITTED)
+        self.consumed = Ledger(settings.out_dir / CONSUMED)
         self._batches_left = settings.steps
         self.cursor = 0
         self.retries: list[tuple[int, int]] = []

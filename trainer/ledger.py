@@ -15,6 +15,8 @@ from services.contract.errors import ConfigError
 
 from .disk import AppendedFile
 
+SUBMITTED, CONSUMED = "submitted.jsonl", "consumed.jsonl"
+
 
 class Ledger:
     """One JSON object per line."""

@@ -31,6 +31,7 @@ from .data import Columns, Order, Prompts, load_prompts
 from .evaluate import Evaluator
 from .exporter import PrometheusSink, exporting
 from .feeder import Feeder
+from .ledger import SUBMITTED
 from .loop import Run
 from .publish import Publisher
 from .reporting import JsonlSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
@@ -203,6 +204,8 @@ def restore(
     if found is None:
         if which is not None:
             raise ConfigError(f"out_dir {settings.out_dir}: no checkpoint there to evaluate")
+        if (settings.out_dir / SUBMITTED).exists():
+            logger.warning("no checkpoint in %s: the run begins anew; its earlier steps are lost", checkpoints.root)
         return Progress(data_fingerprint=prompts.fingerprint)
     progress, state = found
     if not settings.resume:

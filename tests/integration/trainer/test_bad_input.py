@@ -153,3 +153,14 @@ async def test_a_run_whose_data_changed_does_not_resume(tmp_path: Path, broker_u
     assert "is not what the checkpoint of step 2 was trained on" in message
     off = config(tmp_path, run_id, broker_url, steps="4", resume="false")
     assert "holds a checkpoint of step 2 and resume is off" in await refusal(off)
+
+
+async def test_a_run_without_the_checkpoints_that_it_had_says_that_it_begins_anew(
+    tmp_path: Path, broker_url: str, run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for words in ([], [f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}: the run begins anew"]):
+        caplog.clear()
+        async with open_run(TrainSettings.load(config(tmp_path, run_id, broker_url))):
+            pass
+        warnings = [record.message for record in caplog.records if record.name == "trainer.setup"]
+        assert [line.partition(";")[0] for line in warnings] == words
