@@ -205,7 +205,9 @@ def restore(
         if which is not None:
             raise ConfigError(f"out_dir {settings.out_dir}: no checkpoint there to evaluate")
         if (settings.out_dir / SUBMITTED).exists():
-            logger.warning("no checkpoint in %s: the run begins anew; its earlier steps are lost", checkpoints.root)
+            logger.warning(
+                "no checkpoint in %s: the run begins at step 0, and its ledgers are emptied", checkpoints.root
+            )
         return Progress(data_fingerprint=prompts.fingerprint)
     progress, state = found
     if not settings.resume:

@@ -70,7 +70,7 @@ async def test_one_connection_is_enough_to_set_up_a_wiped_broker_again(own_broke
 async def test_a_script_that_the_broker_forgets_at_once_is_loaded_again(
     own_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does that is killed between the two commands."""
+    """A broker that is killed between SCRIPT LOAD and EVALSHA does so."""
     async with await Broker.connect(own_broker.url, run_id) as broker:
         load, loaded = broker.redis.script_load, []
 
