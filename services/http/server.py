@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -41,6 +42,19 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_report)
+        await super().shutdown(sockets)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As asyncio does, but for a mistake of its own: a second after it could not accept a connection because too many
+    files were open, it listens again on a socket that may be closed by then (selector_events.py, `_accept_connection`).
+    """
+    if isinstance(context.get("exception"), ValueError) and "_start_serving" in repr(context.get("handle")):
+        return
+    loop.default_exception_handler(context)
 
 
 def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) -> HttpServer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import queue
 import resource
 import socket
@@ -16,12 +19,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.http import connections, server
 from services.http.guard import Guard
-from services.http.server import http_server
+from services.http.server import bound, http_server
+from tests.chaos.troubles import no_files
 from tests.integration.http.served import serving
 from tests.kit import web
 from tests.kit.processes import PYTHON, process, run
 from tests.kit.tokens import TOKEN
-from tests.kit.wait import WITHIN_S, until
+from tests.kit.wait import WITHIN_S, until, until_async
 
 ANSWER_BYTES = 64 << 20
 MEDIUM_BYTES = 8 << 20
@@ -273,6 +277,26 @@ def test_the_end_of_an_answer_waits_for_its_reader(patient: str, monkeypatch: py
         with _connect(patient) as later:
             assert _closed(later)
         assert len(answer.read()) > MEDIUM_BYTES
+
+
+async def test_a_listener_that_could_not_accept_closes_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio would accept on it again, a second later."""
+    retry_s = 0.05
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", retry_s)
+    one = http_server(_app(), drain_s=0)
+    with bound("127.0.0.1", 0) as listener, socket.socket() as client:
+        running = asyncio.create_task(one.serve([listener]))
+        await until_async(lambda: one.started)
+        with no_files(os.getpid()):
+            client.connect(listener.getsockname())
+            await until_async(lambda: "out of system resource" in caplog.text)
+            one.should_exit = True
+            await running
+    await asyncio.sleep(2 * retry_s)  # timers that were set before this one have rung when it does
+    errors = {record.getMessage().splitlines()[0] for record in caplog.records if record.levelno >= logging.ERROR}
+    assert errors == {"socket.accept() out of system resource"}
 
 
 def _limited(max_files: int, arguments: Sequence[str]) -> list[str]:
