@@ -196,8 +196,8 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 def _read_file(file: Path) -> dict[str, Tensor]:
     try:
         weights: dict[str, Tensor] = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise WeightError(f"{file}: not a complete safetensors file: {error}") from None
+    except (SafetensorError, OSError, RuntimeError) as error:  # PyTorch's own, for a file that cannot be opened
+        raise WeightError(f"{file}: cannot be read as safetensors: {error}") from None
     return weights
 
 

@@ -116,7 +116,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
         with safe_open(file, framework="np"):
             pass  # checks lengths, offsets and types
     except SafetensorError as error:
-        raise WeightError(f"{file}: not a complete safetensors file: {error}") from None
+        raise WeightError(f"{file}: cannot be read as safetensors: {error}") from None
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header: dict[str, Any] = json.loads(opened.read(length))

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from services.cancellation import cancel
-from services.contract.errors import DvpError, UnavailableError
+from services.contract.errors import DvpError, UnavailableError, is_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ async def keep_doing(what: str, step: Callable[[], Awaitable[object]]) -> None:
             outage = None
         except Exception as error:  # a task boundary: the loop has to live on
             if outage is None:
-                expected = isinstance(error, DvpError)
+                expected = isinstance(error, DvpError) or is_refusal(error)
                 logger.warning("%s: %s; trying again", what, error, exc_info=None if expected else error)
                 outage = pauses()
             await asyncio.sleep(next(outage))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.contract.errors import ConfigError, EngineError, RequestError
+from services.contract.errors import ConfigError, EngineError, RequestError, WeightError
 from services.contract.http import Message
 from services.engines.tokenizer import load_tokenizer
 from services.engines.transformers import TransformersEngine
+from tests.chaos.troubles import no_files
 from tests.kit.models import EOS_ID, PAD_ID, make_model
 from tests.kit.wait import until_async
 
@@ -45,6 +47,16 @@ async def test_deterministic_mode_swaps_between_jobs(folders: dict[str, Path], m
     await load
     assert {span.version for sample in await first for span in sample.versions} == {"local:0:0"}
     assert {span.version for sample in await second for span in sample.versions} == {"run:1:odd"}
+
+
+async def test_without_a_free_descriptor_weights_are_refused_by_name(
+    folders: dict[str, Path], make_engine: MakeEngine
+) -> None:
+    engine = await make_engine(folders["even"])
+    await engine.load(folders["odd"], "run:1:odd")  # imports what reading needs
+    with no_files(os.getpid()), pytest.raises(WeightError, match="Too many open files"):
+        await engine.load(folders["even"], "run:2:even")
+    await engine.load(folders["even"], "run:3:even")
 
 
 async def test_samples_of_a_job_share_one_prefill(folders: dict[str, Path]) -> None:
