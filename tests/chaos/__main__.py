@@ -131,7 +131,14 @@ def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, determinis
     with (
         Disk(layout.out, RUN_MIB) as run_disk,
         Disk(folder / "broker", BROKER_MIB) as broker_disk,
-        EmbeddedBroker(data, aof=True, fsync=fsync, binary=binary) as broker,  # type: ignore[arg-type]
+        # Its log is on another disk: a broker without descriptors would fill its own with it.
+        EmbeddedBroker(
+            data,
+            aof=True,
+            fsync=fsync,  # type: ignore[arg-type]
+            binary=binary,
+            log=layout.logs / "broker.log",
+        ) as broker,
         none_left(),
     ):
         (folder / "broker.url").write_text(broker.url)
