@@ -35,7 +35,7 @@ $(SGLANG_STAMP): $(wildcard deploy/sglang-cpu/*.txt)
 	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps -r deploy/sglang-cpu/requirements-nodeps.txt
 	touch $@
 
-$(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp/*.py services/sglang_plugin/*.py deploy/dvp-sglang/*) \
+$(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dvp_rl/sglang_plugin/*.py deploy/dvp-sglang/*) \
 		$(wildcard deploy/sglang-cpu/shims/*.* deploy/sglang-cpu/shims/*/*.py)
 	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps --force-reinstall \
 		./deploy/sglang-cpu/shims ./deploy/dvp-sglang
@@ -44,12 +44,12 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp/*.py services/sglang_pl
 demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
-# Every figure of trainer/lab/results.
+# Every figure of trainer/dvp_trainer/lab/results.
 lab: install sglang-cpu
-	$(BIN)/dvp-lab signature --out trainer/lab/results
-	$(BIN)/dvp-lab overlap --out trainer/lab/results
-	$(BIN)/dvp-lab rho --out trainer/lab/results
-	$(BIN)/dvp-lab collapse --out trainer/lab/results
+	$(BIN)/dvp-lab signature --out trainer/dvp_trainer/lab/results
+	$(BIN)/dvp-lab overlap --out trainer/dvp_trainer/lab/results
+	$(BIN)/dvp-lab rho --out trainer/dvp_trainer/lab/results
+	$(BIN)/dvp-lab collapse --out trainer/dvp_trainer/lab/results
 
 # Three at once, also on two cores: most of them wait for processes and clocks. ARGS=-n0 for one, with a debugger.
 test: install

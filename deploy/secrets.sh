@@ -3,7 +3,7 @@
 #
 # deploy/secrets.sh [FOLDER]                  for docker compose; FOLDER holds a .env.example, as the repository does
 #     FOLDER/.env                             the example, with passwords
-#     FOLDER/.secrets/tokens/SCOPE/CALLER     tokens of the HTTP services (services/http/README.md)
+#     FOLDER/.secrets/tokens/SCOPE/CALLER     tokens of the HTTP services (services/dvp_rl/http/README.md)
 #
 # deploy/secrets.sh --kubernetes NAMESPACE | kubectl create -f -
 #     the namespace, a secret `redis` with passwords, a secret tokens-SCOPE for each scope

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
-from services.transport import connection, weight_download
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.transport import connection
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.weights import download
 
 BROKER_BINARY = os.environ.get("DVP_TEST_BROKER_BINARY")
 """Path of another server (redis-server, valkey-server) to run the tests on. Read at once: a test may run a command that
@@ -127,7 +128,7 @@ def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedB
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, a broker or a server of weights that is away is asked twice."""
     monkeypatch.setattr(connection, "NUM_RETRIES", 1)
-    monkeypatch.setattr(weight_download, "TRIES", 2)
+    monkeypatch.setattr(download, "TRIES", 2)
 
 
 @pytest.fixture

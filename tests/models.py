@@ -21,16 +21,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from services.contract.errors import ConfigError
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import TrainSequence
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.step import Learner
 from tests.integration.engines.jobs import make_job
 from tests.integration.engines.oracle import Oracle
 from tests.kit.families import COMMON, HEAD_DIM, VOCAB, write_small_model
 from tests.kit.records import make_sample
-from trainer.batch import TrainSequence
-from trainer.config import TrainSettings
-from trainer.model import load_model
-from trainer.step import Learner
 
 WINDOW = 16
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

@@ -18,15 +18,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.client import Client, Retry
-from services.contract.errors import DvpError, UnavailableError
-from services.rollout.settings import EngineName
-from services.settings import forget_variables, user_errors
-from services.transport.embedded import EmbeddedBroker
-from services.transport.roles import Role
-from trainer.config import TrainSettings
-from trainer.report import write_report
-from trainer.reporting import read_metrics
+from dvp_rl.client import Client, Retry
+from dvp_rl.contract.errors import DvpError, UnavailableError
+from dvp_rl.rollout.settings import EngineName
+from dvp_rl.settings import forget_variables, user_errors
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.roles import Role
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.report.page import write_report
+from dvp_trainer.report.sinks import read_metrics
 
 from .fleet import Child, Fleet, interruptible
 from .run_folder import RunFolder, claim
@@ -160,7 +160,7 @@ class Demo:
     def start_replica(self, fleet: Fleet, folder: RunFolder, broker_url: str, name: str) -> Server:
         port_file = folder.path / f"{name}.port"
         command = argv(
-            "services.rollout",
+            "dvp_rl.rollout",
             model=self.settings.model.path,
             engine=self.engine,
             run_id=self.settings.run_id,
@@ -179,7 +179,7 @@ class Demo:
         """Its standard output is the launcher's: that is the progress people see."""
         settings = self.settings
         own = {name: getattr(settings, name) for name in ("seed", "steps", "out_dir")}
-        command = argv("trainer", self.config, **own, **self.options)
+        command = argv("dvp_trainer", self.config, **own, **self.options)
         return fleet.start("trainer", command, cwd=REPOSITORY, env={"DVP_TRAIN__BROKER__URL": broker_url}, show=True)
 
     def conclude(self, folder: RunFolder, replicas: list[Replica], wall_s: float) -> Summary:

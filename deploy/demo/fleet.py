@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.contract.errors import UnavailableError
+from dvp_rl.contract.errors import UnavailableError
 
 POLL_S = 0.1
 GRACE_S = 5.0

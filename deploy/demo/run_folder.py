@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.contract.errors import ConfigError
+from dvp_rl.contract.errors import ConfigError
 
 
 @dataclass(frozen=True)

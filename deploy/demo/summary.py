@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from services.contract.weights import WeightVersion
+from dvp_rl.contract.weights import WeightVersion
 
 ENDS = 5
 """Steps at either end of the run whose mean is its first and last reward."""

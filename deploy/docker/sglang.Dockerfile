@@ -16,9 +16,9 @@ RUN python wanted.py pyproject.toml rollout otel > rollout.txt
 FROM python:3.11-slim AS plugin
 WORKDIR /build
 COPY deploy/dvp-sglang deploy/dvp-sglang
-COPY services/__init__.py services/__init__.py
-COPY services/dvp services/dvp
-COPY services/sglang_plugin services/sglang_plugin
+COPY services/dvp_rl/__init__.py services/dvp_rl/__init__.py
+COPY services/dvp_rl/dvp services/dvp_rl/dvp
+COPY services/dvp_rl/sglang_plugin services/dvp_rl/sglang_plugin
 RUN pip wheel --no-cache-dir --no-deps -w /wheels ./deploy/dvp-sglang
 
 FROM ${SGLANG_IMAGE}
@@ -38,7 +38,7 @@ RUN python3 -m venv --without-pip /opt/dvp \
     -c /tmp/requirements.lock -r /tmp/rollout.txt
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin dvp && install -d -o dvp -g dvp /weights /runs
 WORKDIR /app
-COPY services services
+COPY services/dvp_rl dvp_rl
 USER dvp
 # Unlike SGLang's port, which stays on loopback, this one is published; it wants DVP_ROLLOUT__TOKEN.
 ENV DVP_ROLLOUT__ENGINE=sglang DVP_ROLLOUT__SGLANG__PYTHON=/usr/local/bin/sglang-python DVP_ROLLOUT__DEVICE=cuda \
@@ -46,4 +46,4 @@ ENV DVP_ROLLOUT__ENGINE=sglang DVP_ROLLOUT__SGLANG__PYTHON=/usr/local/bin/sglang
 EXPOSE 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=600s --retries=3 \
   CMD ["/opt/dvp/bin/python", "-S", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8000/readyz', timeout=4)"]
-ENTRYPOINT ["/opt/dvp/bin/python", "-m", "services.rollout"]
+ENTRYPOINT ["/opt/dvp/bin/python", "-m", "dvp_rl.rollout"]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from services.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
-from services.contract.job import Sink
-from services.contract.sampling import Sampling
+from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
+from dvp_rl.contract.job import Sink
+from dvp_rl.contract.sampling import Sampling
 
 RESULTS = Path(__file__).parent / "results" / "codec.json"
 SAMPLES, TOKENS, REPEATS = 8, 2304, 50

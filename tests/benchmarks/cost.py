@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch
+from dvp_trainer.learn.arrangement import Arrangement, Beside
+from dvp_trainer.learn.attention import PACKED
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.step import Learner
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
-from trainer.arrangement import Arrangement, Beside
-from trainer.attention import PACKED
-from trainer.batch import Batch
-from trainer.config import TrainSettings
-from trainer.model import load_model
-from trainer.step import Learner
 
 RESULTS = Path(__file__).parent / "results" / "cost.json"
 TOKENS, HIDDEN, VOCAB = 32_768, 128, 2048

@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.engines.transformers import TransformersEngine
 from tests.kit.models import PAD_ID, make_model
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from services.contract.group import DeadLetter
-from services.contract.http import ReplicaState
-from services.contract.job import Job, Sink, job_id
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.replicas import ReplicaBeat, ReplicaRegistry
+from dvp_rl.contract.group import DeadLetter
+from dvp_rl.contract.http import ReplicaState
+from dvp_rl.contract.job import Job, Sink, job_id
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from tests.integration.monitor.browser import Browser, chromium, running
 from tests.integration.monitor.process import write_metrics
 
@@ -111,7 +111,7 @@ class Monitor:
 async def monitored(folder: Path, broker_url: str) -> AsyncIterator[Monitor]:
     metrics, port_file = folder / "metrics.jsonl", folder / "port"
     write_metrics(metrics, 2_000)
-    command = [sys.executable, "-m", "services.monitor", "--redis-url", broker_url, "--run-id", RUN_ID, "--port", "0"]
+    command = [sys.executable, "-m", "dvp_rl.monitor", "--redis-url", broker_url, "--run-id", RUN_ID, "--port", "0"]
     command += ["--port-file", str(port_file), "--metrics-file", str(metrics)]
     process = psutil.Popen(command, stderr=subprocess.DEVNULL)
     try:

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from services.contract.group import Sample
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.group import Sample
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_trainer.config import ModelSection
+from dvp_trainer.data.batch import TrainSequence
+from dvp_trainer.learn.micro_batch import micro_batches
+from dvp_trainer.learn.model import Policy, load_model
 from tests.kit.models import make_model
-from trainer.batch import TrainSequence
-from trainer.config import ModelSection
-from trainer.micro_batch import micro_batches
-from trainer.model import Policy, load_model
 
 RESULTS = Path(__file__).parent / "results" / "precision.json"
 LOG_MIN_P, PROMPTS, N, TOKENS = -6.0, 16, 8, 128

@@ -21,13 +21,13 @@ from statistics import median
 
 import psutil
 
-from services.contract.job import Job, Sink, job_id
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.jobs import JobQueue, Lease
-from services.transport.lease import TrainerLease
-from services.transport.submission import BATCH, Submission
+from dvp_rl.contract.job import Job, Sink, job_id
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.jobs import JobQueue, Lease
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import BATCH, Submission
 from tests.kit.records import make_group, make_sample
 
 RESULTS = Path(__file__).parent / "results" / "queue.json"

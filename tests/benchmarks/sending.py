@@ -17,13 +17,13 @@ from statistics import median
 
 import psutil
 
-from trainer.sender import forked, preload
-from trainer.sending import Plan
+from dvp_trainer.publish.sender import forked, preload
+from dvp_trainer.publish.sending import Plan
 
 RESULTS = Path(__file__).parent / "results" / "sending.json"
 REPEATS = 10
 INTERPRETER = (
-    "import json, socket, sys; from trainer.sending import Plan, serve; "
+    "import json, socket, sys; from dvp_trainer.publish.sending import Plan, serve; "
     "serve(Plan(**json.loads(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))"
 )
 

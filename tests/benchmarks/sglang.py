@@ -25,18 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from services.client import AsyncClient
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_client import SglangClient
-from services.engines.sglang_server import Launch, LocalServer, default_python
-from services.engines.sglang_wire import request_body
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
+from dvp_rl.client import AsyncClient
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_client import SglangClient
+from dvp_rl.engines.sglang_server import Launch, LocalServer, default_python
+from dvp_rl.engines.sglang_wire import request_body
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
 from tests.kit.models import EOS_ID, make_model
 from tests.kit.replicas import ReplicaProcess
 

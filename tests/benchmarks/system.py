@@ -12,9 +12,9 @@ from rich.console import Console
 from deploy.demo.__main__ import CONFIG, READY_TIMEOUT_S, Demo, load_settings
 from deploy.demo.fleet import Fleet
 from deploy.demo.run_folder import claim
-from services.rollout.settings import EngineName
-from services.transport.embedded import EmbeddedBroker
-from trainer.reporting import read_metrics
+from dvp_rl.rollout.settings import EngineName
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_trainer.report.sinks import read_metrics
 
 WARM_UP = 3
 """Steps left out: start-up and the first swap."""

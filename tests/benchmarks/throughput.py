@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import psutil
 
-from services.contract.job import Job, Sink, job_id
-from services.contract.sampling import Sampling
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
+from dvp_rl.contract.job import Job, Sink, job_id
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
 from tests.kit.replicas import ReplicaProcess
 
 RESULTS = Path(__file__).parent / "results" / "throughput.json"

@@ -22,9 +22,9 @@ import torch
 import typer
 
 from deploy.demo.fleet import interruptible
-from services.contract.errors import ConfigError
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.kit.forked import none_left
 from tests.kit.models import make_model
 

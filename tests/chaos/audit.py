@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.contract.group import Group
-from services.contract.job import job_position
-from services.contract.sampling import Sampling
-from services.contract.weights import WeightVersion
-from services.transport.weight_folder import folder_name
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.job import job_position
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.weights import WeightVersion
+from dvp_rl.weights.folder import folder_name
+from dvp_trainer.resume.checkpoint import Checkpoints
+from dvp_trainer.resume.ledger import read_ledger
 from tests.unit.dvp.oracle import Floats, policy
-from trainer.checkpoint import Checkpoints
-from trainer.ledger import read_ledger
 
 from .recorder import Evidence, Trained
 from .system import Layout

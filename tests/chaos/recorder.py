@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import msgpack
 
-from services.contract.group import Group
-from services.logs import configure
-from services.settings import user_errors
-from trainer.__main__ import _stoppable
-from trainer.batch import Batch
-from trainer.config import TrainSettings
-from trainer.loop import train
-from trainer.setup import open_run
+from dvp_rl.contract.group import Group
+from dvp_rl.logs import configure
+from dvp_rl.settings import user_errors
+from dvp_trainer.__main__ import _stoppable
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch
+from dvp_trainer.loop import train
+from dvp_trainer.setup import open_run
 
 VARIABLE = "CHAOS_EVIDENCE"
 

@@ -23,9 +23,9 @@ import psutil
 import typer
 
 from deploy.demo.fleet import interruptible
-from services.contract.errors import DvpError
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.contract.errors import DvpError
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.kit.forked import none_left
 
 from .__main__ import calm, make_layout

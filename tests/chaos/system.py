@@ -17,13 +17,13 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from services.cancellation import cancel
-from services.contract.errors import ConfigError
-from services.transport import roles
-from services.transport.embedded import EmbeddedBroker
-from services.transport.failpoints import VARIABLE as FAILPOINTS
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.transport import roles
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.failpoints import VARIABLE as FAILPOINTS
+from dvp_trainer.resume.checkpoint import Checkpoints
 from tests.kit.forked import ROLLOUT, Service
-from trainer.checkpoint import Checkpoints
 
 from . import recorder
 from .traps import Role, Traps, is_at_stop, is_passed_once
@@ -38,7 +38,7 @@ TIRED_S, MOST_TIRED_S = 6.0, 30.0
 """A process that has not met its trap by then is killed to make room for another. The next one with the same trap gets
 half as long again, because the machine may be slow, up to the most, because the trap may be out of reach for now."""
 LAST_LINES = 12
-LOADED = {Role.REPLICA: " is loaded: ", Role.TRAINER: " trainer.model: "}
+LOADED = {Role.REPLICA: " is loaded: ", Role.TRAINER: " dvp_trainer.learn.model: "}
 TROUBLES = [os.strerror(number) for number in (errno.ENOSPC, errno.EACCES, errno.EMFILE)]
 
 
@@ -200,7 +200,7 @@ class System:
             case Role.TRAINER:
                 module, argv = "tests.chaos.recorder", self.layout.trainer_argv(self.steps)
             case Role.OPERATOR:
-                module = "services.monitor.cli"
+                module = "dvp_rl.monitor.cli"
         process = Service(module, argv or [], log, before=obey_modes, **variables)
         child = Child(role, slot, process, log, trap, time.monotonic())
         self.children.append(child)

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from services.client import AsyncClient, Retry
-from services.contract.errors import DvpError, NotFoundError, RequestError
-from services.contract.job import Job, JobState, Sink
-from services.contract.job import job_id as train_job_id
-from services.ports import HOST
-from services.transport.broker import Broker
-from services.transport.submission import Submission
+from dvp_rl.client import AsyncClient, Retry
+from dvp_rl.contract.errors import DvpError, NotFoundError, RequestError
+from dvp_rl.contract.job import Job, JobState, Sink
+from dvp_rl.contract.job import job_id as train_job_id
+from dvp_rl.ports import HOST
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.submission import Submission
 
 from .system import GROUPS, System
 from .traps import Role

@@ -6,8 +6,8 @@ from collections import Counter
 from enum import StrEnum
 from random import Random
 
-from services.transport import failpoints
-from services.transport.roles import SCRIPTS
+from dvp_rl.transport import failpoints
+from dvp_rl.transport.roles import SCRIPTS
 
 
 class Role(StrEnum):

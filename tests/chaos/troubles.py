@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
-from services.ports import HOST
+from dvp_rl.ports import HOST
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 CAPABILITY_VERSION_3 = 0x20080522

@@ -18,11 +18,11 @@ import jsonschema
 import pytest
 import yaml
 
-from services.http.tokens import Scope, Tokens
-from services.monitor.settings import MonitorSettings
-from services.rollout.settings import EngineName, RolloutSettings
+from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.monitor.settings import MonitorSettings
+from dvp_rl.rollout.settings import EngineName, RolloutSettings
+from dvp_trainer.config import TrainSettings
 from tests.kit.wait import WITHIN_S
-from trainer.config import TrainSettings
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "deploy" / "docker"

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from services.contract import http
-from services.contract.errors import RequestError
-from services.contract.group import DeadLetter
-from services.contract.job import Job, Sink
-from services.contract.record import SCHEMA_VERSION, Record
-from services.contract.weights import Announcement, Manifest, WeightFile
-from services.monitor.bodies import Selection
+from dvp_rl.contract import http
+from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.group import DeadLetter
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.record import SCHEMA_VERSION, Record
+from dvp_rl.contract.weights import Announcement, Manifest, WeightFile
+from dvp_rl.monitor.bodies import Selection
 from tests.kit.records import make_group
 from tests.kit.strategies import damages
 

@@ -21,17 +21,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.contract.keys import Keys
-from services.http.settings import WeightReader
-from services.http.tokens import Scope, Tokens
-from services.monitor.settings import MonitorSettings
-from services.rollout.settings import EngineName, RolloutSettings
-from services.transport.roles import Role
-from services.weights.settings import WeightServerSettings
+from dvp_rl.contract.keys import Keys
+from dvp_rl.http.settings import WeightReader
+from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.monitor.settings import MonitorSettings
+from dvp_rl.rollout.settings import EngineName, RolloutSettings
+from dvp_rl.transport.roles import Role
+from dvp_rl.weights.settings import WeightServerSettings
+from dvp_trainer.config import SamplingSection, TrainSettings
 from tests.kit.helm import CHART, NAMESPACE, HelmError, render
 from tests.kit.manifests import REPOSITORY, VARIANTS, Manifest, Rendered, secrets
 from tests.kit.wait import WITHIN_S
-from trainer.config import SamplingSection, TrainSettings
 
 VERSIONS = ("1.30", "1.37")
 """Oldest and newest that the chart is meant for."""

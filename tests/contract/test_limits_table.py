@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
-from services.contract.job import MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
-from services.contract.sampling import Sampling
-from services.http.connections import MAX_HEAD_BYTES, MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
-from services.http.guard import BODY_TIMEOUT_S
-from services.http.server import MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
-from services.http.settings import MAX_REQUESTS
-from services.logs import ALIKE_S, MAX_ALIKE
-from services.rollout.admission import RETRY_AFTER_S
-from services.rollout.answers import RETRY_AFTER_S as RETRY_AFTER_ROOM_S
-from services.rollout.answers import SEND_TIMEOUT_S, WAIT_S
-from services.rollout.service import MAX_RESULTS_BYTES
-from services.rollout.settings import RolloutSettings
-from services.transport.broker import (
+from dvp_rl.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
+from dvp_rl.contract.job import MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.http.connections import MAX_HEAD_BYTES, MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
+from dvp_rl.http.guard import BODY_TIMEOUT_S
+from dvp_rl.http.server import MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
+from dvp_rl.http.settings import MAX_REQUESTS
+from dvp_rl.logs import ALIKE_S, MAX_ALIKE
+from dvp_rl.rollout.admission import RETRY_AFTER_S
+from dvp_rl.rollout.answers import RETRY_AFTER_S as RETRY_AFTER_ROOM_S
+from dvp_rl.rollout.answers import SEND_TIMEOUT_S, WAIT_S
+from dvp_rl.rollout.service import MAX_RESULTS_BYTES
+from dvp_rl.rollout.settings import RolloutSettings
+from dvp_rl.transport.broker import (
     CLIENT_MEMORY_SHARE,
     CLIENT_SHARE,
     MEMORY_SHARE,
@@ -28,10 +28,10 @@ from services.transport.broker import (
     RESULT_TTL_S,
     RETRY_AFTER_MEMORY_S,
 )
-from services.transport.submission import RETRY_AFTER_BACKLOG_S, RETRY_AFTER_CLOSED_S
-from trainer.config import BatchSection, CheckpointSection
+from dvp_rl.transport.submission import RETRY_AFTER_BACKLOG_S, RETRY_AFTER_CLOSED_S
+from dvp_trainer.config import BatchSection, CheckpointSection
 
-SERVICES = Path(__file__).parents[2] / "services"
+SERVICES = Path(__file__).parents[2] / "services" / "dvp_rl"
 
 
 def default(name: str) -> int:

@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 import yaml
 
-from services.contract.http import Severity, Verdict
-from services.transport.health import RULES
+from dvp_rl.contract.http import Severity, Verdict
+from dvp_rl.transport.health import RULES
 from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_there_is_one_alert_per_verdict_in_the_words_of_its_rule() -> None:
 
 
 def test_the_operators_page_says_what_the_rules_say() -> None:
-    page = (REPOSITORY / "services" / "monitor" / "README.md").read_text()
+    page = (REPOSITORY / "services" / "dvp_rl" / "monitor" / "README.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
     assert rows == [(rule.verdict, rule.severity, rule.meaning, rule.remedy) for rule in RULES]
     assert all(f"`{alert['alert']}`" in page for alert in OTHERS)

@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.contract.errors import RequestError
-from services.contract.group import Group, Sample
-from services.contract.job import Job, Sink, job_id, job_position
-from services.contract.record import SCHEMA_VERSION, Record
-from services.contract.sampling import Sampling
-from services.contract.weights import WeightVersion
+from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.group import Group, Sample
+from dvp_rl.contract.job import Job, Sink, job_id, job_position
+from dvp_rl.contract.record import SCHEMA_VERSION, Record
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.weights import WeightVersion
 from tests.kit.strategies import GROUPS, JOBS, RECORDS, STRATEGIES, Damage, damages
 
 JOB = Job(job_id="a", run_id="run", prompt_ids=[1, 2], sink=Sink.TRAIN)

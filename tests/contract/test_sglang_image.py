@@ -8,7 +8,7 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
-from services.sglang_plugin.versions import TESTED
+from dvp_rl.sglang_plugin.versions import TESTED
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKERFILE = REPOSITORY / "deploy" / "docker" / "sglang.Dockerfile"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.shares import EVERYBODY, fits
+from dvp_rl.contract.shares import EVERYBODY, fits
 
 LIMIT = 1000
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from services.client import Client
+from dvp_rl.client import Client
 from tests.kit.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import reconcile
-from services.contract.errors import UnavailableError
-from trainer.reporting import read_metrics
+from dvp_rl.contract.errors import UnavailableError
+from dvp_trainer.report.sinks import read_metrics
 
 from .stack import BUILD_S, Stack, clone, require_engine, running
 

@@ -18,11 +18,11 @@ import pytest
 
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import ENDS, reconcile
-from services.contract.errors import ConfigError, DvpError
-from services.http.tokens import Scope
+from dvp_rl.contract.errors import ConfigError, DvpError
+from dvp_rl.http.tokens import Scope
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit import web
 from tests.kit.tokens import write_token
-from trainer.reporting import read_metrics
 
 from .stack import BUILD_S, Stack, clone, require_engine, running
 
@@ -35,7 +35,7 @@ SERVICES = ("redis", *IMAGES)
 PROBE = """
 import importlib.util, json, os, shutil
 tools = [tool for tool in ("gcc", "cc", "make", "git") if shutil.which(tool)]
-packages = ("transformers", "torch", "datasets", "matplotlib", "pytest", "mypy", "trainer")
+packages = ("transformers", "torch", "datasets", "matplotlib", "pytest", "mypy", "dvp_trainer")
 present = [package for package in packages if importlib.util.find_spec(package)]
 print(json.dumps({"uid": os.getuid(), "tools": tools, "packages": present}))
 """
@@ -235,7 +235,7 @@ def test_image_holds_what_it_needs_and_no_more(stack: Stack, image: str) -> None
     packages = {
         "monitor": [],
         "rollout": ["transformers", "torch"],
-        "trainer": ["transformers", "torch", "datasets", "matplotlib", "trainer"],
+        "trainer": ["transformers", "torch", "datasets", "matplotlib", "dvp_trainer"],
     }
     assert found == {"uid": 10001, "tools": [], "packages": packages[image]}
 

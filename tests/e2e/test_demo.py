@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.contract.weights import WeightVersion
+from dvp_rl.contract.weights import WeightVersion
 from tests.kit.wait import WITHIN_S, until
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.demo.fleet import Child, Fleet, interruptible
 from deploy.demo.run_folder import claim
-from services.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.errors import ConfigError, UnavailableError
 from tests.kit.wait import WITHIN_S
 
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"

@@ -17,8 +17,8 @@ from rich.console import Console
 from deploy.demo.__main__ import Demo, load_settings
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import Books, Replica, Summary, find_faults, reconcile, summarize, to_table
-from services.contract.weights import WeightVersion
-from services.rollout.settings import EngineName
+from dvp_rl.contract.weights import WeightVersion
+from dvp_rl.rollout.settings import EngineName
 
 STEPS, GROUPS, N = 8, 4, 2
 IDS = [f"demo:{position:09d}:0" for position in range(STEPS * GROUPS)]

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from services.client import Client
-from services.contract.errors import UnavailableError
-from services.contract.weights import WeightVersion
-from services.http.tokens import Scope
+from dvp_rl.client import Client
+from dvp_rl.contract.errors import UnavailableError
+from dvp_rl.contract.weights import WeightVersion
+from dvp_rl.http.tokens import Scope
 from tests.kit.manifests import REPOSITORY, Manifest, Rendered
 from tests.kit.ports import free_port
 

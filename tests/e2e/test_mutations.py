@@ -16,8 +16,12 @@ from tests.verdict import OK, SOME_FAILED
 ROOT = Path(__file__).parents[2]
 PARTS = ("services", "trainer", "tests", "deploy", "pyproject.toml", "README.md")
 TRANSPORT = "tests/integration/transport"
-PRELUDE, COMMIT, LOOP = "services/transport/lua/prelude.lua", "services/transport/lua/commit.lua", "trainer/loop.py"
-DECODER, MONITOR = "services/engines/decoder.py", "services/monitor/app.py"
+PRELUDE, COMMIT, LOOP = (
+    "services/dvp_rl/transport/lua/prelude.lua",
+    "services/dvp_rl/transport/lua/commit.lua",
+    "trainer/dvp_trainer/loop.py",
+)
+DECODER, MONITOR = "services/dvp_rl/engines/decoder.py", "services/dvp_rl/monitor/app.py"
 
 
 class Mutant(NamedTuple):
@@ -70,13 +74,13 @@ MUTANTS = {
         "tests/integration/monitor/test_page.py::test_the_broker_does_not_feel_the_viewers",
     ),
     "a scope that nobody looks at": Mutant(
-        "services/http/guard.py",
+        "services/dvp_rl/http/guard.py",
         "caller.scope.includes(needed)",
         "caller.scope",
         "tests/integration/http/test_control.py::test_everybody_may_do_what_their_token_is_for",
     ),
     "one caller who may take all": Mutant(
-        "services/contract/shares.py",
+        "services/dvp_rl/contract/shares.py",
         "own + more <= max(free - more, 1)",
         "more > 0",
         "tests/integration/rollout/test_callers.py",
@@ -86,7 +90,8 @@ MUTANTS = {
 
 def run(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(str(tree / folder) for folder in ("services", "trainer", "."))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import pytest
 
-from services.client import Client
-from services.contract.errors import DvpError
-from services.transport.broker import Broker
+from dvp_rl.client import Client
+from dvp_rl.contract.errors import DvpError
+from dvp_rl.transport.broker import Broker
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until
 
@@ -80,7 +80,7 @@ class Reader:
         self.ports = {"8000": str(free_port()), "8080": str(free_port())}
         self.servers: list[subprocess.Popen[bytes]] = []
         self._made: set[str] = set()
-        for name in ("deploy", "services", "tests", "trainer"):
+        for name in ("deploy", "tests"):
             (folder / name).symlink_to(REPOSITORY / name)
         (folder / ".venv").symlink_to(sys.prefix)
 

@@ -26,9 +26,9 @@ from unittest.mock import patch
 from tests.kit.processes import FEW_THREADS, ROOT, end, environment
 from tests.kit.wait import WITHIN_S
 
-TRAINER = "trainer.__main__"
-ROLLOUT = "services.rollout.__main__"
-MONITOR = "services.monitor.__main__"
+TRAINER = "dvp_trainer.__main__"
+ROLLOUT = "dvp_rl.rollout.__main__"
+MONITOR = "dvp_rl.monitor.__main__"
 
 _lock = threading.Lock()
 """Held while processes are started and ends are read: of two threads that read an end, one would get another code."""

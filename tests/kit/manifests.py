@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from services.http.tokens import Scope
+from dvp_rl.http.tokens import Scope
 from tests.kit.helm import CHART, NAMESPACE, render
 from tests.kit.wait import WITHIN_S
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.ports import ReservedPort
+from dvp_rl.ports import ReservedPort
 
 _reserved: list[ReservedPort] = []
 

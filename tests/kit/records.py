@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
-from services.contract.job import Job, Sink, job_id
-from services.contract.sampling import Sampling
-from trainer.batch import ScoredGroup
+from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
+from dvp_rl.contract.job import Job, Sink, job_id
+from dvp_rl.contract.sampling import Sampling
+from dvp_trainer.data.batch import ScoredGroup
 
 RUN = "unit"
 

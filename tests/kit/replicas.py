@@ -10,16 +10,16 @@ from typing import Self, TypedDict, Unpack
 
 import httpx
 
-from services.client import Client, Retry
-from services.logs import LogContext
-from services.rollout.server import serve
-from services.rollout.settings import RolloutSettings
+from dvp_rl.client import Client, Retry
+from dvp_rl.logs import LogContext
+from dvp_rl.rollout.server import serve
+from dvp_rl.rollout.settings import RolloutSettings
 from tests.kit import web
 from tests.kit.forked import ROLLOUT, Service
 from tests.kit.processes import PYTHON, ServerThread
 from tests.kit.wait import WITHIN_S, until
 
-COMMAND = (*PYTHON, "services.rollout")
+COMMAND = (*PYTHON, "dvp_rl.rollout")
 
 
 class Options(TypedDict, total=False):

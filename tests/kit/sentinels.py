@@ -1,5 +1,5 @@
 """Three servers, of which one is the master, and three Sentinels that make another one the master when it fails; set up
-as services/transport/README.md says."""
+as services/dvp_rl/transport/README.md says."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, TimeoutError
 from redis.retry import Retry
 
-from services.ports import HOST, ReservedPort
-from services.transport.embedded import EmbeddedBroker, valkey_binary
-from services.transport.roles import Role
+from dvp_rl.ports import HOST, ReservedPort
+from dvp_rl.transport.embedded import EmbeddedBroker, valkey_binary
+from dvp_rl.transport.roles import Role
 from tests.kit.processes import ROOT
 from tests.kit.wait import until
 
 NAME = "dvp"
 SENTINEL_PASSWORD = "for-those-who-ask"
 _ON_SERVER, _ON_SENTINEL = re.findall(
-    r"^```conf\n(.*?)^```", (ROOT / "services/transport/README.md").read_text(), re.DOTALL | re.MULTILINE
+    r"^```conf\n(.*?)^```", (ROOT / "services/dvp_rl/transport/README.md").read_text(), re.DOTALL | re.MULTILINE
 )
 
 

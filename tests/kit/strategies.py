@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from services.contract.group import DeadLetter, EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
-from services.contract.job import Job, Sink
-from services.contract.record import Record
-from services.contract.sampling import MAX_SEED, Sampling
-from services.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
-from services.contract.weights import Announcement, Manifest, WeightFile, WeightRoute
+from dvp_rl.contract.group import DeadLetter, EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.record import Record
+from dvp_rl.contract.sampling import MAX_SEED, Sampling
+from dvp_rl.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
+from dvp_rl.contract.weights import Announcement, Manifest, WeightFile, WeightRoute
 
 IDS = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,20}\Z")
 TOKENS = st.integers(0, 2**31 - 1)

@@ -10,7 +10,7 @@ WRITE = "DVP_TEST_WRITE_TABLES"
 
 
 def check_table(
-    name: str, head: tuple[str, ...], rows: list[tuple[str, ...]], document: str = "services/http/README.md"
+    name: str, head: tuple[str, ...], rows: list[tuple[str, ...]], document: str = "services/dvp_rl/http/README.md"
 ) -> None:
     readme = REPOSITORY / document
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]

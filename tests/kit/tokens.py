@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from services.http.tokens import Scope
+from dvp_rl.http.tokens import Scope
 
 TOKEN = "a-token-of-these-tests"
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.contract.errors import ConfigError
-from services.engines.model_folder import load_model as engine_model
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.engines.model_folder import load_model as engine_model
+from dvp_trainer.config import ModelSection
+from dvp_trainer.learn.model import load_model as trainer_model
 from tests.kit.families import small_model, write_small_model
-from trainer.config import ModelSection
-from trainer.model import load_model as trainer_model
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "trainer": lambda folder: trainer_model(ModelSection(path=folder)),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services import cpus
-from services.engines import threads
+from dvp_rl import cpus
+from dvp_rl.engines import threads
 
 
 @pytest.mark.parametrize(

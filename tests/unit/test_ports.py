@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from services.ports import HOST, ReservedPort
+from dvp_rl.ports import HOST, ReservedPort
 
 IP_LOCAL_PORT_RANGE = 51
 """Of Linux since 6.3: between which ports the system chooses for one socket."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.engines import sglang
-from services.engines.seeds import alone
-from services.engines.sglang import MAX_DEATHS, SglangEngine
-from services.engines.sglang_server import Remote
+from dvp_rl.engines import sglang
+from dvp_rl.engines.seeds import alone
+from dvp_rl.engines.sglang import MAX_DEATHS, SglangEngine
+from dvp_rl.engines.sglang_server import Remote
 from tests.kit.models import make_model
 from tests.kit.records import make_job
 

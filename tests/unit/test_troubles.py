@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.ports import HOST
+from dvp_rl.ports import HOST
 from tests.chaos.troubles import Disk, denied, half_open, no_files
 from tests.chaos.witness import CONTEXT_LINES, MOST_MIB, Memory, peak_mib, tracebacks
 from tests.kit.processes import ROOT

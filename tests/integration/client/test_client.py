@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from services.client import AsyncClient, Client, Retry
-from services.client.calls import JobFields, RolloutFields
-from services.contract.errors import (
+from dvp_rl.client import AsyncClient, Client, Retry
+from dvp_rl.client.calls import JobFields, RolloutFields
+from dvp_rl.contract.errors import (
     ConfigError,
     DvpError,
     EngineError,
@@ -24,8 +24,8 @@ from services.contract.errors import (
     UnavailableError,
     WeightError,
 )
-from services.contract.http import JobRequest, RolloutRequest, SamplingBody
-from services.contract.job import JobState
+from dvp_rl.contract.http import JobRequest, RolloutRequest, SamplingBody
+from dvp_rl.contract.job import JobState
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
 from tests.kit.tokens import TOKEN
@@ -276,6 +276,6 @@ def test_a_dead_job_and_a_late_one() -> None:
 
 
 def test_the_client_needs_neither_torch_nor_redis() -> None:
-    code = "import services.client, sys; print(*({'torch', 'redis', 'fastapi', 'transformers'} & set(sys.modules)))"
+    code = "import dvp_rl.client, sys; print(*({'torch', 'redis', 'fastapi', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from services.engines.protocol import Engine
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch
-from services.engines.transformers import TransformersEngine
+from dvp_rl.engines.protocol import Engine
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Launch
+from dvp_rl.engines.transformers import TransformersEngine
 from tests.kit.models import FAMILIES, make_model
 
 from .oracle import Oracle

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.nn import Module
 
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.engines.protocol import Engine
-from services.engines.sglang import SglangEngine
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.engines.protocol import Engine
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.transformers import TransformersEngine
 from tests.kit.wait import WITHIN_S, until_async
 
 

@@ -1,4 +1,4 @@
-"""What an engine must return, from a full forward of the same folder in float64; nothing of services.dvp is used."""
+"""What an engine must return, from a full forward of the same folder in float64; nothing of dvp_rl.dvp is used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from services.contract.group import Sample
-from services.contract.job import Job
+from dvp_rl.contract.group import Sample
+from dvp_rl.contract.job import Job
 
 TOLERANCE = 5e-5
 

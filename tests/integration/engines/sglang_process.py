@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.engines.sglang_server import CHECKOUT_PYTHON, Launch, LocalServer, Remote
+from dvp_rl.engines.sglang_server import CHECKOUT_PYTHON, Launch, LocalServer, Remote
 from tests.kit.wait import WITHIN_S
 
 CONTEXT = 1024

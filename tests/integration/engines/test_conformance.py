@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
-from services.contract.errors import EngineError, RequestError, UnavailableError, WeightError
-from services.contract.group import FinishReason, Sample
-from services.contract.job import Job
-from services.engines.protocol import Engine
-from services.engines.seeds import sample_seed
-from services.engines.tokenizer import load_tokenizer
+from dvp_rl.contract.errors import EngineError, RequestError, UnavailableError, WeightError
+from dvp_rl.contract.group import FinishReason, Sample
+from dvp_rl.contract.job import Job
+from dvp_rl.engines.protocol import Engine
+from dvp_rl.engines.seeds import sample_seed
+from dvp_rl.engines.tokenizer import load_tokenizer
 from tests.kit.models import EOS_ID, FAMILIES, make_model
 
 from .conftest import MakeEngine

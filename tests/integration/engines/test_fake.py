@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import EngineError, RequestError, UnavailableError, WeightError
-from services.contract.group import FinishReason
-from services.engines.fake import FakeEngine
+from dvp_rl.contract.errors import EngineError, RequestError, UnavailableError, WeightError
+from dvp_rl.contract.group import FinishReason
+from dvp_rl.engines.fake import FakeEngine
 from tests.kit.wait import until_async
 
 from .jobs import make_job

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.engines.transformers import TransformersEngine
 from tests.kit.families import write_small_model
 from tests.models import CASES, LONGROPE, ROPE_LIMIT, WINDOW, Case, served
 

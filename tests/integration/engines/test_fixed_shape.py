@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.contract.shape import Shape
-from services.engines.transformers import TransformersEngine
-from services.rollout.engine import build
-from services.rollout.settings import EngineName, RolloutSettings
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.shape import Shape
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_rl.rollout.engine import build
+from dvp_rl.rollout.settings import EngineName, RolloutSettings
 from tests.kit.models import make_model
 
 from .conftest import MakeEngine

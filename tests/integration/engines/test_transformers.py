@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.contract.errors import ConfigError, EngineError, RequestError, WeightError
-from services.contract.http import Message
-from services.engines.tokenizer import load_tokenizer
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.errors import ConfigError, EngineError, RequestError, WeightError
+from dvp_rl.contract.http import Message
+from dvp_rl.engines.tokenizer import load_tokenizer
+from dvp_rl.engines.transformers import TransformersEngine
 from tests.chaos.troubles import no_files
 from tests.kit.models import EOS_ID, PAD_ID, make_model
 from tests.kit.wait import until_async

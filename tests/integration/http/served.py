@@ -9,19 +9,19 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from services.http.server import bound, http_server
-from services.http.settings import MAX_REQUESTS
-from services.http.tokens import Tokens
-from services.logs import LogContext
-from services.monitor import app as monitor
-from services.monitor.poller import Poller
-from services.monitor.settings import MonitorSettings
-from services.rollout import app as rollout
-from services.rollout.service import Service
-from services.rollout.settings import RolloutSettings
-from services.weights import app as weights
+from dvp_rl.http.server import bound, http_server
+from dvp_rl.http.settings import MAX_REQUESTS
+from dvp_rl.http.tokens import Tokens
+from dvp_rl.logs import LogContext
+from dvp_rl.monitor import app as monitor
+from dvp_rl.monitor.poller import Poller
+from dvp_rl.monitor.settings import MonitorSettings
+from dvp_rl.rollout import app as rollout
+from dvp_rl.rollout.service import Service
+from dvp_rl.rollout.settings import RolloutSettings
+from dvp_rl.weights import app as weights
+from dvp_trainer.report import prometheus
 from tests.kit.processes import ServerThread
-from trainer import exporter
 
 AppMaker = Callable[[Tokens], FastAPI]
 
@@ -40,7 +40,7 @@ def _weights(tokens: Tokens) -> FastAPI:
 
 
 def _trainer(tokens: Tokens) -> FastAPI:
-    return exporter._app(exporter.PrometheusSink(), tokens)
+    return prometheus._app(prometheus.PrometheusSink(), tokens)
 
 
 APPS: dict[str, AppMaker] = {

@@ -17,9 +17,9 @@ import pytest
 from fastapi import FastAPI, Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.http import connections, server
-from services.http.guard import Guard
-from services.http.server import bound, http_server
+from dvp_rl.http import connections, server
+from dvp_rl.http.guard import Guard
+from dvp_rl.http.server import bound, http_server
 from tests.chaos.troubles import no_files
 from tests.integration.http.served import serving
 from tests.kit import web
@@ -301,7 +301,7 @@ async def test_a_listener_that_could_not_accept_closes_without_a_traceback(
 
 def _limited(max_files: int, arguments: Sequence[str]) -> list[str]:
     """A replica that cannot raise its limit."""
-    return ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *PYTHON, "services.rollout", *arguments]
+    return ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *PYTHON, "dvp_rl.rollout", *arguments]
 
 
 @contextmanager

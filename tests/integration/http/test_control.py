@@ -1,6 +1,6 @@
 """Who is let in, by every route of every service and every command of dvp-queue: asked for, and written down.
 
-services/http/README.md shows what is found here, see table.py.
+services/dvp_rl/http/README.md shows what is found here, see table.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import pytest
 import typer
 from fastapi import FastAPI
 
-from services.http.tokens import Scope, Tokens
-from services.monitor.cli import app as queue_app
-from services.monitor.cli import main
-from services.transport.embedded import EmbeddedBroker
-from services.transport.roles import Role
+from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.monitor.cli import app as queue_app
+from dvp_rl.monitor.cli import main
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.roles import Role
 from tests.integration.http.served import APPS, serving
 from tests.kit import web
 from tests.kit.table import check_table

@@ -18,8 +18,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from services.contract.http import Problem
-from services.http import guard
+from dvp_rl.contract.http import Problem
+from dvp_rl.http import guard
 from tests.integration.monitor.process import Monitor
 from tests.kit import web
 from tests.kit.replicas import ReplicaProcess, ReplicaThread

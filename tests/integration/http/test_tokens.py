@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.http import tokens as tokens_module
-from services.http.tokens import Caller, Scope, Tokens
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.http import tokens as tokens_module
+from dvp_rl.http.tokens import Caller, Scope, Tokens
 from tests.integration.http.served import APPS, serving
 from tests.kit import web
 from tests.kit.tokens import TOKEN, write_token
@@ -121,7 +121,7 @@ def test_what_is_no_token_is_named_and_refused(
     assert f"{folder / Path(name).parts[0]}" in str(refused.value)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
-    with caplog.at_level(logging.ERROR, "services.tokens"):
+    with caplog.at_level(logging.ERROR, "dvp_rl.tokens"):
         for _ in range(3):
             assert running.find(bob.encode()) is not None
     assert reason in caplog.text
@@ -174,7 +174,7 @@ def test_a_change_of_scope_is_said(folder: Path, alice: str, caplog: pytest.LogC
     tokens = Tokens(folder=folder)
     (folder / "operate").mkdir()
     (folder / "rollout" / "alice").rename(folder / "operate" / "alice")
-    with caplog.at_level(logging.INFO, "services.tokens"):
+    with caplog.at_level(logging.INFO, "dvp_rl.tokens"):
         found = tokens.find(alice.encode())
     assert found is not None
     assert found.scope is Scope.OPERATE
@@ -189,10 +189,10 @@ def test_only_operators_are_named_in_the_log(
 ) -> None:
     bob = write_token(folder, Scope.OPERATE, "bob")
     until(lambda: status(url, bob) == 200, "bob is let in")
-    with caplog.at_level(logging.INFO, "services.operators"):
+    with caplog.at_level(logging.INFO, "dvp_rl.operators"):
         for path, token in (("/healthz", bob), ("/v1/weights", "x" * 16), ("/v1/weights", alice), ("/v1/weights", bob)):
             web.post(url + path, headers={"Authorization": f"Bearer {token}"})
-    assert [record.getMessage() for record in caplog.records if record.name == "services.operators"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "dvp_rl.operators"] == [
         "bob: POST /v1/weights"
     ]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.lab.collapse import SMALL, collapse
-from trainer.lab.page import write_study
+from dvp_trainer.lab.collapse import SMALL, collapse
+from dvp_trainer.lab.page import write_study
 
 
 @pytest.mark.slow

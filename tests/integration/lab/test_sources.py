@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.contract.errors import ConfigError
-from services.dvp.policy import constrained_logprobs
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.dvp.policy import constrained_logprobs
+from dvp_trainer.lab.engines import Engine
+from dvp_trainer.lab.mismatch import EDGES, measure
+from dvp_trainer.lab.overlap import RULES, overlap
+from dvp_trainer.lab.page import write_study
+from dvp_trainer.lab.precision import Format, rounded
+from dvp_trainer.lab.rho import FIXED, MATCHED, SLOPES, rho
+from dvp_trainer.lab.rules import NOTHING_PRUNED, Rule
+from dvp_trainer.lab.signature import signature
+from dvp_trainer.lab.sources import Trainer, opened, traces, until_end
+from dvp_trainer.lab.subject import Subject, file_subject
 from tests.kit.models import EOS_ID, make_model
-from trainer.lab.engines import Engine
-from trainer.lab.mismatch import EDGES, measure
-from trainer.lab.overlap import RULES, overlap
-from trainer.lab.page import write_study
-from trainer.lab.precision import Format, rounded
-from trainer.lab.rho import FIXED, MATCHED, SLOPES, rho
-from trainer.lab.rules import NOTHING_PRUNED, Rule
-from trainer.lab.signature import signature
-from trainer.lab.sources import Trainer, opened, traces, until_end
-from trainer.lab.subject import Subject, file_subject
 
 EVERY = len(EDGES) - 1
 HERE = [engine for engine in Engine if not engine.is_sglang]

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.contract.weights import Announcement
-from services.transport import health
-from services.transport.broker import Broker
-from services.transport.groups import GroupQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
-from services.transport.weights import WeightRegistry
+from dvp_rl.contract.weights import Announcement
+from dvp_rl.transport import health
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
+from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.monitor.process import stage
 from tests.integration.transport.rig import Rig
 from tests.kit.wait import WITHIN_S

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import httpx
 
-from services.contract.http import ReplicaState
-from services.monitor.server import serve
-from services.monitor.settings import MonitorSettings
-from services.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
+from dvp_rl.contract.http import ReplicaState
+from dvp_rl.monitor.server import serve
+from dvp_rl.monitor.settings import MonitorSettings
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit import web
 from tests.kit.processes import ServerThread

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.integration.monitor.browser import chromium, running
 from tests.integration.monitor.process import HOSTILE, Monitor, write_metrics
 from tests.integration.transport.rig import Rig

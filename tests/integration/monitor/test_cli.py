@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from services.contract.http import QueueHealth
-from services.contract.job import Sink
-from services.monitor.cli import main
-from services.transport.admission import close_queue
+from dvp_rl.contract.http import QueueHealth
+from dvp_rl.contract.job import Sink
+from dvp_rl.monitor.cli import main
+from dvp_rl.transport.admission import close_queue
 from tests.integration.monitor.process import HOSTILE
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit.records import make_group, make_job
@@ -243,7 +243,7 @@ async def test_watching_by_terminal_changes_nothing(cli: Cli, staged: Rig) -> No
 
 
 def test_nobody_answers_is_one_line_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "services.monitor.cli", "--redis-url", "redis://:pw@127.0.0.1:1/0", "status"]
+    command = [sys.executable, "-m", "dvp_rl.monitor.cli", "--redis-url", "redis://:pw@127.0.0.1:1/0", "status"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dvp-queue: error: Redis at 127.0.0.1:1 does not answer")

@@ -15,20 +15,20 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.cancellation import cancel
-from services.contract.errors import ConfigError
-from services.contract.http import Problem
-from services.http.tokens import Scope
-from services.monitor.bodies import Curves, LetterPage, Picture
-from services.monitor.poller import Poller
-from services.monitor.settings import MonitorSettings
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.health import queue_health
-from services.transport.lease import TrainerLease
-from services.transport.roles import Role
-from services.transport.submission import Submission
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.http import Problem
+from dvp_rl.http.tokens import Scope
+from dvp_rl.monitor.bodies import Curves, LetterPage, Picture
+from dvp_rl.monitor.poller import Poller
+from dvp_rl.monitor.settings import MonitorSettings
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.roles import Role
+from dvp_rl.transport.submission import Submission
 from tests.integration.monitor.process import Monitor, stage, write_metrics
 from tests.integration.transport.rig import Rig
 from tests.kit import web

@@ -18,9 +18,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
-from services.contract.http import Verdict
-from services.contract.keys import Keys
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.contract.http import Verdict
+from dvp_rl.contract.keys import Keys
+from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.integration.monitor import browser, prometheus
 from tests.kit.forked import MONITOR, ROLLOUT, Service, service
 from tests.kit.ports import free_port

@@ -6,10 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
-from services.contract.weights import Announcement, WeightRoute
-from services.transport.broker import Broker
-from services.transport.weight_folder import write_manifest
-from services.transport.weights import WeightRegistry
+from dvp_rl.contract.weights import Announcement, WeightRoute
+from dvp_rl.transport.broker import Broker
+from dvp_rl.weights.folder import write_manifest
+from dvp_rl.weights.registry import WeightRegistry
 
 
 async def announce(

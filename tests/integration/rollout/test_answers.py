@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.contract.errors import OverloadedError
-from services.contract.group import Group
-from services.contract.http import JobStatus, Problem
-from services.contract.job import JobState, Sink
-from services.engines.fake import FakeEngine
-from services.engines.tokenizer import load_tokenizer
-from services.http import guard
-from services.rollout import answers, service
-from services.rollout.answers import Room
-from services.rollout.prompts import NO_TEXT, PIECE_TOKENS, Prompts
-from services.transport.broker import Broker
+from dvp_rl.contract.errors import OverloadedError
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.http import JobStatus, Problem
+from dvp_rl.contract.job import JobState, Sink
+from dvp_rl.engines.fake import FakeEngine
+from dvp_rl.engines.tokenizer import load_tokenizer
+from dvp_rl.http import guard
+from dvp_rl.rollout import answers, service
+from dvp_rl.rollout.answers import Room
+from dvp_rl.rollout.prompts import NO_TEXT, PIECE_TOKENS, Prompts
+from dvp_rl.transport.broker import Broker
 from tests.kit import web
 from tests.kit.records import make_group, make_job, make_sample
 from tests.kit.replicas import ReplicaThread

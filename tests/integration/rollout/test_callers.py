@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cancellation import cancel
-from services.http.tokens import Scope
-from services.rollout.metrics import Metrics
-from services.transport.broker import Broker
+from dvp_rl.cancellation import cancel
+from dvp_rl.http.tokens import Scope
+from dvp_rl.rollout.metrics import Metrics
+from dvp_rl.transport.broker import Broker
 from tests.kit import web
 from tests.kit.replicas import ReplicaThread
 from tests.kit.tokens import write_token
@@ -91,7 +91,7 @@ async def start(
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr("services.rollout.service.Metrics", Known)
+    monkeypatch.setattr("dvp_rl.rollout.service.Metrics", Known)
     async with AsyncExitStack() as stack:
 
         def start(*limits: str) -> Callers:

@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 
-from services.client import Client
-from services.contract.errors import NotFoundError
-from services.contract.http import MAX_BODY_BYTES, JobStatus, Problem, RolloutResponse
-from services.contract.sampling import MIN_P
+from dvp_rl.client import Client
+from dvp_rl.contract.errors import NotFoundError
+from dvp_rl.contract.http import MAX_BODY_BYTES, JobStatus, Problem, RolloutResponse
+from dvp_rl.contract.sampling import MIN_P
 from tests.kit import web
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.wait import WITHIN_S

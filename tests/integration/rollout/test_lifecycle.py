@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from services.client import AsyncClient, Client, Retry
-from services.contract.errors import ConfigError, OverloadedError, UnavailableError, WeightError
-from services.contract.http import Problem
-from services.contract.weights import Announcement
-from services.http.tokens import Scope
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.lease import TrainerLease
-from services.transport.roles import Role
-from services.transport.submission import Submission
+from dvp_rl.client import AsyncClient, Client, Retry
+from dvp_rl.contract.errors import ConfigError, OverloadedError, UnavailableError, WeightError
+from dvp_rl.contract.http import Problem
+from dvp_rl.contract.weights import Announcement
+from dvp_rl.http.tokens import Scope
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.roles import Role
+from dvp_rl.transport.submission import Submission
 from tests.integration.rollout.publishing import announce
 from tests.kit import web
 from tests.kit.replicas import ReplicaProcess, ReplicaThread

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from redis import Redis
 
-from services.contract.http import Problem
-from services.transport.admission import close_queue, open_queue
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.contract.http import Problem
+from dvp_rl.transport.admission import close_queue, open_queue
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.kit import web
 from tests.kit.replicas import ReplicaThread
 from tests.kit.wait import until

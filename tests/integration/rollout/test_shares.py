@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from services.contract.errors import EngineError
-from services.contract.group import Sample
-from services.contract.http import JobRequest, RolloutRequest, RolloutResponse
-from services.contract.job import Job, JobState, Sink
-from services.engines.fake import FakeEngine
-from services.logs import LogContext
-from services.rollout.replica import Replica
-from services.rollout.service import Service
-from services.rollout.settings import RolloutSettings
-from services.transport.broker import Broker
-from services.transport.health import queue_health
-from services.transport.lease import TrainerLease
-from services.transport.submission import JobReport, Submission
+from dvp_rl.contract.errors import EngineError
+from dvp_rl.contract.group import Sample
+from dvp_rl.contract.http import JobRequest, RolloutRequest, RolloutResponse
+from dvp_rl.contract.job import Job, JobState, Sink
+from dvp_rl.engines.fake import FakeEngine
+from dvp_rl.logs import LogContext
+from dvp_rl.rollout.replica import Replica
+from dvp_rl.rollout.service import Service
+from dvp_rl.rollout.settings import RolloutSettings
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import JobReport, Submission
 from tests.kit.records import make_job
 from tests.kit.wait import until_async
 
@@ -99,7 +99,7 @@ async def serving(
     broker: Broker, broker_url: str, model: Path, monkeypatch: pytest.MonkeyPatch, *args: str
 ) -> AsyncIterator[Running]:
     """A whole replica; only its engine waits for the test."""
-    monkeypatch.setattr("services.engines.fake.FakeEngine", Gate)
+    monkeypatch.setattr("dvp_rl.engines.fake.FakeEngine", Gate)
     argv = ["--model", str(model), "--engine", "fake", "--redis-url", broker_url, "--run-id", broker.run_id]
     argv += ["--max-batch", str(CAPACITY), "--client-share", str(SHARE / CAPACITY), "--drain-s", "0", *args]
     service = Service(RolloutSettings.load(argv), LogContext())

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.http.server import bound, port_file
-from services.loopback import is_loopback
-from services.rollout.__main__ import main
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.http.server import bound, port_file
+from dvp_rl.loopback import is_loopback
+from dvp_rl.rollout.__main__ import main
 from tests.kit.processes import run
 from tests.kit.replicas import COMMAND
 from tests.kit.tokens import TOKEN

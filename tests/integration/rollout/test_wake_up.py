@@ -8,14 +8,14 @@ from pathlib import Path
 
 import psutil
 
-from services.contract.group import Group
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.transport import failpoints
-from services.transport.broker import Broker
-from services.transport.groups import GroupQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.transport import failpoints
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.wait import until
 

@@ -14,39 +14,39 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from services.cancellation import cancel
-from services.contract.errors import EngineError, UnavailableError, WeightError
-from services.contract.group import Group, Sample
-from services.contract.http import WeightStatus
-from services.contract.job import Job, JobState, Sink
-from services.contract.sampling import Sampling
-from services.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
-from services.contract.weights import WeightRoute
-from services.engines.fake import FakeEngine
-from services.engines.protocol import Engine
-from services.engines.tokenizer import load_tokenizer
-from services.engines.transformers import TransformersEngine
-from services.http.server import bound, http_server
-from services.logs import LogContext
-from services.rollout import worker as worker_module
-from services.rollout.admission import Slots
-from services.rollout.loops import keep_doing
-from services.rollout.metrics import Metrics
-from services.rollout.prompts import Prompts
-from services.rollout.replica import Replica
-from services.rollout.weight_folders import WeightFolders
-from services.rollout.weights import WeightSwap
-from services.rollout.worker import Worker
-from services.transport.broker import Broker
-from services.transport.groups import GroupQueue
-from services.transport.jobs import Committed, JobQueue, Lease
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
-from services.transport.transfers import Transfers
-from services.transport.weight_download import WeightCache
-from services.transport.weight_folder import folder_name, write_manifest
-from services.transport.weights import WeightRegistry
-from services.weights.app import create_app
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
+from dvp_rl.contract.group import Group, Sample
+from dvp_rl.contract.http import WeightStatus
+from dvp_rl.contract.job import Job, JobState, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
+from dvp_rl.contract.weights import WeightRoute
+from dvp_rl.engines.fake import FakeEngine
+from dvp_rl.engines.protocol import Engine
+from dvp_rl.engines.tokenizer import load_tokenizer
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_rl.http.server import bound, http_server
+from dvp_rl.logs import LogContext
+from dvp_rl.rollout import worker as worker_module
+from dvp_rl.rollout.admission import Slots
+from dvp_rl.rollout.loops import keep_doing
+from dvp_rl.rollout.metrics import Metrics
+from dvp_rl.rollout.prompts import Prompts
+from dvp_rl.rollout.replica import Replica
+from dvp_rl.rollout.swap import WeightSwap
+from dvp_rl.rollout.weight_folders import WeightFolders
+from dvp_rl.rollout.worker import Worker
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.jobs import Committed, JobQueue, Lease
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
+from dvp_rl.weights.app import create_app
+from dvp_rl.weights.download import WeightCache
+from dvp_rl.weights.folder import folder_name, write_manifest
+from dvp_rl.weights.registry import WeightRegistry
+from dvp_rl.weights.transfers import Transfers
 from tests.integration.rollout.publishing import announce, flip_a_bit
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cancellation import cancel
-from services.contract.errors import ConfigError, UnavailableError, WeightError
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch, Remote
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import ConfigError, UnavailableError, WeightError
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Launch, Remote
 from tests.integration.engines.jobs import make_job
 from tests.integration.engines.sglang_process import sglang_python
 from tests.kit.wait import until_async

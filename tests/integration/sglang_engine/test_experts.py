@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Launch
+from dvp_trainer.config import ModelSection
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.weight_files import write_weights
+from dvp_trainer.learn.world import World
 from tests.integration.engines.jobs import make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
 from tests.kit.families import write_small_model
-from trainer.config import ModelSection
-from trainer.model import load_model
-from trainer.weights import write_weights
-from trainer.world import World
 
 
 def publish(source: Path, model: Path, folder: Path) -> Path:

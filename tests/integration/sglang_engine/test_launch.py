@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.config import WS_PROTOCOLS
 
-from services.engines.sglang_launch import refuse_websockets
-from services.engines.sglang_server import Launch
+from dvp_rl.engines.sglang_launch import refuse_websockets
+from dvp_rl.engines.sglang_server import Launch
 from tests.integration.engines.sglang_process import sglang_python
 from tests.kit.wait import WITHIN_S
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.client import Client
-from services.contract.errors import UnavailableError
-from services.contract.group import Group
-from services.contract.http import ReplicaState
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.transport.broker import Broker
-from services.transport.groups import GroupQueue
-from services.transport.health import queue_health
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
+from dvp_rl.client import Client
+from dvp_rl.contract.errors import UnavailableError
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.http import ReplicaState
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
 from tests.integration.rollout.publishing import announce

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract.errors import EngineError, UnavailableError, WeightError
-from services.engines import sglang
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch, LocalServer
+from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
+from dvp_rl.engines import sglang
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Launch, LocalServer
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python

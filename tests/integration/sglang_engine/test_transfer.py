@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import WeightError
-from services.contract.transfer import Offer
-from services.engines import sglang_client
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Launch
-from services.engines.sglang_wire import EMPTY_PIECE
-from services.transport.broker import Broker
-from services.transport.transfers import Transfers
+from dvp_rl.contract.errors import WeightError
+from dvp_rl.contract.transfer import Offer
+from dvp_rl.engines import sglang_client
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Launch
+from dvp_rl.engines.sglang_wire import EMPTY_PIECE
+from dvp_rl.transport.broker import Broker
+from dvp_rl.weights.transfers import Transfers
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python

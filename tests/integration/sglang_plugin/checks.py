@@ -1,4 +1,4 @@
-"""What an answer of the plugin server must hold, from logits in float64; nothing of services.dvp is used."""
+"""What an answer of the plugin server must hold, from logits in float64; nothing of dvp_rl.dvp is used."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.sglang_plugin.plugin import ORIGINAL_LOGPROB
-from services.sglang_plugin.versions import ANY_VERSION
+from dvp_rl.sglang_plugin.plugin import ORIGINAL_LOGPROB
+from dvp_rl.sglang_plugin.versions import ANY_VERSION
 from tests.kit.wait import WITHIN_S
 
 from .server import FLAGS
@@ -118,7 +118,7 @@ def test_wheel_holds_one_package_and_wants_nothing(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"dvp_sglang"}
     assert "Requires-Dist" not in metadata
     for package in ("dvp", "sglang_plugin"):
-        for file in (REPOSITORY / "services" / package).glob("*.py"):
+        for file in (REPOSITORY / "services" / "dvp_rl" / package).glob("*.py"):
             assert sources[f"dvp_sglang/{package}/{file.name}"] == file.read_bytes()
 
 
@@ -136,7 +136,7 @@ def test_wheel_in_a_foreign_environment(wheel: Path, sglang_python: Path, tmp_pa
     done = run(sglang_python, "-m", "pip", "install", "--quiet", "--target", target, wheel, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in target.iterdir() if path.suffix != ".dist-info") == ["dvp_sglang"]
-    origin = "; import sys; print(sys.modules['dvp_sglang'].__file__, 'services' in sys.modules)"
+    origin = "; import sys; print(sys.modules['dvp_sglang'].__file__, 'dvp_rl' in sys.modules)"
     found = run(sglang_python, "-c", LOAD + IS_HOOKED + origin, folder=tmp_path, PYTHONPATH=str(target))
     assert "hooked True" in found.stdout, found.stderr
     assert f"{target / 'dvp_sglang' / '__init__.py'} False" in found.stdout

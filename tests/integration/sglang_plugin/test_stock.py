@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.contract.errors import ConfigError
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Remote
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Remote
 from tests.integration.engines.oracle import Oracle
 
 from .checks import Answer, check_constrained, check_unconstrained, read

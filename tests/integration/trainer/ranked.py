@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.learn.step import Learner, open_learner
+from dvp_trainer.learn.world import World
 from tests.kit.wait import WITHIN_S
 from tests.unit.trainer.golden import make_batch
-from trainer.config import TrainSettings
-from trainer.step import Learner, open_learner
-from trainer.world import World
 
 STEPS, LR = 3, 5e-5
 

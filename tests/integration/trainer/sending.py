@@ -17,17 +17,17 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from services.cancellation import cancel
-from services.contract.weights import Announcement, WeightRoute
-from services.engines.weight_pieces import PIECE_BYTES
-from services.transport.broker import Broker
-from services.transport.failpoints import VARIABLE
-from services.transport.transfers import Transfers
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.weights import Announcement, WeightRoute
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.failpoints import VARIABLE
+from dvp_rl.weights.pieces import PIECE_BYTES
+from dvp_rl.weights.transfers import Transfers
+from dvp_trainer.config import WeightsSection
+from dvp_trainer.publish.sender import SERVING, Sender, address_of
+from dvp_trainer.publish.sending import Plan, serve
 from tests.kit.forked import Service, import_everything
 from tests.kit.wait import WITHIN_S, until_async
-from trainer.config import WeightsSection
-from trainer.sender import SERVING, Sender, address_of
-from trainer.sending import Plan, serve
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ def sending_processes() -> list[psutil.Process]:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, points: str) -> None:
     """Sets fail points of processes that send."""
-    monkeypatch.setattr("trainer.sender.serve", partial(_serve_until, points))
+    monkeypatch.setattr("dvp_trainer.publish.sender.serve", partial(_serve_until, points))
 
 
 def _serve_until(points: str, plan: Plan, link: socket.socket) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.engines.adapter import holds_adapter
+from dvp_rl.engines.adapter import holds_adapter
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit.runs import config, replica, train
-from trainer.reporting import read_metrics
 
 
 @pytest.mark.slow

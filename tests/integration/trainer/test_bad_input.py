@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError, WeightError
-from services.http.tokens import Tokens
-from services.transport import connection
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.roles import Role
-from services.transport.weights import WeightRegistry
+from dvp_rl.contract.errors import ConfigError, WeightError
+from dvp_rl.http.tokens import Tokens
+from dvp_rl.transport import connection
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.roles import Role
+from dvp_rl.weights.registry import WeightRegistry
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.setup import open_run
 from tests.integration.weights.conftest import serving
 from tests.kit.runs import config, replica, run_trainer, train, trainer_process
 from tests.kit.tokens import TOKEN
 from tests.kit.wait import until
-from trainer.config import TrainSettings
-from trainer.setup import open_run
 
 
 def cli_refusal(flags: list[str], before: Callable[[], object] | None = None) -> str:

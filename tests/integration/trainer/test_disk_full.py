@@ -16,13 +16,13 @@ import psutil
 import pytest
 import torch
 
-from services.transport import failpoints
+from dvp_rl.transport import failpoints
+from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.resume.checkpoint import Checkpoints
 from tests.kit.processes import ROOT, environment
 from tests.kit.replicas import ReplicaThread
 from tests.kit.runs import MODEL, config, train
 from tests.kit.wait import WITHIN_S, until
-from trainer.checkpoint import Checkpoints
-from trainer.reporting import read_metrics
 
 from .test_resume import DETERMINISTIC, outcomes, parameters
 
@@ -36,7 +36,7 @@ def steps_saved(out: Path) -> list[int]:
 def last_words(flags: list[str], point: str, room: Callable[[], int]) -> str:
     """Of a trainer that, from this fail point on, can write no file longer than `room()` bytes."""
     with subprocess.Popen(
-        [sys.executable, "-m", "trainer", *flags],
+        [sys.executable, "-m", "dvp_trainer", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

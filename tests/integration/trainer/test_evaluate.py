@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.transport.broker import Broker
+from dvp_rl.transport.broker import Broker
+from dvp_trainer.lab.recorded import Tokens
+from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.report.token_log import read_tokens
 from tests.kit.runs import HELDOUT, config, replica, train
-from trainer.lab.recorded import Tokens
-from trainer.recording import read_tokens
-from trainer.reporting import read_metrics
 
 
 @pytest.mark.slow

@@ -15,32 +15,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.cancellation import cancel
-from services.contract.errors import EngineError, GroupMismatchError, UnavailableError
-from services.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
-from services.contract.job import Job, Sink, job_position
-from services.contract.keys import TRAINER
-from services.contract.sampling import Sampling
-from services.transport.broker import Broker
-from services.transport.dead_letters import DeadLetters
-from services.transport.dead_letters import Outcome as Replay
-from services.transport.embedded import EmbeddedBroker
-from services.transport.jobs import JobQueue, Lease
-from services.transport.pending import Stream, pending
-from services.transport.weights import WeightRegistry
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import EngineError, GroupMismatchError, UnavailableError
+from dvp_rl.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
+from dvp_rl.contract.job import Job, Sink, job_position
+from dvp_rl.contract.keys import TRAINER
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.dead_letters import DeadLetters
+from dvp_rl.transport.dead_letters import Outcome as Replay
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.jobs import JobQueue, Lease
+from dvp_rl.transport.pending import Stream, pending
+from dvp_rl.weights.registry import WeightRegistry
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch
+from dvp_trainer.loop import Run, train
+from dvp_trainer.queue import evaluator as evaluate_module
+from dvp_trainer.queue import feeder as feeder_module
+from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.resume.checkpoint import Checkpoints
+from dvp_trainer.resume.ledger import read_ledger
+from dvp_trainer.setup import open_run
 from tests.integration.transport.world import dump, look, put_back
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.runs import HELDOUT, MODEL, config
 from tests.kit.wait import WITHIN_S, until_async
-from trainer import evaluate as evaluate_module
-from trainer import feeder as feeder_module
-from trainer.batch import Batch
-from trainer.checkpoint import Checkpoints
-from trainer.config import TrainSettings
-from trainer.ledger import read_ledger
-from trainer.loop import Run, train
-from trainer.reporting import read_metrics
-from trainer.setup import open_run
 
 GROUPS, N = 2, 4
 
@@ -146,7 +146,7 @@ async def test_no_more_is_asked_for_than_the_run_can_train(broker_url: str, open
         await run.save()
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
         assert await redis.scard(keys.in_flight) == await redis.xlen(keys.jobs) == await redis.xlen(keys.groups) == 0
-        assert run.feeder.cursor == 2 * GROUPS, "never asked for"
+        assert run.feeder.books.cursor == 2 * GROUPS, "never asked for"
 
 
 async def test_what_ends_untrained_is_replaced_to_the_end(broker_url: str, opened: Open) -> None:
@@ -454,7 +454,7 @@ async def told_and_lost(run: Run, player: Player, leases: list[Lease]) -> None:
     broker, ids = player.jobs.broker, [lease.job.job_id for lease in leases]
     before = await dump(broker, await look(broker, ids))
     await player.jobs.commit(leases[0], player.group(leases[0]))
-    await until_async(lambda: ids[0] in run.feeder._arrived)
+    await until_async(lambda: ids[0] in run.feeder.books.arrived)
     await put_back(broker, before, ids)
 
 
@@ -465,7 +465,7 @@ async def test_a_group_that_is_told_anew_stays_until_a_checkpoint_covers_it(brok
         leases = await player.claim(GROUPS)
         await told_and_lost(run, player, leases)
         await player.jobs.commit(leases[0], player.group(leases[0]))
-        await until_async(lambda: run.feeder._counters["duplicates"])
+        await until_async(lambda: run.feeder.books.counts["duplicates"])
         await run.save()
         assert await redis.xlen(keys.groups) == 1, "no checkpoint covers it"
         assert await redis.scard(keys.in_flight) == GROUPS
@@ -481,7 +481,7 @@ async def test_a_group_that_is_given_twice_stays_until_a_checkpoint_covers_it(br
         broker = player.jobs.broker
         redis, keys = broker.redis, broker.keys
         await player.play(1)
-        await until_async(lambda: run.feeder._arrived)
+        await until_async(lambda: run.feeder.books.arrived)
         await redis.xgroup_destroy(keys.groups, TRAINER)
         await broker.ensure_groups()
         await until_async(lambda: read_by_the_trainer(broker))
@@ -509,7 +509,9 @@ async def test_an_early_group_that_is_told_anew_stays_for_its_turn(broker_url: s
             await broker.redis.set(broker.keys.result(early.job_id), group.to_bytes())
             told = await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": early.job_id, "size": 1})
             await broker.redis.hset(broker.keys.job(early.job_id), mapping={"state": "done", "told": told})
-            await until_async(lambda told=told: run.feeder._early.get(early.job_id, lease).entry_id == told.decode())
+            await until_async(
+                lambda told=told: run.feeder.books.early.get(early.job_id, lease).entry_id == told.decode()
+            )
         await run.save()
         assert await broker.redis.exists(broker.keys.result(early.job_id))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.transport.embedded import EmbeddedBroker
-from services.transport.roles import Role
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.roles import Role
 from tests.kit.runs import config, replica, train, trainer_process
 from tests.kit.sentinels import Sentinels
 from tests.kit.wait import WITHIN_S, until

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dvp_trainer.resume.ledger import read_ledger
 from tests.kit.families import write_small_model
 from tests.kit.models import make_model
 from tests.kit.processes import PYTHON, process, run
 from tests.kit.runs import config, replica
 from tests.kit.runs import train as train_alone
 from tests.kit.wait import WITHIN_S
-from trainer.ledger import read_ledger
 
 from .ranked import LR, STEPS
 
@@ -162,7 +162,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(
 def test_two_ranks_train_on_the_queue_and_one_goes_on(tmp_path: Path, broker_url: str, run_id: str) -> None:
     """The whole way of a sample, with evaluation, checkpoints and weights that a replica loads."""
     flags = config(tmp_path, run_id, broker_url, steps="4")
-    two = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    two = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dvp_trainer"]
     log = tmp_path / "ranks.log"
     with replica(tmp_path, run_id, broker_url):
         with process([*two, *flags], log) as ranks:
@@ -185,7 +185,7 @@ def test_what_the_leader_alone_finds_wrong_is_said_in_a_line_each(tmp_path: Path
     flags = config(tmp_path, run_id, "redis://127.0.0.1:1/0", steps="1", broker__stall_timeout_s="0.1")
     log = tmp_path / "ranks.log"
     with process(
-        [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer", *flags], log
+        [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dvp_trainer", *flags], log
     ) as ranks:
         assert ranks.wait(WITHIN_S) != 0
     said = log.read_text()

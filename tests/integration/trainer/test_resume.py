@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.transport.weight_folder import folder_name
+from dvp_rl.weights.folder import folder_name
+from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.resume.checkpoint import Checkpoints
+from dvp_trainer.resume.ledger import read_ledger
 from tests.kit.runs import config, replica, train, trainer_process
 from tests.kit.wait import until
-from trainer.checkpoint import Checkpoints
-from trainer.ledger import read_ledger
-from trainer.reporting import read_metrics
 
 DETERMINISTIC = {"deterministic": "true", "batch__max_staleness": "0"}
 

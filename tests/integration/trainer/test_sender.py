@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-from services.contract.errors import ConfigError, UnavailableError, WeightError
-from services.contract.transfer import Offer, TransferRequest
-from services.engines.weight_pieces import pieces, stretches
-from services.transport.broker import Broker
-from services.transport.failpoints import IN_SENDING
-from services.transport.transfers import Transfers
+from dvp_rl.contract.errors import ConfigError, UnavailableError, WeightError
+from dvp_rl.contract.transfer import Offer, TransferRequest
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.failpoints import IN_SENDING
+from dvp_rl.weights.pieces import pieces, stretches
+from dvp_rl.weights.transfers import Transfers
+from dvp_trainer.publish.sender import address_of, forked, preload
+from dvp_trainer.publish.sending import SENT, Plan, serve
 from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S, until
-from trainer.sender import address_of, forked, preload
-from trainer.sending import SENT, Plan, serve
 
 from .sending import make_plan, none_sending, sender, sending_processes, stop_at
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from services import tracing
-from services.contract.errors import ConfigError
+from dvp_rl import tracing
+from dvp_rl.contract.errors import ConfigError
 from tests.kit.runs import config, replica, train
 
 WAY = ["submit", "wait in queue", "generate", "commit", "reward", "train", "publish"]

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.transport import failpoints
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.transport import failpoints
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_trainer.resume.checkpoint import Checkpoints
 from tests.kit.forked import Service
 from tests.kit.runs import config, replica, train, trainer_process
 from tests.kit.wait import WITHIN_S, until
-from trainer.checkpoint import Checkpoints
 
 
 def is_stopped(child: Service) -> bool:

@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.contract.weights import WeightVersion
-from services.transport.weight_folder import newest_seq, verify_folder
+from dvp_rl.contract.weights import WeightVersion
+from dvp_rl.weights.folder import newest_seq, verify_folder
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit.processes import PYTHON, process
 from tests.kit.runs import config, replica, train
 from tests.kit.tokens import TOKEN
 from tests.kit.wait import until
-from trainer.reporting import read_metrics
 
 STEPS = 4
 
@@ -25,7 +25,7 @@ STEPS = 4
 def served(folder: Path, *options: str, port: str = "0") -> Iterator[str]:
     """The URL of a dvp-weights that serves `folder`."""
     log, port_file = folder.with_suffix(".log"), folder.with_suffix(".port")
-    server = [*PYTHON, "services.weights", f"--folder={folder}", f"--port={port}", f"--port-file={port_file}"]
+    server = [*PYTHON, "dvp_rl.weights", f"--folder={folder}", f"--port={port}", f"--port-file={port_file}"]
     with process([*server, f"--token={TOKEN}", *options], log):
         until(port_file.exists, "dvp-weights listens")
         yield f"http://127.0.0.1:{port_file.read_text().strip()}"

@@ -11,19 +11,19 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from services.contract.errors import ConfigError
-from services.contract.group import Group, Sample
-from services.contract.job import Job, Sink, job_id
-from services.contract.sampling import Sampling
-from services.contract.shape import Shape
-from services.engines.tokenizer import load_tokenizer
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.group import Group, Sample
+from dvp_rl.contract.job import Job, Sink, job_id
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.shape import Shape
+from dvp_rl.engines.tokenizer import load_tokenizer
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch, ScoredGroup
+from dvp_trainer.learn.evidence import Evidence
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.step import Learner
 from tests.kit.models import FAMILIES, make_model
-from trainer.batch import Batch, ScoredGroup
-from trainer.config import TrainSettings
-from trainer.evidence import Evidence
-from trainer.model import load_model
-from trainer.step import Learner
 
 DEMO = Path(__file__).parents[3] / "deploy/demo"
 LOG_MIN_P = -3.0

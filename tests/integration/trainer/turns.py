@@ -9,9 +9,9 @@ import argparse
 import time
 from pathlib import Path
 
-from services.settings import user_errors
+from dvp_rl.settings import user_errors
+from dvp_trainer.learn.world import World
 from tests.kit.wait import WITHIN_S
-from trainer.world import World
 
 
 def main() -> None:

@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
 from tests.integration.transport.rig import Rig
 from tests.integration.transport.world import Parts, connect_parts
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.contract.job import Job, Sink
-from services.transport.broker import Broker
-from services.transport.groups import GroupQueue
-from services.transport.jobs import JobQueue, Lease
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.jobs import JobQueue, Lease
+from dvp_rl.transport.submission import Submission, Submitted
 from tests.kit.records import make_group, make_job
 from tests.kit.wait import until_async
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from services.contract.job import JobState, Sink
-from services.contract.weights import Announcement
-from services.transport import broker as limits
-from services.transport.admission import close_queue, open_queue, purge_run
-from services.transport.audit import changes
-from services.transport.dead_letters import DeadLetters
-from services.transport.weights import WeightRegistry
+from dvp_rl.contract.job import JobState, Sink
+from dvp_rl.contract.weights import Announcement
+from dvp_rl.transport import broker as limits
+from dvp_rl.transport.admission import close_queue, open_queue, purge_run
+from dvp_rl.transport.audit import changes
+from dvp_rl.transport.dead_letters import DeadLetters
+from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit.records import make_job
 

@@ -6,17 +6,17 @@ import asyncio
 
 import numpy as np
 
-from services.cancellation import cancel
-from services.contract.errors import OverloadedError
-from services.contract.group import Group
-from services.contract.job import Job, JobState, Sink
-from services.transport.broker import MEMORY_SHARE, RESULT_SHARE, RETRY_AFTER_MEMORY_S, Broker
-from services.transport.dead_letters import DeadLetters
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.jobs import Committed, JobQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import OverloadedError
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.job import Job, JobState, Sink
+from dvp_rl.transport.broker import MEMORY_SHARE, RESULT_SHARE, RETRY_AFTER_MEMORY_S, Broker
+from dvp_rl.transport.dead_letters import DeadLetters
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.jobs import Committed, JobQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit.records import make_group, make_job
 

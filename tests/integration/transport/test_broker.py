@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError, UnavailableError
-from services.contract.keys import REPLICAS
-from services.http.settings import MAX_REQUESTS
-from services.transport import broker as broker_module
-from services.transport import connection
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.health import queue_health
-from services.transport.roles import SCRIPTS
+from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.keys import REPLICAS
+from dvp_rl.http.settings import MAX_REQUESTS
+from dvp_rl.transport import broker as broker_module
+from dvp_rl.transport import connection
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.roles import SCRIPTS
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
 

@@ -7,20 +7,20 @@ from collections import Counter
 
 import pytest
 
-from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
-from services.contract.group import DeadLetter, Group
-from services.contract.http import ReplicaState
-from services.contract.job import Job, JobState, Sink
-from services.transport.admission import check_run, close_queue, open_queue, purge_run
-from services.transport.broker import Broker
-from services.transport.dead_letters import DeadLetters, Letter, Outcome, Prospect
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.health import queue_health
-from services.transport.lease import TrainerLease
-from services.transport.pending import Stream, pending
-from services.transport.replicas import ReplicaBeat, ReplicaRegistry
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError
+from dvp_rl.contract.group import DeadLetter, Group
+from dvp_rl.contract.http import ReplicaState
+from dvp_rl.contract.job import Job, JobState, Sink
+from dvp_rl.transport.admission import check_run, close_queue, open_queue, purge_run
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.dead_letters import DeadLetters, Letter, Outcome, Prospect
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.pending import Stream, pending
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
+from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_group, make_job
 from tests.kit.wait import until_async

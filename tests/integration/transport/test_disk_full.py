@@ -14,14 +14,14 @@ from typing import Literal
 import psutil
 import pytest
 
-from services.contract.errors import UnavailableError
-from services.contract.http import Verdict
-from services.contract.job import JobState, Sink
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker, valkey_binary
-from services.transport.health import queue_health
-from services.transport.jobs import JobQueue
-from services.transport.submission import Submission
+from dvp_rl.contract.errors import UnavailableError
+from dvp_rl.contract.http import Verdict
+from dvp_rl.contract.job import JobState, Sink
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker, valkey_binary
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.jobs import JobQueue
+from dvp_rl.transport.submission import Submission
 from tests.integration.transport.rig import BLOCK_MS
 from tests.kit.records import make_job
 from tests.kit.wait import until_async

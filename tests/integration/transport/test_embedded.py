@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.contract.errors import ConfigError
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.transport.embedded import EmbeddedBroker
 
 
 async def test_it_keeps_its_data_and_its_address(own_broker: EmbeddedBroker) -> None:

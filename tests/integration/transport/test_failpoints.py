@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.contract.keys import REPLICAS, TRAINER
-from services.transport import failpoints
-from services.transport.roles import SCRIPTS
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.keys import REPLICAS, TRAINER
+from dvp_rl.transport import failpoints
+from dvp_rl.transport.roles import SCRIPTS
 from tests.chaos.traps import all_points
 from tests.integration.transport.rig import BLOCK_MS, SHORT_LEASE_MS, Rig
 from tests.kit.records import make_group
@@ -22,8 +22,8 @@ from tests.kit.wait import WITHIN_S
 
 VICTIM = """
 import asyncio, sys
-from services.transport.broker import Broker
-from services.transport.jobs import JobQueue
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.jobs import JobQueue
 from tests.integration.transport.rig import make_group
 
 async def main(url, run_id):
@@ -93,7 +93,7 @@ def test_several_points() -> None:
 
 
 def test_every_fail_point_in_the_code_is_one_that_processes_are_killed_at() -> None:
-    root = Path(failpoints.__file__).parents[2]
+    root = Path(failpoints.__file__).parents[3]
     code = "".join(path.read_text() for folder in ("services", "trainer") for path in (root / folder).rglob("*.py"))
     written = re.findall(r"""failpoint\(f?["']([^"']+)["']\)""", code)
     assert len(written) == len(re.findall(r"(?<!def )\bfailpoint\(", code)), "a name that this test cannot read"

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from services.contract.errors import UnavailableError, WeightError
-from services.contract.group import DeadLetter
-from services.contract.transfer import TransferAnswer, TransferRequest
-from services.transport.dead_letters import DeadLetters, Outcome, Prospect
-from services.transport.health import take_snapshot
-from services.transport.replicas import ReplicaRegistry
-from services.transport.transfers import Transfers
+from dvp_rl.contract.errors import UnavailableError, WeightError
+from dvp_rl.contract.group import DeadLetter
+from dvp_rl.contract.transfer import TransferAnswer, TransferRequest
+from dvp_rl.transport.dead_letters import DeadLetters, Outcome, Prospect
+from dvp_rl.transport.health import take_snapshot
+from dvp_rl.transport.replicas import ReplicaRegistry
+from dvp_rl.weights.transfers import Transfers
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.integration.transport.world import Parts
 from tests.kit.wait import WITHIN_S

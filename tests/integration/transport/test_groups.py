@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from services.contract.errors import LeaseLostError
-from services.contract.group import DeadLetter
-from services.contract.job import JobState, Sink
-from services.contract.keys import TRAINER
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import Delivery, GroupQueue
-from services.transport.health import take_snapshot
-from services.transport.lease import TrainerLease
-from services.transport.pending import Stream, pending
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.errors import LeaseLostError
+from dvp_rl.contract.group import DeadLetter
+from dvp_rl.contract.job import JobState, Sink
+from dvp_rl.contract.keys import TRAINER
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import Delivery, GroupQueue
+from dvp_rl.transport.health import take_snapshot
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.pending import Stream, pending
+from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_group, make_job, make_sample
 from tests.kit.wait import until_async

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.contract.http import QueueHealth, ReplicaHealth, ReplicaState, StreamHealth, TrainerHealth, Verdict
-from services.contract.job import Sink
-from services.contract.weights import Announcement
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.health import (
+from dvp_rl.contract.http import QueueHealth, ReplicaHealth, ReplicaState, StreamHealth, TrainerHealth, Verdict
+from dvp_rl.contract.job import Sink
+from dvp_rl.contract.weights import Announcement
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.health import (
     CLIENTS_WAIT_S,
     LOST_S,
     MISSED_S,
@@ -25,10 +25,10 @@ from services.transport.health import (
     queue_health,
     take_snapshot,
 )
-from services.transport.pending import Stream, pending
-from services.transport.replicas import BACKLOG_EVERY_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
-from services.transport.retention import sweep_broker
-from services.transport.weights import WeightRegistry
+from dvp_rl.transport.pending import Stream, pending
+from dvp_rl.transport.replicas import BACKLOG_EVERY_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
+from dvp_rl.transport.retention import sweep_broker
+from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig
 from tests.kit.records import make_group, make_job
 

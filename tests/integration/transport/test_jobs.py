@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from services.contract.errors import LeaseLostError, RequestError
-from services.contract.group import DeadLetter, Group
-from services.contract.job import JobState, Sink
-from services.contract.keys import REPLICAS
-from services.transport.jobs import Committed
-from services.transport.submission import Submitted
+from dvp_rl.contract.errors import LeaseLostError, RequestError
+from dvp_rl.contract.group import DeadLetter, Group
+from dvp_rl.contract.job import JobState, Sink
+from dvp_rl.contract.keys import REPLICAS
+from dvp_rl.transport.jobs import Committed
+from dvp_rl.transport.submission import Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig
 from tests.kit.records import make_group, make_job
 from tests.kit.wait import until_async

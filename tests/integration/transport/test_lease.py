@@ -8,12 +8,12 @@ import socket
 
 import pytest
 
-from services.contract.errors import ConfigError, LeaseLostError, WeightError
-from services.transport import lease as lease_module
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.lease import TrainerLease
+from dvp_rl.contract.errors import ConfigError, LeaseLostError, WeightError
+from dvp_rl.transport import lease as lease_module
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
 from tests.kit.wait import WITHIN_S, until_async
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.contract.job import Sink
-from services.transport import broker as broker_module
-from services.transport.embedded import EmbeddedBroker
+from dvp_rl.contract.job import Sink
+from dvp_rl.transport import broker as broker_module
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import Delivery
+from dvp_trainer.queue.books import Books
 from tests.integration.transport import world as world_module
 from tests.integration.transport.walk import stuck, walk
 from tests.integration.transport.world import Checkpoint, Parts, Seen, ViolationError, World, connect_parts, look, step
@@ -227,9 +229,42 @@ async def test_the_walk_finds_an_acknowledgement_before_the_checkpoint(
     async def forgets(world: World, before: Seen, i: int) -> None:
         trainer = world.trainers[i]
         world.checkpoint = Checkpoint(trainer.lease.token, world.checkpoint.trained, world.checkpoint.buried)
-        trainer.covered, trainer.finished = trainer.finished, []
+        trainer.books.covered, trainer.books.ended = trainer.books.ended, []
 
     monkeypatch.setattr(world_module, "_save", forgets)
+    await _expect_trouble(parts)
+
+
+def _keeps_what_came_first(books: Books, delivery: Delivery) -> bool:
+    if (held := books.arrived.get(delivery.job_id)) is not None:
+        books.ended.append(delivery)
+        books.arrived[delivery.job_id] = held
+        return False
+    return ARRIVE(books, delivery)
+
+
+def _sends_what_has_ended(books: Books, delivery: Delivery) -> bool:
+    unsent = dict(books.unsent)
+    waited = ARRIVE(books, delivery)
+    books.unsent |= unsent
+    return waited
+
+
+def _drops_nothing(books: Books, delivery: Delivery) -> bool:
+    waited = ARRIVE(books, delivery)
+    if not waited:
+        books.ended.clear()
+    return waited
+
+
+ARRIVE = Books.arrive
+
+
+@pytest.mark.parametrize("arrive", [_keeps_what_came_first, _sends_what_has_ended, _drops_nothing])
+async def test_the_walk_finds_books_that_are_wrong(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, arrive: Callable[[Books, Delivery], bool]
+) -> None:
+    monkeypatch.setattr(Books, "arrive", arrive)
     await _expect_trouble(parts)
 
 

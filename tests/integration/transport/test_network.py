@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 
-from services.contract.errors import LeaseLostError, UnavailableError
-from services.transport import broker as broker_module
-from services.transport import connection
-from services.transport.broker import Broker
-from services.transport.groups import GroupQueue
-from services.transport.jobs import Committed, JobQueue
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.errors import LeaseLostError, UnavailableError
+from dvp_rl.transport import broker as broker_module
+from dvp_rl.transport import connection
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.jobs import Committed, JobQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.proxy import Network, Proxy
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig
 from tests.kit.records import make_group, make_job

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import redis
 
-from services.transport.embedded import valkey_binary
+from dvp_rl.transport.embedded import valkey_binary
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until
 

@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.contract.errors import LeaseLostError
-from services.contract.job import Sink
-from services.contract.keys import REPLICAS
-from services.contract.weights import Announcement
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import Delivery, GroupQueue
-from services.transport.health import queue_health
-from services.transport.jobs import Committed
-from services.transport.lease import TrainerLease
-from services.transport.submission import Submission, Submitted
-from services.transport.weights import WeightRegistry
+from dvp_rl.contract.errors import LeaseLostError
+from dvp_rl.contract.job import Sink
+from dvp_rl.contract.keys import REPLICAS
+from dvp_rl.contract.weights import Announcement
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import Delivery, GroupQueue
+from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.jobs import Committed
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.submission import Submission, Submitted
+from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_group, make_job
 from tests.kit.wait import until_async

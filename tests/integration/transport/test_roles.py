@@ -14,15 +14,15 @@ import pytest
 import typer
 from redis.asyncio import Redis
 
-from services.contract.errors import ConfigError, UnavailableError
-from services.contract.keys import Keys
-from services.monitor.cli import app as queue_app
-from services.ports import ReservedPort
-from services.transport.broker import Broker
-from services.transport.embedded import EmbeddedBroker, valkey_binary
-from services.transport.health import take_snapshot
-from services.transport.replicas import ReplicaRegistry
-from services.transport.roles import SCRIPTS, Role, commands, rules
+from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.keys import Keys
+from dvp_rl.monitor.cli import app as queue_app
+from dvp_rl.ports import ReservedPort
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker, valkey_binary
+from dvp_rl.transport.health import take_snapshot
+from dvp_rl.transport.replicas import ReplicaRegistry
+from dvp_rl.transport.roles import SCRIPTS, Role, commands, rules
 from tests.kit.table import REPOSITORY, check_table
 from tests.kit.wait import WITHIN_S
 
@@ -63,7 +63,7 @@ async def test_what_each_part_may_read_and_write(admin: Redis, run_id: str) -> N
         found[name] = answers
         table.append((f"`{name}`" if name in KEYS else f"`{name}:ID`", *answers))
     head = ("Key", *(f"`{role}`" for role in Role))
-    check_table("roles", head, table, document="services/transport/README.md")
+    check_table("roles", head, table, document="services/dvp_rl/transport/README.md")
     writers = {
         name: {role for role, may in zip(Role, answers, strict=True) if may in ("write", "put")}
         for name, answers in found.items()

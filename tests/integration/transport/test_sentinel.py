@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from redis.asyncio.sentinel import Sentinel
 
-from services.contract.errors import ConfigError
-from services.transport.broker import Broker
-from services.transport.connection import Outage, open_client
-from services.transport.lease import TrainerLease
-from services.transport.roles import Role
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.connection import Outage, open_client
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.roles import Role
+from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import NO_LIMIT
 from tests.kit.ports import free_port
 from tests.kit.records import make_job

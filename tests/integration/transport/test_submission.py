@@ -8,19 +8,19 @@ from collections import Counter
 
 import pytest
 
-from services.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError, UnavailableError
-from services.contract.http import ReplicaState
-from services.contract.job import Job, JobState, Sink
-from services.contract.keys import REPLICAS
-from services.transport.broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, Broker
-from services.transport.dead_letters import DeadLetters, Outcome
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import GroupQueue
-from services.transport.jobs import Lease
-from services.transport.lease import TrainerLease
-from services.transport.replicas import ReplicaBeat, ReplicaRegistry
-from services.transport.results import client_jobs
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.errors import LeaseLostError, NotFoundError, OverloadedError, RequestError, UnavailableError
+from dvp_rl.contract.http import ReplicaState
+from dvp_rl.contract.job import Job, JobState, Sink
+from dvp_rl.contract.keys import REPLICAS
+from dvp_rl.transport.broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, Broker
+from dvp_rl.transport.dead_letters import DeadLetters, Outcome
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.jobs import Lease
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
+from dvp_rl.transport.results import client_jobs
+from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_group, make_job
 from tests.kit.wait import until_async

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.transport.broker import Broker
-from services.transport.health import queue_health
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.health import queue_health
 from tests.kit.ports import free_port
 from tests.kit.wait import until_async
 

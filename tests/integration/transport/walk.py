@@ -139,11 +139,11 @@ def _trainer(trainer: Trainer) -> tuple[object, ...]:
         str(trainer.lease.token),
         trainer.restored,
         *_books(trainer),
-        sorted(trainer.outstanding),
-        sorted(trainer.unsent),
-        sorted(trainer.arrived),
-        sorted(delivery.entry_id for delivery in trainer.finished),
-        sorted(delivery.entry_id for delivery in trainer.covered),
+        sorted(trainer.books.outstanding),
+        sorted(trainer.books.unsent),
+        sorted(trainer.books.arrived),
+        sorted(delivery.entry_id for delivery in trainer.books.ended),
+        sorted(delivery.entry_id for delivery in trainer.books.covered),
         inboxes,
     )
 

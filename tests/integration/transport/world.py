@@ -3,7 +3,7 @@
 Every step goes through the real scripts. `World.moves` says what could happen next, failures included; `World.check`
 what must hold after every step. Time is a move like any other: a lease runs out when somebody says so.
 
-The trainer here keeps the same books as `trainer.feeder`, without prompts, rewards and weights.
+The trainer here keeps the books that a real one keeps (dvp_trainer.queue.books), without prompts, rewards and weights.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from services.contract.errors import DvpError, LeaseLostError
-from services.contract.group import DeadLetter
-from services.contract.job import Job
-from services.contract.keys import TRAINER
-from services.transport.broker import Broker
-from services.transport.dead_letters import DeadLetters, Outcome, Prospect
-from services.transport.embedded import EmbeddedBroker
-from services.transport.groups import Delivery, GroupQueue
-from services.transport.jobs import Committed, JobQueue, Lease
-from services.transport.lease import TrainerLease
-from services.transport.roles import Role
-from services.transport.submission import Submission, Submitted
+from dvp_rl.contract.errors import DvpError, LeaseLostError
+from dvp_rl.contract.group import DeadLetter
+from dvp_rl.contract.job import Job
+from dvp_rl.contract.keys import TRAINER
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.dead_letters import DeadLetters, Outcome, Prospect
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.groups import Delivery, GroupQueue
+from dvp_rl.transport.jobs import Committed, JobQueue, Lease
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.roles import Role
+from dvp_rl.transport.submission import Submission, Submitted
+from dvp_trainer.queue.books import Books
+from dvp_trainer.queue.books import Outcome as Ended
 from tests.integration.transport.rig import NO_LIMIT
 from tests.kit.records import make_group
 
@@ -110,7 +112,7 @@ class Row(NamedTuple):
     tombstone: str
 
 
-class Books(NamedTuple):
+class JobBooks(NamedTuple):
     """What the broker knows of one job."""
 
     job_id: str
@@ -148,7 +150,7 @@ class Seen(NamedTuple):
     uncheckpointed: frozenset[str]
     fence: str
     lease: str
-    books: dict[str, Books]
+    books: dict[str, JobBooks]
     keys: tuple[str, ...]
     """Without the audit: nobody decides by it, so that it is no part of a state."""
     readable: tuple[bool, ...]
@@ -190,7 +192,7 @@ async def look(broker: Broker, job_ids: list[str]) -> Seen:
         frozenset(uncheckpointed),
         fence,
         lease,
-        {row[0]: Books(*row) for row in books},
+        {row[0]: JobBooks(*row) for row in books},
         tuple(key for key in all_keys if key != keys.audit),
         tuple(readable),
         tuple(Taken(*row) for row in memory),
@@ -262,13 +264,12 @@ class Trainer:
     trained: tuple[str, ...]
     buried: frozenset[str]
     restored: bool = False
-    outstanding: set[str] = field(default_factory=set)
-    unsent: set[str] = field(default_factory=set)
-    arrived: dict[str, Delivery] = field(default_factory=dict)
-    finished: list[Delivery] = field(default_factory=list)
-    """To be acknowledged after the next checkpoint."""
-    covered: list[Delivery] = field(default_factory=list)
-    """By the last checkpoint; not acknowledged yet."""
+    books: Books = field(default_factory=Books)
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """What the broker must not tell it again."""
+        return [*self.books.arrived.values(), *self.books.ended, *self.books.covered]
 
 
 Act = Callable[["World", Seen], Awaitable[bool | None]]
@@ -353,8 +354,8 @@ class World:
     def fork(self) -> World:
         """A copy of every process; the connections, jobs and deliveries are shared."""
         leases = [lease for replica in self.replicas for lease in replica.leases]
-        deliveries = [d for t in self.trainers for d in (*t.arrived.values(), *t.finished, *t.covered)]
-        shared = [*self.parts, self.jobs, self.asked, self.standby, *leases, *deliveries]
+        deliveries = [delivery for trainer in self.trainers for delivery in trainer.deliveries]
+        shared = [*self.parts, self.jobs, *self.jobs.values(), self.asked, self.standby, *leases, *deliveries]
         return deepcopy(self, {id(part): part for part in shared})
 
     # --- what may happen ------------------------------------------------------------------------------------------
@@ -418,22 +419,23 @@ class World:
         if not trainer.restored:
             yield Move(f"trainer {i} takes up its books", False, partial(_restore, i=i))
             return
-        if trainer.unsent:
+        books = trainer.books
+        if books.unsent:
             yield Move(f"trainer {i} submits", False, partial(_submit, i=i))
-        delivered = {delivery.entry_id for delivery in _delivered(trainer)}
+        delivered = {delivery.entry_id for delivery in trainer.deliveries}
         if any(row.entry not in seen.readers or row.entry not in delivered for row in seen.groups):
             yield Move(f"trainer {i} reads", False, partial(_read, i=i))
         if len(seen.groups) > len(seen.readers):
             yield Move(f"trainer {i} reads, unheard", True, partial(_read_unheard, i=i))
-        for job_id in trainer.arrived:
+        for job_id in books.arrived:
             yield Move(f"trainer {i} trains {job_id}", False, partial(_train, i=i, job_id=job_id))
-        if trainer.finished:
+        if books.ended:
             yield Move(f"trainer {i} writes a checkpoint", False, partial(_save, i=i))
-        if trainer.covered:
+        if books.covered:
             yield Move(f"trainer {i} acknowledges", False, partial(_acknowledge, i=i))
-        if seen.in_flight - trainer.outstanding - trainer.buried:
+        if seen.in_flight - books.outstanding.keys() - trainer.buried:
             yield Move(f"trainer {i} counts again", False, partial(_recount, i=i))
-        if any(self._is_lost(id, seen) for id in trainer.outstanding - trainer.unsent - set(trainer.arrived)):
+        if any(self._is_lost(id, seen) for id in books.missing().keys() - books.unsent.keys()):
             yield Move(f"trainer {i} hears nothing", False, partial(_recheck, i=i))
 
     def _is_lost(self, job_id: str, seen: Seen) -> bool:
@@ -476,7 +478,7 @@ class World:
         self._check_memory(seen)
         self._check_keys(seen)
 
-    def _check_job(self, books: Books, seen: Seen) -> None:
+    def _check_job(self, books: JobBooks, seen: Seen) -> None:
         """A job is in exactly one place, and its end is forgotten only when a checkpoint covers it."""
         entries = [row.entry for row in seen.jobs if row.job_id == books.job_id]
         queued = len(entries)
@@ -500,11 +502,11 @@ class World:
 
     def _check_books(self, trainer: Trainer, seen: Seen) -> None:
         """In flight = submitted less trained less dead."""
-        running = {id for id in trainer.outstanding if seen.books[id].state in ("queued", "running", "done")}
+        running = {id for id in trainer.books.outstanding if seen.books[id].state in ("queued", "running", "done")}
         assert running <= seen.in_flight, f"runs uncounted: {running - seen.in_flight}"
-        ghosts = seen.in_flight - trainer.outstanding - trainer.buried
+        ghosts = seen.in_flight - trainer.books.outstanding.keys() - trainer.buried
         assert not ghosts, f"counted as in flight, and nobody waits for it: {ghosts}"
-        assert not seen.uncheckpointed & trainer.outstanding
+        assert not seen.uncheckpointed & trainer.books.outstanding.keys()
 
     def _check_memory(self, seen: Seen) -> None:
         """What clients' jobs take is in the books exactly as long as they take it."""
@@ -552,10 +554,6 @@ class World:
 
 def _by_id(jobs: list[Job]) -> dict[str, Job]:
     return {job.job_id: job for job in jobs}
-
-
-def _delivered(trainer: Trainer) -> list[Delivery]:
-    return [*trainer.arrived.values(), *trainer.finished, *trainer.covered]
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -698,17 +696,18 @@ async def _restore(world: World, before: Seen, i: int) -> bool:
     trainer = world.trainers[i]
     outstanding = world.jobs.keys() - set(trainer.trained) - trainer.buried
     heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.restore(sorted(outstanding)))
-    trainer.outstanding, trainer.unsent, trainer.restored = set(outstanding), set(outstanding), True
+    trainer.books, trainer.restored = Books(cursor=len(world.jobs)), True
+    for job_id in outstanding:
+        trainer.books.expect(world.jobs[job_id])
     return heard
 
 
 async def _submit(world: World, before: Seen, i: int) -> bool:
-    jobs = [job for job_id, job in world.jobs.items() if job_id in world.trainers[i].unsent]
-
     async def send(trainer: Trainer) -> None:
+        jobs = list(trainer.books.unsent.values())
         outcomes = await Submission(world.parts.trainer).submit(jobs, fence=trainer.lease.token, limit=len(world.jobs))
         assert Submitted.REFUSED not in outcomes, "there was room"
-        trainer.unsent.clear()
+        trainer.books.unsent.clear()
 
     return await _as_trainer(world, before, i, send)
 
@@ -721,18 +720,9 @@ async def _read(world: World, before: Seen, i: int) -> None:
         del world.trainers[i]
         return
     for delivery in deliveries:
-        trainer.unsent.discard(delivery.job_id)
-        if delivery.job_id not in trainer.outstanding:
-            trainer.finished.append(delivery)
-        elif delivery.job_id in trainer.arrived:
-            trainer.finished.append(trainer.arrived[delivery.job_id])
-            trainer.arrived[delivery.job_id] = delivery
-        elif isinstance(delivery.item, DeadLetter):
-            trainer.outstanding.discard(delivery.job_id)
+        if trainer.books.arrive(delivery) and isinstance(delivery.item, DeadLetter):
+            trainer.books.finish([delivery.job_id], Ended.DEAD)
             trainer.buried |= {delivery.job_id}
-            trainer.finished.append(delivery)
-        else:
-            trainer.arrived[delivery.job_id] = delivery
 
 
 async def _read_unheard(world: World, before: Seen, i: int) -> None:
@@ -745,9 +735,8 @@ async def _train(world: World, before: Seen, i: int, job_id: str) -> bool:
     trainer = world.trainers[i]
     assert job_id not in trainer.trained, f"{job_id} is trained twice"
     heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.settle(trained=[job_id]))
-    trainer.outstanding.discard(job_id)
+    trainer.books.finish([job_id], Ended.TRAINED)
     trainer.trained += (job_id,)
-    trainer.finished.append(trainer.arrived.pop(job_id))
     return heard
 
 
@@ -760,23 +749,23 @@ async def _save(world: World, before: Seen, i: int) -> None:
     before_it = world.checkpoint.finished | world.superseded
     world.checkpoint = Checkpoint(trainer.lease.token, trainer.trained, trainer.buried)
     world.superseded = before_it - world.checkpoint.finished
-    trainer.covered, trainer.finished = [*trainer.covered, *trainer.finished], []
+    trainer.books.cover()
 
 
 async def _acknowledge(world: World, before: Seen, i: int) -> bool:
     trainer = world.trainers[i]
-    heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.acknowledge(trainer.covered))
-    trainer.covered = []
+    heard = await _as_trainer(world, before, i, lambda trainer: trainer.groups.acknowledge(trainer.books.covered))
+    trainer.books.covered = []
     return heard
 
 
 async def _recount(world: World, before: Seen, i: int) -> bool:
-    return await _as_trainer(world, before, i, lambda trainer: trainer.groups.recount(trainer.outstanding))
+    return await _as_trainer(world, before, i, lambda trainer: trainer.groups.recount(trainer.books.outstanding))
 
 
 async def _recheck(world: World, before: Seen, i: int) -> None:
     trainer = world.trainers[i]
-    trainer.unsent |= trainer.outstanding - set(trainer.arrived)
+    trainer.books.unsent |= trainer.books.missing()
 
 
 async def _trainer_renews(world: World, before: Seen, i: int) -> bool:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.weights import Announcement, WeightVersion
-from services.http.server import bound, http_server
-from services.http.tokens import Tokens
-from services.transport.weight_download import SeqsInUse, WeightCache
-from services.transport.weight_folder import folder_name, verify_folder, write_manifest
-from services.weights.app import create_app
-from services.weights.mirror import Mirror
-from services.weights.settings import UpstreamSection
+from dvp_rl.contract.weights import Announcement, WeightVersion
+from dvp_rl.http.server import bound, http_server
+from dvp_rl.http.tokens import Tokens
+from dvp_rl.weights.app import create_app
+from dvp_rl.weights.download import SeqsInUse, WeightCache
+from dvp_rl.weights.folder import folder_name, verify_folder, write_manifest
+from dvp_rl.weights.mirror import Mirror
+from dvp_rl.weights.settings import UpstreamSection
 
 RUN_ID = "run"
 LARGE = 3_000_000

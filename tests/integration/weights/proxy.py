@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
-from services.cancellation import cancel
+from dvp_rl.cancellation import cancel
 
 PIECE = 4096
 NEVER_S = 60.0

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.cancellation import cancel
-from services.contract.errors import UnavailableError, WeightError
-from services.contract.weights import Manifest, WeightFile
-from services.http.tokens import Scope, Tokens
-from services.rollout.settings import WeightSettings
-from services.transport.weight_download import WeightCache
-from services.transport.weight_folder import MANIFEST_NAME, folder_name, verify_folder
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import UnavailableError, WeightError
+from dvp_rl.contract.weights import Manifest, WeightFile
+from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.rollout.settings import WeightSettings
+from dvp_rl.weights.download import WeightCache
+from dvp_rl.weights.folder import MANIFEST_NAME, folder_name, verify_folder
 from tests.integration.rollout.publishing import flip_a_bit
 from tests.integration.weights.conftest import LARGE, RUN_ID, Publish, fetch, in_use, names, serving
 from tests.integration.weights.proxy import Fault, Kind, Proxy

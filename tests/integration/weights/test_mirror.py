@@ -11,13 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cancellation import cancel
-from services.contract.errors import WeightError
-from services.contract.weights import Announcement, WeightVersion
-from services.http.tokens import Scope, Tokens
-from services.transport.weight_download import WeightCache, await_published
-from services.transport.weight_folder import MANIFEST_NAME, folder_name, verify_folder, write_manifest
-from services.weights.settings import UpstreamSection
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import WeightError
+from dvp_rl.contract.weights import Announcement, WeightVersion
+from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.weights.download import WeightCache, await_published
+from dvp_rl.weights.folder import MANIFEST_NAME, folder_name, verify_folder, write_manifest
+from dvp_rl.weights.settings import UpstreamSection
 from tests.integration.weights.conftest import LARGE, RUN_ID, Publish, fetch, in_use, names, serving
 from tests.integration.weights.proxy import Fault, Kind, Proxy
 from tests.kit.ports import free_port

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.transport.weight_folder import folder_name
+from dvp_rl.weights.folder import folder_name
 from tests.integration.weights.conftest import LARGE, RUN_ID, Publish
 
 FOLDER = f"{RUN_ID}/{folder_name(1)}"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.dvp.correction import (
+from dvp_rl.dvp.correction import (
     LOG_VETO,
     Correction,
     correct,
@@ -17,9 +17,9 @@ from services.dvp.correction import (
     level_ratios,
     veto,
 )
-from services.dvp.denominators import Denominator, denominator
-from services.dvp.options import Bounds, Level, Mode
-from services.dvp.policy import constrained_logprobs
+from dvp_rl.dvp.denominators import Denominator, denominator
+from dvp_rl.dvp.options import Bounds, Level, Mode
+from dvp_rl.dvp.policy import constrained_logprobs
 from tests.unit.dvp import oracle
 
 LEVELS, MODES, BOUNDS = list(Level), list(Mode), list(Bounds)

@@ -7,10 +7,10 @@ from tests.kit.wait import WITHIN_S
 
 PROGRAM = """
 import sys
-for absent in ("jaxtyping", "pydantic", "msgpack", "transformers", "services.contract"):
+for absent in ("jaxtyping", "pydantic", "msgpack", "transformers", "dvp_rl.contract"):
     sys.modules[absent] = None
 import torch
-from services.dvp import correction, denominators, metrics, objective, policy, sampler
+from dvp_rl.dvp import correction, denominators, metrics, objective, policy, sampler
 logits = torch.zeros(2, 5)
 draw = sampler.sample(logits, torch.rand(2, dtype=torch.float64), log_min_p=-13.0, temperature=1.0)
 policy.constrained_logprobs(logits, draw.token_ids, log_min_p=-13.0, temperature=1.0)

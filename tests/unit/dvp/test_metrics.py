@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.dvp.correction import correct
-from services.dvp.metrics import MetricBatch, effective_sample_size, mis_health, mismatch_metrics, set_overlap
-from services.dvp.options import Level, Mode
-from services.dvp.policy import safe_set
+from dvp_rl.dvp.correction import correct
+from dvp_rl.dvp.metrics import MetricBatch, effective_sample_size, mis_health, mismatch_metrics, set_overlap
+from dvp_rl.dvp.options import Level, Mode
+from dvp_rl.dvp.policy import safe_set
 
 N, T, CAP = 40, 7, 1.3
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.dvp.correction import correct
-from services.dvp.objective import surrogate_loss
-from services.dvp.options import Bounds, Level, Mode
-from services.dvp.policy import Constrained, constrained_logprobs, safe_set
+from dvp_rl.dvp.correction import correct
+from dvp_rl.dvp.objective import surrogate_loss
+from dvp_rl.dvp.options import Bounds, Level, Mode
+from dvp_rl.dvp.policy import Constrained, constrained_logprobs, safe_set
 from tests.unit.dvp import oracle
 
 TREE = oracle.Tree(vocab=5, horizon=3)
@@ -53,7 +53,7 @@ def score(logits: Tensor, log_min_p: float, ids: Tensor, nodes: Tensor) -> Const
 def expected_gradient(
     train: Tensor, infer: Tensor, baseline: float, level: Level, mode: Mode, bounds: Bounds, log_veto: float
 ) -> Tensor:
-    """E_{y ~ infer}[g], summed over every sequence the engine can produce, with the functions of services.dvp."""
+    """E_{y ~ infer}[g], summed over every sequence the engine can produce, with the functions of dvp_rl.dvp."""
     ids, nodes, mask = padded(SEQUENCES)
     infer_side = score(infer, INFER_LOG_MIN_P, ids, nodes)
     reachable = (infer_side.inside | ~mask).all(-1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.dvp.policy import constrained_logprobs, entropy, full_logprobs, safe_set
+from dvp_rl.dvp.policy import constrained_logprobs, entropy, full_logprobs, safe_set
 from tests.unit.dvp import oracle
 
 TEMPERATURES = (0.7, 1.0, 1.3)

@@ -9,8 +9,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from services.dvp.policy import constrained_logprobs, safe_set
-from services.dvp.sampler import Draw, finite_rows, sample
+from dvp_rl.dvp.policy import constrained_logprobs, safe_set
+from dvp_rl.dvp.sampler import Draw, finite_rows, sample
 from tests.unit.dvp import oracle
 
 REJECT = 1e-4

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.lab import chain
-from trainer.lab.cells import Outcome, run_cells
-from trainer.lab.collapse import CELLS, LOG_MIN_P, Fate, Pair, candidates, choose
-from trainer.lab.precision import Format
-from trainer.lab.training import NOTHING_PRUNED, Mismatch, Run, Sampler
-from trainer.model import load_model
+from dvp_trainer.lab import chain
+from dvp_trainer.lab.cells import Outcome, run_cells
+from dvp_trainer.lab.collapse import CELLS, LOG_MIN_P, Fate, Pair, candidates, choose
+from dvp_trainer.lab.precision import Format
+from dvp_trainer.lab.training import NOTHING_PRUNED, Mismatch, Run, Sampler
+from dvp_trainer.learn.model import load_model
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.contract.errors import ConfigError
-from trainer.lab.__main__ import app
-from trainer.lab.training import Run
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.lab.__main__ import app
+from dvp_trainer.lab.training import Run
 
 
 @pytest.mark.parametrize(

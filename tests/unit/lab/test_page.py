@@ -4,8 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from trainer.lab.page import text, write_study
-from trainer.lab.study import Chart, Finding, Series, Study, Table
+from dvp_trainer.lab.page import text, write_study
+from dvp_trainer.lab.study import Chart, Finding, Series, Study, Table
 
 STUDY = Study(
     name="example",

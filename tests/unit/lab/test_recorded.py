@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.contract.errors import ConfigError
-from services.dvp.policy import constrained_logprobs
-from trainer.evidence import Evidence
-from trainer.lab.recorded import Noise, Tokens, recorded_signature
-from trainer.recording import read_tokens, write_tokens
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.dvp.policy import constrained_logprobs
+from dvp_trainer.lab.recorded import Noise, Tokens, recorded_signature
+from dvp_trainer.learn.evidence import Evidence
+from dvp_trainer.report.token_log import read_tokens, write_tokens
 
 N, T, V, S, LOG_MIN_P = 64, 40, 50, 0.2, -9.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dvp_trainer.lab.mismatch import Estimate
+from dvp_trainer.lab.rho import Row, matching, propose
+from dvp_trainer.lab.rules import NOTHING_PRUNED, Rule
+from dvp_trainer.lab.sets import Outcome, Sets, sets_of
 from tests.unit.lab.test_sets import sampled
-from trainer.lab.mismatch import Estimate
-from trainer.lab.rho import Row, matching, propose
-from trainer.lab.rules import NOTHING_PRUNED, Rule
-from trainer.lab.sets import Outcome, Sets, sets_of
 
 
 @pytest.mark.parametrize("slope", [0.5, -0.5])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.errors import OverloadedError
-from services.monitor.curves import MAX_POINTS, MetricsFile, thinned
-from services.monitor.feed import Feed
-from services.monitor.rates import WINDOW_S, Rates
-from services.monitor.tables import duration
+from dvp_rl.contract.errors import OverloadedError
+from dvp_rl.monitor.curves import MAX_POINTS, MetricsFile, thinned
+from dvp_rl.monitor.feed import Feed
+from dvp_rl.monitor.rates import WINDOW_S, Rates
+from dvp_rl.monitor.tables import duration
 
 
 def test_rates_are_over_the_window() -> None:

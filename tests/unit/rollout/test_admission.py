@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from services.cancellation import cancel
-from services.contract.errors import OverloadedError
-from services.rollout.admission import Slots
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import OverloadedError
+from dvp_rl.rollout.admission import Slots
 
 
 def make_slots(capacity: int = 8, *, share: float = 0.25, trained: bool = True, divides: bool = True) -> Slots:

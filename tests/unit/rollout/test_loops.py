@@ -7,8 +7,8 @@ import errno
 
 import pytest
 
-from services.contract.errors import UnavailableError
-from services.rollout.loops import keep_doing
+from dvp_rl.contract.errors import UnavailableError
+from dvp_rl.rollout.loops import keep_doing
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services import logs
-from services.logs import MAX_ALIKE, LogFormat, configure
+from dvp_rl import logs
+from dvp_rl.logs import MAX_ALIKE, LogFormat, configure
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +25,12 @@ def restore_logging() -> Iterator[None]:
 def test_json_lines_carry_the_context_as_it_is_now(capsys: pytest.CaptureFixture[str]) -> None:
     context = configure(LogFormat.JSON)
     context.run, context.version = "r", "r:1:aa"
-    logging.getLogger("services.example").info("two\nlines of %s", "text")
+    logging.getLogger("dvp_rl.example").info("two\nlines of %s", "text")
     context.version = "r:2:bb"
     try:
         raise ValueError("why")
     except ValueError:
-        logging.getLogger("services.example").exception("failed")
+        logging.getLogger("dvp_rl.example").exception("failed")
     first, second = map(json.loads, capsys.readouterr().err.splitlines())
     assert (first["message"], first["level"], first["version"]) == ("two\nlines of text", "info", "r:1:aa")
     assert "replica" not in first
@@ -41,7 +41,7 @@ def test_json_lines_carry_the_context_as_it_is_now(capsys: pytest.CaptureFixture
 def test_text_is_for_people_and_foreign_loggers_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     context = configure()
     context.replica = "a"
-    logging.getLogger("services.example").info("hello")
+    logging.getLogger("dvp_rl.example").info("hello")
     logging.getLogger("somebody.else").info("noise")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -54,7 +54,7 @@ def test_strangers_do_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> No
     for number in range(3 * MAX_ALIKE):
         logging.getLogger("asyncio").error(f"socket.accept() out of system resource\nsocket: {number}")  # as it does
         logging.getLogger("uvicorn.error").warning("Invalid request %d", number)
-        logging.getLogger("services.example").warning("job %d is dead", number)
+        logging.getLogger("dvp_rl.example").warning("job %d is dead", number)
     logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: a")
     written = capsys.readouterr().err
     assert written.count("out of system resource") == written.count("Invalid request") == MAX_ALIKE

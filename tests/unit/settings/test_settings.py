@@ -12,9 +12,9 @@ import pytest
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from services.contract.errors import ConfigError
-from services.rollout.settings import RolloutSettings
-from services.settings import Section, Settings, masked, user_errors
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.rollout.settings import RolloutSettings
+from dvp_rl.settings import Section, Settings, masked, user_errors
 
 
 class Queue(Section):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.engines.sglang_wire import CHECKED
-from services.sglang_plugin.checksum import FORMAT, SGLANG_FORMAT, Weights, receive_checked, sha256
+from dvp_rl.engines.sglang_wire import CHECKED
+from dvp_rl.sglang_plugin.checksum import FORMAT, SGLANG_FORMAT, Weights, receive_checked, sha256
 
 WEIGHTS: Weights = [
     ("matrix", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)),

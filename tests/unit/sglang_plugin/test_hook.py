@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.sglang_plugin.plugin import ORIGINAL_LOGPROB, PLAIN, constrain_sampler, refuse_bypasses
-from services.sglang_plugin.versions import ANY_VERSION, TESTED, refusal
+from dvp_rl.sglang_plugin.plugin import ORIGINAL_LOGPROB, PLAIN, constrain_sampler, refuse_bypasses
+from dvp_rl.sglang_plugin.versions import ANY_VERSION, TESTED, refusal
 
 
 @dataclass

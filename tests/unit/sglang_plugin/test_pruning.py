@@ -1,4 +1,4 @@
-"""The hook's tensor code alone, against services.dvp and a float64 oracle of the set."""
+"""The hook's tensor code alone, against dvp_rl.dvp and a float64 oracle of the set."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.dvp.policy import constrained_logprobs, safe_set
-from services.sglang_plugin.kept import meta_info
-from services.sglang_plugin.pruning import ROUNDING, prune, read_log_min_p
+from dvp_rl.dvp.policy import constrained_logprobs, safe_set
+from dvp_rl.sglang_plugin.kept import meta_info
+from dvp_rl.sglang_plugin.pruning import ROUNDING, prune, read_log_min_p
 
 VOCAB = 500
 LOG_MIN_PS = (-13.0, -6.0, -3.0, -0.5)

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.step import Learner
 from tests.kit.records import make_sample, make_scored
-from trainer.batch import Batch
-from trainer.config import TrainSettings
-from trainer.model import load_model
-from trainer.step import Learner
 
 EXPECTED = Path(__file__).with_name("golden.json")
 MODEL = Path(__file__).parents[3] / "deploy/demo/model"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.contract.errors import ConfigError
-from services.engines import reference
-from services.engines.context import edges, rope_limit
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.engines import reference
+from dvp_rl.engines.context import edges, rope_limit
+from dvp_trainer.learn.arrangement import Beside, arrange, trials
 from tests.kit.families import small_config, small_model, write_small_model
 from tests.kit.processes import ROOT
 from tests.models import CASES, LONGROPE, REFUSED, ROPE_LIMIT, WINDOW, WINDOWS, Case, logprob_error, make_learner, table
-from trainer.arrangement import Beside, arrange, trials
 
 CLOSE = 1e-4
 """Nats. What was wrong was off by 0.1 or more."""
@@ -25,7 +25,7 @@ TRAINED = [case for case in CASES if case.trained != REFUSED]
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
 def test_training_sees_what_the_oracle_sees(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_small_model(tmp_path / "model", case.family, **case.overrides)
-    with caplog.at_level(logging.INFO, logger="trainer.arrangement"):
+    with caplog.at_level(logging.INFO, logger="dvp_trainer.learn.arrangement"):
         learner = make_learner(folder)
     assert logprob_error(learner, folder) < CLOSE
     assert str(learner.policy.arrangement) == case.trained

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from dvp_trainer.data.batch import Batch
 from tests.kit.records import make_sample, make_scored
-from trainer.batch import Batch
 
 
 @pytest.mark.parametrize(

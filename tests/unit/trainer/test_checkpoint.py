@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, l
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from services.contract.errors import ConfigError, LeaseLostError
+from dvp_rl.contract.errors import ConfigError, LeaseLostError
+from dvp_trainer.learn.state import Reader
+from dvp_trainer.resume.checkpoint import Checkpoints, Progress
 from tests.kit.processes import run
-from trainer.checkpoint import Checkpoints, Progress
-from trainer.state import Reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

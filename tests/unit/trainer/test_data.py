@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.contract.errors import ConfigError
-from services.contract.http import Message
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.http import Message
+from dvp_trainer.data.prompts import Columns, Order, Prompt, Row, load_prompts, permutation
 from tests.kit.wait import WITHIN_S
-from trainer.data import Columns, Order, Prompt, Row, load_prompts, permutation
 
 DAPO: dict[str, Any] = {
     "data_source": "math_dapo",
@@ -265,7 +265,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_hub_is_not_asked_when_offline() -> None:
     """In a process of its own: `datasets` reads HF_HUB_OFFLINE when it is imported."""
-    program = "from trainer.data import load_prompts; load_prompts('hub:nobody/no-such-data')"
+    program = "from dvp_trainer.data.prompts import load_prompts; load_prompts('hub:nobody/no-such-data')"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.contract.errors import ConfigError
-from trainer.checkpoint import Checkpoints
-from trainer.disk import writing
-from trainer.ledger import Ledger
-from trainer.weights import save_tensors
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.disk import writing
+from dvp_trainer.learn.weight_files import save_tensors
+from dvp_trainer.resume.checkpoint import Checkpoints
+from dvp_trainer.resume.ledger import Ledger
 
 NOBODY = 65534
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.dvp.policy import constrained_logprobs, full_logprobs
-from trainer.evidence import Evidence, pruning_metrics
+from dvp_rl.dvp.policy import constrained_logprobs, full_logprobs
+from dvp_trainer.learn.evidence import Evidence, pruning_metrics
 
 LOG_MIN_P = -2.0
 

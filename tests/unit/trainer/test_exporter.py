@@ -7,11 +7,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
-from services.contract.errors import ConfigError
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.config import MetricsSection
+from dvp_trainer.report.prometheus import exporting
 from tests.kit.ports import free_port
 from tests.kit.tokens import TOKEN
-from trainer.config import MetricsSection
-from trainer.exporter import exporting
 
 STEP = {
     "reward/mean": 0.5,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from dvp_trainer.learn import step
+from dvp_trainer.learn.step import surrogate_loss
 from tests.unit.trainer.golden import EXPECTED, TOLERANCE, Losses, distance, train
-from trainer import step
-from trainer.step import surrogate_loss
 
 OTHER_SETTINGS = {
     "correction.denominator": "kept",

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from dvp_trainer.config import ModelSection, TrainSettings
+from dvp_trainer.data.batch import Batch, TrainSequence
+from dvp_trainer.learn.arrangement import Arrangement, Beside
+from dvp_trainer.learn.layout import SHORTEST_SHARE, Tokens, packed
+from dvp_trainer.learn.micro_batch import fill, micro_batches, share
+from dvp_trainer.learn.model import Policy, load_model
+from dvp_trainer.learn.step import Learner
 from tests.kit.models import make_model
 from tests.kit.records import make_sample
 from tests.unit.trainer.golden import make_batch
-from trainer.arrangement import Arrangement, Beside
-from trainer.batch import Batch, TrainSequence
-from trainer.config import ModelSection, TrainSettings
-from trainer.layout import SHORTEST_SHARE, Tokens, packed
-from trainer.micro_batch import fill, micro_batches, share
-from trainer.model import Policy, load_model
-from trainer.step import Learner
 
 CPU, VOCAB = torch.device("cpu"), 96
 CASES = [(family, dtype) for family in ("llama", "qwen2", "qwen3") for dtype in (torch.float64, torch.float32)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.dvp.policy import Constrained, constrained_logprobs
-from services.engines.model_folder import has_linear_head
+from dvp_rl.dvp.policy import Constrained, constrained_logprobs
+from dvp_rl.engines.model_folder import has_linear_head
+from dvp_trainer.learn.lm_head import head_logprobs
 from tests.kit.models import make_model
-from trainer.lm_head import head_logprobs
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97
 SPARSE, MIXED, DENSE = 1.0, 0.05, 0.0

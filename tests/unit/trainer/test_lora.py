@@ -13,17 +13,17 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.contract.errors import ConfigError, WeightError
-from services.engines.sglang import SglangEngine
-from services.engines.sglang_server import Remote
-from services.engines.transformers import TransformersEngine
-from services.transport.weight_folder import folder_digest
+from dvp_rl.contract.errors import ConfigError, WeightError
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Remote
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_rl.weights.folder import folder_digest
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch
+from dvp_trainer.learn.model import Policy, load_model
+from dvp_trainer.learn.step import Learner
 from tests.kit.models import make_model
 from tests.unit.trainer.golden import make_batch
-from trainer.batch import Batch
-from trainer.config import TrainSettings
-from trainer.model import Policy, load_model
-from trainer.step import Learner
 
 MakeLearner = Callable[..., Learner]
 RANK, ALPHA = 4, 12

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from services.contract.errors import ConfigError
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.config import LoraSection, ModelSection
+from dvp_trainer.learn.arrangement import Beside
+from dvp_trainer.learn.lora import add_lora
+from dvp_trainer.learn.model import Policy, load_model
 from tests.kit.families import write_small_model
-from trainer.arrangement import Beside
-from trainer.config import LoraSection, ModelSection
-from trainer.lora import add_lora
-from trainer.model import Policy, load_model
 
 NOISY = {
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},

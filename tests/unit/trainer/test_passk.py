@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from services.contract.errors import ConfigError
-from trainer.passk import default_ks, pass_at_k, score_held_out
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.queue.passk import default_ks, pass_at_k, score_held_out
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])

@@ -10,21 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.contract.errors import GroupMismatchError
-from services.contract.group import EngineFacts, Sample
-from services.contract.job import Job, Sink
-from services.contract.sampling import Sampling
-from services.contract.shape import Shape
-from services.engines.compute_dtype import compute_in, rounded
-from services.engines.transformers import TransformersEngine
+from dvp_rl.contract.errors import GroupMismatchError
+from dvp_rl.contract.group import EngineFacts, Sample
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.shape import Shape
+from dvp_rl.engines.compute_dtype import compute_in, rounded
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_trainer.config import ModelSection
+from dvp_trainer.data.batch import TrainSequence
+from dvp_trainer.learn.layout import Layout
+from dvp_trainer.learn.micro_batch import MicroBatch
+from dvp_trainer.learn.model import Policy, load_model
+from dvp_trainer.queue.feeder import check_group
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
-from trainer.batch import TrainSequence
-from trainer.config import ModelSection
-from trainer.feeder import check_group
-from trainer.layout import Layout
-from trainer.micro_batch import MicroBatch
-from trainer.model import Policy, load_model
 
 LENGTH, LOG_MIN_P, PROMPT = 32, -6.0, [5, 6, 7, 8]
 

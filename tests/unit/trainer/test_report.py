@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from trainer.report import PANELS, moving_average, write_report
+from dvp_trainer.report.page import PANELS, moving_average, write_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 SUMMARY: dict[str, Any] = {

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.contract.errors import ConfigError
-from trainer.reporting import (
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.report.sinks import (
     JsonlSink,
     PlainSink,
     ProgressSink,
@@ -162,7 +162,8 @@ def test_every_sink_gets_every_step_once() -> None:
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     program = (
-        "import trainer.reporting, trainer.report, trainer.data, trainer.reward_pool, sys; "
+        "import sys; import dvp_trainer.report.sinks, dvp_trainer.report.page; "
+        "import dvp_trainer.data.prompts, dvp_trainer.data.reward_pool; "
         "heavy = ['torch', 'tensorboard', 'matplotlib', 'jinja2', 'datasets', 'pyarrow', 'pandas', 'math_verify']; "
         "sys.exit(str([name for name in heavy if name in sys.modules] or ''))"
     )

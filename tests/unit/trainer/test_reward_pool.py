@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from services.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_trainer.data.reward_pool import RewardPool, RewardRequest, RewardResult, settle
+from dvp_trainer.options import OnError
 from tests.kit.wait import until_async
-from trainer.reward_pool import RewardPool, RewardRequest, RewardResult, settle
-from trainer.rewards import OnError
 
 TIMEOUT_S = 1.0
 """Far more than what does not hang takes, and short, for many of these tests wait for it."""
@@ -167,7 +167,7 @@ async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None
 
 TRAINER = """
 import asyncio, sys
-from trainer.reward_pool import RewardPool, RewardRequest
+from dvp_trainer.data.reward_pool import RewardPool, RewardRequest
 
 async def main():
     async with RewardPool("misbehaving:reward", timeout_s=600) as pool:

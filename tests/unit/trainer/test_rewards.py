@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.contract.errors import ConfigError
-from trainer import rewards
-from trainer.rewards import as_number, needs_answer, overlong_penalty, resolve_reward, stated_result
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.data import rewards
+from dvp_trainer.data.rewards import as_number, needs_answer, overlong_penalty, resolve_reward, stated_result
 
 
 def worth(name: str, completion: str, answer: str | None) -> float:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.contract.group import FinishReason
+from dvp_rl.contract.group import FinishReason
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch, ScoredGroup
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.step import Learner
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
-from trainer.batch import Batch, ScoredGroup
-from trainer.config import TrainSettings
-from trainer.model import load_model
-from trainer.step import Learner
 
 LOG_MIN_P, TEMPERATURE, VOCAB = -1.0, 0.8, 64
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from dvp_trainer.data.batch import Batch, ScoredGroup
+from dvp_trainer.loop import Coverage, Stopwatch
 from tests.kit.records import make_sample, make_scored
-from trainer.batch import Batch, ScoredGroup
-from trainer.loop import Coverage, Stopwatch
 
 
 def test_intervals_side_by_side_count_once() -> None:

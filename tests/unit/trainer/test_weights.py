@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.contract.errors import WeightError
-from services.engines.transformers import TransformersEngine
-from services.engines.weight_layout import check_layout, optional_tensors, read_layout
-from services.transport.weight_folder import folder_digest
+from dvp_rl.contract.errors import WeightError
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_rl.weights.folder import folder_digest
+from dvp_rl.weights.layout import check_layout, optional_tensors, read_layout
+from dvp_trainer.config import LoraSection, ModelSection
+from dvp_trainer.learn.lora import add_lora, merged
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.weight_files import unique_tensors, write_adapter, write_weights
+from dvp_trainer.learn.world import World
 from tests.kit.families import FAMILIES, write_small_model
-from trainer.config import LoraSection, ModelSection
-from trainer.lora import add_lora, merged
-from trainer.model import load_model
-from trainer.weights import unique_tensors, write_adapter, write_weights
-from trainer.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # gpt_bigcode's own
 IDS = torch.arange(2, 26).view(2, 12)

@@ -1,0 +1,157 @@
+"""The API as values: what to send, and what the answer means. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from dvp_rl.contract.errors import (
+    ConfigError,
+    DvpError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    WeightError,
+)
+from dvp_rl.contract.http import (
+    Health,
+    JobAccepted,
+    JobRequest,
+    JobStatus,
+    Message,
+    Problem,
+    QueueHealth,
+    RolloutRequest,
+    RolloutResponse,
+    SamplingBody,
+    WeightStatus,
+)
+from dvp_rl.contract.job import JobState
+from dvp_rl.contract.record import describe
+
+R = TypeVar("R", bound=BaseModel)
+
+ERRORS: dict[int, type[DvpError]] = {
+    401: ConfigError,
+    403: ConfigError,
+    404: NotFoundError,
+    409: WeightError,
+    500: EngineError,
+    502: UnavailableError,
+    503: UnavailableError,
+    504: UnavailableError,
+}
+"""By HTTP status; 429 is OverloadedError and every other 4xx RequestError."""
+
+
+class RolloutFields(TypedDict, total=False):
+    """Keyword arguments of `rollout`: exactly one of prompt, prompt_ids and messages, the rest as in RolloutRequest."""
+
+    prompt: str
+    prompt_ids: Sequence[int]
+    messages: Sequence[Message | Mapping[str, str]]
+    n: int
+    sampling: SamplingBody | Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    return_text: bool
+
+
+class JobFields(RolloutFields, total=False):
+    job_id: str
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Call(Generic[R]):
+    method: str
+    path: str
+    answer: type[R]
+    body: BaseModel | None = None
+    long: bool = False
+    """Answers only when the work is done: wait long, and never ask for the same work twice."""
+
+
+def rollout(fields: RolloutFields) -> Call[RolloutResponse]:
+    return Call("POST", "/v1/rollouts", RolloutResponse, _body(RolloutRequest, fields), long=True)
+
+
+def submit(fields: JobFields) -> Call[JobAccepted]:
+    """The id is made here, so that sending the same call twice submits one job."""
+    return Call("POST", "/v1/jobs", JobAccepted, _body(JobRequest, {"job_id": uuid.uuid4().hex, **fields}))
+
+
+def job(job_id: str) -> Call[JobStatus]:
+    return Call("GET", f"/v1/jobs/{quote(job_id, safe='')}", JobStatus)
+
+
+def delete(job_id: str) -> Call[JobStatus]:
+    return Call("DELETE", f"/v1/jobs/{quote(job_id, safe='')}", JobStatus)
+
+
+def queue() -> Call[QueueHealth]:
+    return Call("GET", "/v1/queue", QueueHealth)
+
+
+def weights() -> Call[WeightStatus]:
+    return Call("GET", "/v1/weights", WeightStatus)
+
+
+def reload_weights() -> Call[WeightStatus]:
+    return Call("POST", "/v1/weights", WeightStatus, long=True)
+
+
+def ready() -> Call[Health]:
+    return Call("GET", "/readyz", Health)
+
+
+def parse(call: Call[R], response: httpx.Response) -> R:
+    """The typed answer. Raises the error of dvp_rl.contract.errors that the service meant."""
+    if not response.is_success:
+        raise error_of(response)
+    try:
+        return call.answer.model_validate_json(response.content)
+    except ValidationError as error:
+        raise DvpError(describe(f"answer to {call.method} {call.path}", error)) from None
+
+
+def finished(status: JobStatus) -> RolloutResponse | None:
+    """The result of a job that is done, None while it is not. Raises EngineError if it is dead."""
+    if status.status is JobState.DEAD:
+        raise EngineError(status.error or "the job is dead")
+    return status.group if status.status is JobState.DONE else None
+
+
+def error_of(response: httpx.Response) -> DvpError:
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        problem = Problem(title=response.reason_phrase, status=response.status_code, detail=response.text[:200])
+    if response.status_code == 429:
+        return OverloadedError(problem.detail, retry_after(response))
+    kind = ERRORS.get(response.status_code)
+    if kind is not None:
+        return kind(problem.detail)
+    if response.is_client_error:
+        return RequestError(problem.detail, [error.model_dump() for error in problem.errors])
+    return DvpError(f"{response.status_code} {problem.title}: {problem.detail}")
+
+
+def retry_after(response: httpx.Response) -> float:
+    """Seconds; 1 where the header is absent or a date."""
+    text = response.headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else 1.0
+
+
+def _body(kind: type[R], fields: Mapping[str, Any]) -> R:
+    try:
+        return kind.model_validate(dict(fields))
+    except ValidationError as error:
+        raise RequestError(describe("request", error)) from None

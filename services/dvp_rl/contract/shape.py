@@ -1,0 +1,27 @@
+"""The shape on which engine and trainer agree, to compute the same bits (services/dvp_rl/engines/fixed_shape.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+ShapeText = Annotated[str, Field(pattern=r"^[1-9]\d{0,5}x[1-9]\d{0,6}$")]
+"""ROWSxLENGTH."""
+
+
+class Shape(NamedTuple):
+    """Of the token ids of every forward."""
+
+    rows: int
+    """Also how many hidden states go through the LM head at a time."""
+    length: int
+    """Longest sequence, prompt and completion together."""
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        rows, length = text.split("x")
+        return cls(int(rows), int(length))
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.length}"

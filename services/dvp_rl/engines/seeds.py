@@ -1,0 +1,44 @@
+"""Where a sample's randomness comes from: a counter-based stream per sample, a pure function of the job."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dvp_rl.contract.job import Job
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def sample_seed(job: Job, index: int) -> int:
+    """63-bit seed of sample `index`.
+
+    Sample 0 takes sampling.seed itself (or a hash of the job id), the others a hash of it and their index. So any
+    sample can be drawn again alone: a job with n = 1 and seed = Sample.seed.
+    """
+    base = job.sampling.seed if job.sampling.seed is not None else _hash63(job.job_id.encode())
+    return base if index == 0 else _hash63(f"{base}:{index}".encode())
+
+
+def alone(job: Job, index: int) -> Job:
+    """Sample `index` as a job of its own: the same draws under the same id."""
+    sampling = job.sampling.model_copy(update={"seed": sample_seed(job, index)})
+    return job.model_copy(update={"n": 1, "sampling": sampling})
+
+
+def _hash63(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+class UniformStream:
+    """The draws of one sample: draw t decides token t, whatever else runs beside it."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.Generator(np.random.Philox(key=seed))
+
+    def next(self, count: int) -> NDArray[np.float64]:
+        """[count] in [0, 1), 53 random bits each. The cut into chunks does not change the stream."""
+        return self._generator.random(count)

@@ -1,0 +1,372 @@
+"""The production engine: a SGLang server with the dvp-sglang plugin, on loopback under this replica's care, or remote.
+
+Sampling, log-probs, kept mass and kept count come from inside SGLang. The engine adds what a replica needs: a swap that
+cannot mix weights, and a server that comes back after it died.
+
+    swap      verify -> pause, requests in flight give up their cache -> load -> resume; the server stamps the tokens
+    transfer  join the trainer's process group -> the same with what it sends, each piece verified before it is loaded
+    refused   load the last folder again (SGLang may have taken half of the others) -> resume
+    no end    to a transfer, or no answer: kill the server, for it can neither be asked nor trusted any more
+    death     requests in flight fail with UnavailableError -> start again with the last folder
+
+The last folder is that of the weights served. Weights that were sent are in no folder that surely stays: then it is the
+model that the engine was started with, under its own version.
+
+A seed is handed on to SGLang, which honours it with --enable-deterministic-inference only (not on a CPU).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import ConfigError, DvpError, EngineError, UnavailableError, WeightError
+from dvp_rl.contract.group import EngineFacts, Sample
+from dvp_rl.contract.job import Job
+from dvp_rl.contract.transfer import Offer, TransferRequest
+from dvp_rl.weights.layout import Stored, check_layout, check_tensors, optional_tensors, read_layout
+
+from .adapter import holds_adapter
+from .limits import check_fits, max_new_tokens
+from .sglang_client import SglangClient
+from .sglang_server import Launch, LocalServer, Remote, RemoteServer
+from .sglang_wire import is_constrained, probe_body, request_body, to_samples
+from .tokenizer import load_config, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+HEALTH_EVERY_S = 10.0
+MAX_UNHEALTHY = 3
+"""Failed health checks in a row after which a server that still runs counts as dead."""
+MAX_DEATHS = 3
+"""Deaths of the server with a job in flight after which it is the job that is to blame."""
+MAX_SUSPECTS = 10_000
+"""Jobs whose deaths are counted at the same time."""
+JOIN_S = 60.0
+"""Longest time for SGLang to meet the trainer; it generates nothing meanwhile."""
+MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
+"""Between attempts to start the server again."""
+INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
+
+
+class Flight(NamedTuple):
+    """A job that the server has, and the name of each of its samples there."""
+
+    job: Job
+    request_ids: list[str]
+
+
+class Deaths(NamedTuple):
+    """Of the server, with one job in flight."""
+
+    number: int
+    last_at: float
+    """On the event loop's clock."""
+
+
+class Weights(NamedTuple):
+    folder: Path
+    version: str
+
+
+class SglangEngine:
+    """See dvp_rl.engines.protocol.Engine, Recovering and Receiving.
+
+    `source`: the server to start, or one to use that runs already. `max_context`: lowers the model's own context.
+    `load_timeout_s`: longest time for SGLang to read a weight folder, or to receive weights.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        source: Launch | Remote,
+        *,
+        max_context: int | None = None,
+        load_timeout_s: float = 600.0,
+        version: str = "local:0:0",
+    ) -> None:
+        config = load_config(model).get_text_config()
+        own: int | None = getattr(config, "max_position_embeddings", None)
+        if max_context is not None and not 2 <= max_context <= (own or max_context):
+            raise ConfigError(f"max_context {max_context}: must lie in 2 to {own}, the model's own context")
+        # Facts, context and capacity are known once the server runs.
+        self.facts = EngineFacts(name="sglang", version="", dtype="")
+        self.context_length: int = max_context or own or 0
+        self.vocab_size: int = config.vocab_size
+        self.capacity = 1
+        self.job_by_job = False
+        self._server = LocalServer(source, self.context_length) if isinstance(source, Launch) else RemoteServer(source)
+        self._model_dtype = str(config.dtype).removeprefix("torch.")
+        self._model = self._last_folder = Weights(model.absolute(), version)
+        self._version = version
+        self._load_timeout_s = load_timeout_s
+        self._eos_ids: frozenset[int] = frozenset()
+        self._layout: dict[str, Stored] = {}
+        self._optional: frozenset[str] = frozenset()
+        self._dp, self._tp = (source.dp, source.tp) if isinstance(source, Launch) else (1, 1)
+        self._flights: dict[asyncio.Task[Any], Flight] = {}
+        self._deaths: dict[str, Deaths] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._changing = asyncio.Lock()
+        """Held while weights are swapped and while the server is started."""
+        self._supervisor: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._outage = "not started"
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Samples that the server has been asked for, at most `capacity`; some may still wait for their first token."""
+        return min(self.capacity, sum(flight.job.n for flight in self._flights.values()))
+
+    @property
+    def outage(self) -> str:
+        return self._outage
+
+    async def recovered(self) -> None:
+        await self._up.wait()
+
+    @property
+    def _client(self) -> SglangClient:
+        return self._server.client
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._read_folder)
+        await self._bring_up()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def _read_folder(self) -> None:
+        self._eos_ids = load_tokenizer(self._model.folder).eos_ids
+        try:
+            self._layout = read_layout(self._model.folder)
+            self._optional = optional_tensors(self._model.folder)
+        except WeightError as error:
+            raise ConfigError(f"{error} (pickled weights are never read)") from None
+
+    async def _bring_up(self) -> None:
+        """A server that answers, has the plugin, and serves `_last_folder`."""
+        await self._server.start(*self._last_folder)
+        try:
+            if not is_constrained(await self._client.generate(probe_body())):
+                raise ConfigError(
+                    f"the SGLang server at {self._client.url} lacks the dvp-sglang plugin, or refused to load it: its "
+                    f"log-probs are those of the whole vocabulary, nothing can be trained on them; {INSTALL}"
+                )
+            self._describe(await self._client.server_info())
+            if await self._client.served() != self._last_folder:
+                await self._replace(*self._last_folder)
+        except BaseException:
+            await self._server.stop()
+            raise
+        self._version = self._last_folder.version
+        self._outage = ""
+        self._up.set()
+
+    def _describe(self, info: dict[str, Any]) -> None:
+        """What only the running server knows."""
+        dtype = self._model_dtype if info["dtype"] == "auto" else info["dtype"]
+        fp32_head = info.get("enable_fp32_lm_head", False)
+        self.facts = EngineFacts(name="sglang", version=info["version"], dtype=dtype, fp32_head=fp32_head)
+        pool = info["max_total_num_tokens"] - 2 * info["page_size"]
+        longest = min(info["max_req_input_len"], pool)
+        self.context_length = min(self.context_length or longest, longest)
+        self._dp, self._tp = info["dp_size"], info["tp_size"]
+        states = info["internal_states"]
+        self.capacity = sum(state["effective_max_running_requests_per_dp"] for state in states)
+
+    async def _supervise(self) -> None:
+        while True:
+            ends = [asyncio.create_task(self._server.ended()), asyncio.create_task(self._unresponsive())]
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel(ends)
+            self._outage = done.pop().result()
+            self._up.clear()
+            log.error("%s\nit is started again with %s", self._outage, self._last_folder.version)
+            async with self._changing:
+                await self._start_again()
+            log.warning("SGLang serves again, with %s", self._version)
+
+    async def _start_again(self) -> None:
+        delay = MIN_DELAY_S
+        while True:
+            try:
+                return await self._bring_up()
+            except Exception as error:  # a task boundary: nobody else would try again
+                self._outage = f"SGLang cannot be started again: {error}"
+                expected = isinstance(error, DvpError)
+                log.error("%s; next attempt in %g s", self._outage, delay, exc_info=None if expected else error)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY_S)
+
+    async def _unresponsive(self) -> str:
+        failures = 0
+        while failures < MAX_UNHEALTHY:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            healthy = await self._client.is_healthy()
+            # While it reads weights it answers nothing.
+            failures = 0 if healthy or self._changing.locked() else failures + 1
+        return f"SGLang at {self._client.url} failed {failures} health checks in a row"
+
+    async def close(self) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        self._outage = "closed"
+        if supervisor is not None:
+            await cancel([supervisor])
+        await self._server.stop()
+        for asking, flight in self._flights.items():
+            asking.cancel()
+            if isinstance(self._server, RemoteServer):
+                self._in_background(self._abort(flight.request_ids))
+        # A swap on a remote server is finished; without a server nothing below takes long.
+        await asyncio.gather(*self._flights, *self._background, return_exceptions=True)
+        await self._client.close()
+
+    def _check_running(self) -> None:
+        if self._supervisor is None:
+            raise UnavailableError("the engine is not running: start it first, and do not use it after close")
+        if self._outage:
+            raise UnavailableError(f"SGLang does not run now: {self._outage.splitlines()[0]}")
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
+        self._check_running()
+        check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
+        began = asyncio.get_running_loop().time()
+        flight = Flight(job, [uuid4().hex for _ in range(job.n)])
+        body = request_body(job, flight.request_ids, max_new_tokens(job, self.context_length), self._eos_ids)
+        asking = asyncio.create_task(self._client.generate(body))
+        self._flights[asking] = flight
+        try:
+            answer = await asking
+        except asyncio.CancelledError:
+            if self._supervisor is None:
+                raise EngineError("the engine was closed") from None
+            self._in_background(self._abort(flight.request_ids))
+            raise
+        except UnavailableError as error:
+            if self._supervisor is None:
+                raise EngineError("the engine was closed") from None
+            raise self._suspected(job, began) or error from None
+        finally:
+            del self._flights[asking]
+        return to_samples(job, answer)
+
+    def _suspected(self, job: Job, began: float) -> EngineError | None:
+        """A job that the server dies of again and again counts as delivered in the end: it would go round forever.
+        Parts of a job that were in flight together count once, and parts that ended well clear it of nothing."""
+        number, last_at = self._deaths.pop(job.job_id, Deaths(0, -math.inf))
+        if began > last_at:
+            number, last_at = number + 1, asyncio.get_running_loop().time()
+        if number >= MAX_DEATHS:
+            return EngineError(f"job {job.job_id}: SGLang went away {number} times while this was in flight")
+        self._deaths[job.job_id] = Deaths(number, last_at)
+        if len(self._deaths) > MAX_SUSPECTS:
+            del self._deaths[next(iter(self._deaths))]
+        return None
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        with suppress(DvpError):  # a server that is away generates nothing
+            await self._client.abort(request_ids)
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def load(self, folder: Path, version: str) -> None:
+        if holds_adapter(folder):
+            raise WeightError(
+                f"weight folder {folder}: an adapter alone, which only the transformers engine merges; set "
+                "lora.publish = 'merged' at the trainer"
+            )
+        self._check_running()
+        await asyncio.to_thread(check_layout, folder, self._layout, self._optional)
+        # A swap that has begun is finished, whoever stops waiting for it: a paused server would stay paused.
+        await asyncio.shield(self._in_background(self._swap(folder, version)))
+
+    async def _swap(self, folder: Path, version: str) -> None:
+        async with self._changing:
+            self._check_running()
+            try:
+                await self._replace(folder, version)
+            except UnavailableError as error:
+                raise WeightError(f"SGLang died while loading {folder}: {error}") from None
+            self._last_folder, self._version = Weights(folder, version), version
+
+    async def _replace(self, folder: Path, version: str) -> None:
+        """Raises WeightError with the last folder's weights in place again."""
+        if refusal := await self._while_paused(lambda: self._client.load(folder, version, self._load_timeout_s)):
+            raise WeightError(f"SGLang refused {folder}: {refusal}")
+
+    async def _while_paused(self, change: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """Why the server refused the change; it serves the last folder then."""
+        await self._client.pause()
+        refusal = await change()
+        if refusal:
+            await self._put_back()
+        await self._client.resume()
+        return refusal
+
+    async def _put_back(self) -> None:
+        """Of the weights it refuses, SGLang may have taken some."""
+        refusal = await self._client.load(*self._last_folder, self._load_timeout_s)
+        if refusal:
+            await self._server.stop()
+            raise WeightError(f"SGLang refused new weights, then the old ones, and is started again: {refusal}")
+        await self._client.flush()
+        self._version = self._last_folder.version
+
+    def transfer_request(self, version: str) -> TransferRequest:
+        if isinstance(self._server, RemoteServer):
+            raise WeightError("the server at sglang.url can only load folders: this replica could not restart it")
+        if self._dp > 1:
+            raise WeightError(f"sglang.dp {self._dp}: SGLang can be sent weights with 1 only; start more replicas")
+        self._check_running()
+        return TransferRequest(id=uuid4().hex, version=version, receivers=self._tp, device=self._server.device)
+
+    async def receive(self, offer: Offer) -> None:
+        self._check_running()
+        offered = {tensor.name: tensor for piece in offer.pieces for tensor in piece.tensors}
+        check_tensors(offer.version, offered, self._layout, self._optional)
+        await asyncio.shield(self._in_background(self._transfer(offer)))
+
+    async def _transfer(self, offer: Offer) -> None:
+        async with self._changing:
+            self._check_running()
+            try:
+                async with asyncio.timeout(self._load_timeout_s):
+                    await self._receive(offer)
+            except WeightError:
+                raise  # the server said no, and serves the last folder
+            except (DvpError, TimeoutError) as error:
+                await self._server.stop()
+                why = str(error) or f"neither joined within {JOIN_S:g} s nor had all in {self._load_timeout_s:g} s"
+                raise WeightError(f"SGLang did not receive {offer.version} and is started again: {why}") from None
+            self._last_folder, self._version = self._model, offer.version
+
+    async def _receive(self, offer: Offer) -> None:
+        async with asyncio.timeout(JOIN_S):
+            if refusal := await self._client.join(offer):
+                raise WeightError(f"SGLang did not reach the trainer at {offer.host}:{offer.port}: {refusal}")
+        refusal = await self._while_paused(lambda: self._client.receive(offer, self._load_timeout_s))
+        await self._client.leave(offer)
+        if refusal:
+            raise WeightError(f"SGLang did not receive {offer.version}: {refusal}")

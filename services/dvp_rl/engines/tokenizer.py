@@ -1,0 +1,117 @@
+"""Text to token ids and back, for people: between the services only token ids travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from dvp_rl.contract.errors import ConfigError, RequestError
+from dvp_rl.contract.http import Message
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A model folder's tokenizer. Use one instance per thread: the fast tokenizers are not re-entrant."""
+
+    eos_ids: frozenset[int]
+    """Ends a sample: the union of generation config, config and tokenizer. Never empty."""
+    pad_id: int
+    """An end token where the folder names no padding token."""
+    vocab_size: int
+    """Ids that have a text. A model may have more rows than that, never sampled after training."""
+    core: Any
+    """The Hugging Face tokenizer behind it."""
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens (such as a beginning-of-sequence) that the folder asks for."""
+        ids: list[int] = self.core.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Messages through the chat template, ready for the assistant's turn.
+
+        Raises RequestError if the folder has no chat template or the template refuses the messages.
+        """
+        if not self.core.chat_template:
+            raise RequestError(
+                "messages: this model's tokenizer has no chat template; send prompt or prompt_ids instead",
+                [{"field": "messages", "value": f"{len(messages)} messages", "allowed": "null for this model"}],
+            )
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            ids = self.core.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
+            raise RequestError(
+                f"messages: the chat template refused them: {error}",
+                [{"field": "messages", "value": [turn["role"] for turn in turns], "allowed": str(error)}],
+            ) from None
+        return [int(i) for i in ids]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.core.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Reads a local model folder. Raises ConfigError if there is none, or no end token in it."""
+    check_model_folder(folder)
+    try:
+        core = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - Hugging Face raises many types for a bad folder
+        raise ConfigError(f"model folder {folder}: its tokenizer cannot be loaded: {_first_line(error)}") from None
+    eos_ids = frozenset(_end_ids(folder)) | ({core.eos_token_id} if core.eos_token_id is not None else set())
+    if not eos_ids:
+        raise ConfigError(
+            f"model folder {folder}: tokenizer without end token; set eos_token in tokenizer_config.json or "
+            "eos_token_id in generation_config.json, otherwise no sample could ever end"
+        )
+    pad_id = core.pad_token_id if core.pad_token_id is not None else min(eos_ids)
+    return Tokenizer(eos_ids=eos_ids, pad_id=pad_id, vocab_size=len(core), core=core)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises ConfigError unless `folder` looks like a Hugging Face model folder on this machine."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model folder {folder}: no such folder; give a local Hugging Face model folder "
+            "(for a Hub model, first run: hf download NAME --local-dir FOLDER)"
+        )
+    if not (folder / "config.json").is_file():
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            f"model folder {folder}: no config.json in it (found {names}); expected a Hugging Face folder"
+        )
+
+
+def load_config(folder: Path) -> Any:
+    """The model's configuration. Raises ConfigError if there is none that this Transformers knows."""
+    check_model_folder(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ConfigError(f"model folder {folder}: config.json cannot be used: {_first_line(error)}") from None
+
+
+def _end_ids(folder: Path) -> set[int]:
+    """End ids that config.json and generation_config.json name; each may be absent, a number or a list."""
+    sources = [load_config(folder)]
+    if (folder / "generation_config.json").is_file():
+        try:
+            sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+        except Exception as error:  # noqa: BLE001 - as above
+            raise ConfigError(f"model folder {folder}: generation_config.json: {_first_line(error)}") from None
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

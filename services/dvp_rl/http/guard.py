@@ -1,0 +1,205 @@
+"""What a request must pass before anything reads it: token or loopback host, its scope, its origin, and its size."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as Asgi
+
+from dvp_rl.contract.errors import OverloadedError
+from dvp_rl.contract.http import MAX_BODY_BYTES
+from dvp_rl.contract.shares import EVERYBODY, RULE, fits
+from dvp_rl.loopback import is_loopback
+
+from .connections import MAX_HEAD_BYTES
+from .problems import MAX_VALUE_CHARS, respond
+from .settings import MAX_REQUESTS
+from .tokens import Caller, Scope, Tokens
+
+logger = logging.getLogger(__name__)
+operators = logging.getLogger("dvp_rl.operators")
+"""What those with a token of scope `operate` do. Strangers cannot make it speak (services/dvp_rl/logs.py)."""
+
+BUSY_S = 1.0
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+BODY_TIMEOUT_S = 60.0
+"""For the whole body."""
+
+
+class Guard:
+    """ASGI middleware. A call needs the scope of its path; reading any other path needs `read`, everything else
+    `operate`. Routes find the Caller in `request.state.caller`.
+
+    Without tokens the server listens on loopback only, and a Host that is not loopback means that a web page reached it
+    through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks its user for, as
+    the password of `Basic`. A browser also sends that password with requests which pages of other sites make. Those say
+    where they come from (Origin), and are refused unless they only read: the page cannot see the answer."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: Tokens,
+        scopes: Mapping[str, Scope] | None = None,
+        nobody: Scope = Scope.OPERATE,
+        max_body: int = MAX_BODY_BYTES,
+        max_requests: int = MAX_REQUESTS,
+        challenge: str = "Bearer",
+    ) -> None:
+        """`scopes`: of a path and all below it. `nobody`: what may be done where there are no tokens. `max_requests`:
+        how many may be answered at the same time, each with a body of up to `max_body` bytes. `challenge`: what a
+        refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
+        self._app = app
+        self._max_requests = max_requests
+        self._in_progress = 0
+        self._of_callers: Counter[str] = Counter()
+        self._tokens = tokens
+        self._scopes = scopes or {}
+        self._nobody = Caller("", nobody)
+        self._max_body = max_body
+        self._challenge = challenge
+
+    async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        path = scope["path"]
+        caller, needed = self._caller(path, headers), self._needed(scope["method"], path)
+        name = caller.limited if caller else EVERYBODY
+        scope.setdefault("state", {})["caller"] = caller
+        refusal = (
+            self._refusal(caller, hosts)
+            or self._out_of_scope(caller, needed, scope["method"], path)
+            or _foreign(scope["method"], headers, hosts)
+            or _too_long(scope)
+            or _ambiguous(headers)
+            or self._too_large(headers)
+            or self._too_many(path, name)
+        )
+        app = self._app if refusal is None else respond(refusal)
+        if caller not in (None, self._nobody) and refusal is None and needed is Scope.OPERATE:
+            operators.info("%s: %s %s", caller.name, scope["method"], path[:MAX_VALUE_CHARS])
+        self._in_progress += 1
+        self._of_callers[name] += 1
+        try:
+            await app(scope, *self._bounded(receive, send))
+        except asyncio.CancelledError:  # only uvicorn cancels requests, and only when it stops
+            logger.info("%s %s was cut off: the service stops", scope["method"], path[:MAX_VALUE_CHARS])
+        finally:
+            self._in_progress -= 1
+            self._of_callers[name] -= 1
+
+    def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller | None:
+        if not self._tokens or path in OPEN_PATHS:
+            return self._nobody
+        return self._tokens.find(_credential(headers.get(b"authorization", b"")))
+
+    def _refusal(self, caller: Caller | None, hosts: Sequence[str]) -> HTTPException | None:
+        if not self._tokens:
+            names = [host if host.endswith("]") else host.rsplit(":", 1)[0] for host in hosts]
+            host = ", ".join(hosts)[:MAX_VALUE_CHARS]
+            detail = f"Host {host!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
+            return None if names and all(map(is_loopback, names)) else HTTPException(403, detail)
+        if caller is not None:
+            return None
+        detail = "this service needs a token: send Authorization: Bearer <token>"
+        return HTTPException(401, detail, {"WWW-Authenticate": self._challenge})
+
+    def _needed(self, method: str, path: str) -> Scope:
+        of_path = (scope for prefix, scope in self._scopes.items() if path == prefix or path.startswith(f"{prefix}/"))
+        return next(of_path, Scope.READ if method in READING else Scope.OPERATE)
+
+    def _out_of_scope(self, caller: Caller | None, needed: Scope, method: str, path: str) -> HTTPException | None:
+        if caller is None or path in OPEN_PATHS or caller.scope.includes(needed):
+            return None
+        held = f"that of {caller.name} has scope {caller.scope}" if self._tokens else "this service was started without"
+        return HTTPException(403, f"{method} {path[:MAX_VALUE_CHARS]} needs a token of scope {needed}; {held}")
+
+    def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
+        length = headers.get(b"content-length", b"0")
+        return self._limit(length.decode("latin-1")) if int(length) > self._max_body else None
+
+    def _too_many(self, path: str, name: str) -> OverloadedError | None:
+        """`name`: under which the caller is counted. Probes are answered always: a supervisor must not restart what is
+        only busy."""
+        own, free = self._of_callers[name], self._max_requests - self._in_progress
+        if path in OPEN_PATHS or fits(name, own, 1, free):
+            return None
+        reason = f"{self._in_progress} requests are being answered, at most {self._max_requests}"
+        return OverloadedError(f"{reason}; {own} are of {name}: {RULE}" if free > 0 else reason, BUSY_S)
+
+    def _limit(self, size: str) -> HTTPException:
+        return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")
+
+    def _bounded(self, receive: Receive, send: Send) -> tuple[Receive, Send]:
+        """Counts while the body streams in, for requests that do not state their length, and ends one that never
+        comes. After the body there are only disconnects to wait for."""
+        seen, deadline, complete, answered = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, False, False
+
+        async def noticed(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        async def counted() -> Message:
+            nonlocal seen, complete
+            try:
+                async with asyncio.timeout_at(None if complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                if answered:
+                    return {"type": "http.disconnect"}
+                raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+            complete = not message.get("more_body", False)
+            seen += len(message.get("body", b""))
+            if seen > self._max_body:
+                raise self._limit(f"more than {self._max_body}")
+            return message
+
+        return counted, noticed
+
+
+def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if not origin or method in READING or [origin.partition("://")[2]] == hosts:
+        return None
+    host = ", ".join(hosts)[:MAX_VALUE_CHARS]
+    detail = f"a page of {origin[:MAX_VALUE_CHARS]} may not change anything at {host}; a proxy must keep the Host"
+    return HTTPException(403, detail)
+
+
+def _too_long(scope: Asgi) -> HTTPException | None:
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(a) + len(b) for a, b in scope["headers"])
+    if size <= MAX_HEAD_BYTES:
+        return None
+    detail = f"the line and the headers of the request have {size} bytes, at most {MAX_HEAD_BYTES} allowed"
+    return HTTPException(431, detail, {"Connection": "close"})
+
+
+def _ambiguous(headers: dict[bytes, bytes]) -> HTTPException | None:
+    """A proxy may heed the one and this service the other, and find the next request at another place."""
+    if not {b"content-length", b"transfer-encoding"} <= headers.keys():
+        return None
+    return HTTPException(400, "Content-Length and Transfer-Encoding: send one of them", {"Connection": "close"})
+
+
+def _credential(authorization: bytes) -> bytes:
+    """The token in an Authorization header; b"" if it holds none."""
+    scheme, _, rest = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return rest.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

@@ -1,0 +1,182 @@
+"""Every error as an RFC 9457 problem document, made in one place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from dvp_rl.contract.errors import (
+    ConfigError,
+    DvpError,
+    EngineError,
+    LeaseLostError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+    WeightError,
+    WeightGoneError,
+)
+from dvp_rl.contract.http import Body, FieldError, Problem
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+MAX_ERRORS = 16
+MAX_VALUE_CHARS = 200
+
+OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
+    (RequestError, 422, "The request breaks the contract"),
+    (ConfigError, 422, "The request does not fit this service"),
+    (NotFoundError, 404, "No such thing here"),
+    (OverloadedError, 429, "Too much in flight"),
+    (UnavailableError, 503, "Not available now"),
+    (WeightGoneError, 404, "No such thing here"),
+    (WeightError, 409, "The weights were not loaded"),
+    (LeaseLostError, 409, "The lease is lost"),
+    (EngineError, 500, "Generation failed"),
+)
+
+
+def install(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
+    """Makes `respond` the handler of everything that can go wrong, 404, 405 and bugs included.
+
+    `bodies`: by path, what is posted there; its schema says what would have been allowed.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return _answer(_invalid(error.errors(), bodies.get(request.url.path, Body)), {})
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = HTTPException(error.status_code, _unrouted(request, error), error.headers)
+        return respond(error)
+
+    for kind in (DvpError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, handle)
+    openapi = app.openapi
+    app.openapi = lambda: _documented(openapi())  # type: ignore[method-assign]
+
+
+def _documented(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI takes every model for application/json."""
+    for operation in (operation for path in document["paths"].values() for operation in path.values()):
+        content = operation["responses"].get("default", {}).get("content", {})
+        if "application/json" in content:
+            content[MEDIA_TYPE] = content.pop("application/json")
+    return document
+
+
+def respond(error: Exception) -> Response:
+    return _answer(*describe(error))
+
+
+def _answer(problem: Problem, headers: Mapping[str, str]) -> Response:
+    return Response(problem.model_dump_json(), problem.status, headers, MEDIA_TYPE)
+
+
+def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
+    """The document and the headers that go with it."""
+    if isinstance(error, HTTPException):
+        return Problem(title=_phrase(error), status=error.status_code, detail=str(error.detail)), dict(
+            error.headers or {}
+        )
+    for kind, status, title in OUTCOMES:
+        if isinstance(error, kind):
+            errors = tuple(FieldError.model_validate(item) for item in getattr(error, "errors", ()))
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, OverloadedError) else {}
+            return Problem(title=title, status=status, detail=str(error), errors=errors), headers
+    logger.error("unexpected error while answering a request", exc_info=error)
+    return Problem(title="Internal error", status=500, detail="see this service's log"), {}
+
+
+def _unrouted(request: Request, error: HTTPException) -> str:
+    allowed = (error.headers or {}).get("Allow")
+    remedy = f"allowed: {allowed}" if allowed else "GET /openapi.json lists what there is"
+    return f"{request.method} {request.url.path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
+
+
+def _phrase(error: HTTPException) -> str:
+    return {404: "No such path", 405: "Method not allowed", 413: "Body too large"}.get(
+        error.status_code, "Request refused"
+    )
+
+
+def _invalid(items: Sequence[Mapping[str, Any]], body: type[Body]) -> Problem:
+    if items and items[0]["type"] == "json_invalid":
+        return Problem(title="Not JSON", status=400, detail=f"the body is not JSON: {items[0]['ctx']['error']}")
+    errors = tuple(_field_error(item, body) for item in items[:MAX_ERRORS])
+    lines = [f"{error.field}: got {_short(error.value)}, allowed: {error.allowed}" for error in errors]
+    more = [f"and {len(items) - MAX_ERRORS} more"] if len(items) > MAX_ERRORS else []
+    return Problem(title=OUTCOMES[0][2], status=422, detail="; ".join(lines + more), errors=errors)
+
+
+def _field_error(item: Mapping[str, Any], body: type[Body]) -> FieldError:
+    path = [part for part in item["loc"] if part != "body"]
+    allowed = _allowed(_schema(body), path, item["type"]) or item["msg"].removeprefix("Value error, ")
+    value = None if item["type"] == "missing" else _plain(item.get("input"))
+    return FieldError(field=_encodable(".".join(map(str, path))) or "body", value=value, allowed=_encodable(allowed))
+
+
+def _plain(value: Any) -> Any:
+    """Scalars as they are, the rest as a short text: a problem never carries a whole prompt."""
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    text = _encodable(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
+
+
+def _encodable(text: str) -> str:
+    """JSON may name half a surrogate pair (`"\\ud800"`), which no UTF-8 answer can repeat."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@cache
+def _schema(body: type[Body]) -> dict[str, Any]:
+    return body.model_json_schema()
+
+
+def _allowed(schema: dict[str, Any], path: Sequence[str | int], kind: str) -> str:
+    """What the schema allows at `path`, in words; "" if it has nothing to say."""
+    if kind == "extra_forbidden":
+        return f"only the fields {', '.join(_node(schema, path[:-1]).get('properties', {}))}"
+    return _words(_node(schema, path)) if path else ""
+
+
+def _node(schema: dict[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
+    node = schema
+    for part in path:
+        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
+        node = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    return node
+
+
+def _words(node: Mapping[str, Any]) -> str:
+    low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
+    kind = node.get("type", "")
+    if low is not None and low == high:
+        return f"only {low}"
+    if low is not None or high is not None:
+        left = "(" if "exclusiveMinimum" in node or low is None else "["
+        right = ")" if "exclusiveMaximum" in node or high is None else "]"
+        return f"{kind} in {left}{'-inf' if low is None else low}, {'inf' if high is None else high}{right}"
+    if kind == "string" and "pattern" in node:
+        return f"string like {node['pattern']}"
+    if kind == "string" and "maxLength" in node:
+        return f"string of {node.get('minLength', 0)} to {node['maxLength']} characters"
+    if kind == "array":
+        return f"list of {node.get('minItems', 0)} to {node.get('maxItems', 'any number of')} items"
+    return "only null" if kind == "null" else str(kind)

@@ -1,0 +1,150 @@
+"""Socket, HTTP server and stop signals of a service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from dvp_rl.contract.errors import ConfigError
+
+from .connections import Connection, Idle
+from .settings import MAX_REQUESTS
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted, and that asyncio accepts at once."""
+MIN_CONNECTIONS = 64
+OTHER_FILES = 3 * BACKLOG + 512
+"""Connections just accepted and just closed, a backlog each and one to spare, and what else a service has open:
+libraries, weights, the broker, an engine."""
+WANTED_FILES = 8192
+ANSWER_S = 2
+"""Time to send the last answers after requests were ended."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the service decides what ends when."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_report)
+        await super().shutdown(sockets)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As asyncio does, but for a mistake of its own: a second after it could not accept a connection because too many
+    files were open, it listens again on a socket that may be closed by then (selector_events.py, `_accept_connection`).
+    """
+    if isinstance(context.get("exception"), ValueError) and "_start_serving" in repr(context.get("handle")):
+        return
+    loop.default_exception_handler(context)
+
+
+def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) -> HttpServer:
+    """`drain_s`: how long requests may go on after `should_exit`. `max_requests`: answered at the same time; twice as
+    many connections are kept, if the process may open so many files. Raises ConfigError if it may open too few."""
+    max_connections = _connections(2 * max_requests)
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, Idle(max_connections)),  # type: ignore[arg-type]
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(drain_s) + ANSWER_S,
+    )
+    return HttpServer(config)
+
+
+def _connections(wanted: int) -> int:
+    """How many there may be. Raises the soft limit on open files, which many systems set to 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = max(wanted + OTHER_FILES, WANTED_FILES)
+    files = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        files = soft
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    allowed = wanted if files == resource.RLIM_INFINITY else min(wanted, files - OTHER_FILES)
+    if allowed < min(wanted, MIN_CONNECTIONS):
+        needed = MIN_CONNECTIONS + OTHER_FILES
+        raise ConfigError(f"this process may open {files} files, and needs {needed}: raise the limit (ulimit -n)")
+    if allowed < wanted:
+        logger.warning("at most %d connections, not %d: this process may open %d files", allowed, wanted, files)
+    return allowed
+
+
+def stop_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT. The second one has its usual effect."""
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        logger.info("asked to stop")
+        asked_to_stop.set()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(name)
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop)
+    return asked_to_stop
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket, before anything heavy happens. Raises ConfigError if the port is taken or not allowed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r}: {error.strerror}") from None
+    with listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # Two sockets may share a bound port until one of them listens.
+            listener.listen(BACKLOG)
+        except OSError as error:
+            remedy = "choose another --port, or 0 for a free one"
+            raise ConfigError(f"port {port} on {host} cannot be used: {error.strerror}; {remedy}") from None
+        yield listener
+
+
+@contextmanager
+def port_file(file: Path | None, listener: socket.socket) -> Iterator[None]:
+    """Writes the port, whole or not at all, and removes the file at the end."""
+    if file is None:
+        yield
+        return
+    try:
+        partial = file.with_name(f"{file.name}.{os.getpid()}")
+        partial.write_text(f"{listener.getsockname()[1]}\n")
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(f"port_file {file}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()

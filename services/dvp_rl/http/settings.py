@@ -1,0 +1,99 @@
+"""What every service that listens can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import NoDecode
+
+from dvp_rl.contract.errors import WeightError
+from dvp_rl.logs import LogFormat, LogLevel
+from dvp_rl.loopback import is_loopback
+from dvp_rl.settings import Section, Settings
+
+from .tokens import Tokens, check_token, read_tokens
+
+MAX_REQUESTS = 512
+"""Answered at the same time by one service, unless it says otherwise."""
+
+
+class Listening(BaseModel):
+    """Where a service is reached, and by whom."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs tokens."""
+    port: int | None = None
+    token: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Tokens that may do everything; comma-separated in the environment."""
+    token_folder: Path | None = None
+    """SCOPE/NAME in it holds a caller's token (services/dvp_rl/http/README.md). Read again while it is served."""
+
+    @field_validator("token", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, (list, tuple)):
+            raise ValueError("expected a token or a list of tokens")
+        if not all(isinstance(item, (str, SecretStr)) for item in values):
+            raise ValueError("every token must be a string")
+        tokens = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in values]
+        tokens = [part.strip() for item in tokens for part in item.split(",") if part.strip()]
+        for token in tokens:
+            check_token(token)
+        return tuple(tokens)
+
+    @model_validator(mode="after")
+    def _closed(self) -> Self:
+        if self.port is not None and not is_loopback(self.host) and not self.token and self.token_folder is None:
+            raise ValueError(
+                f"host {self.host!r} is reachable from other machines: name a token_folder, set a token in the "
+                f"environment ({self.token_variable()}), or listen on 127.0.0.1"
+            )
+        return self
+
+    @classmethod
+    def token_variable(cls) -> str:
+        raise NotImplementedError
+
+    def tokens(self) -> Tokens:
+        """Raises ConfigError if the folder is unreadable, empty, or holds what is no token."""
+        return Tokens([token.get_secret_value() for token in self.token], self.token_folder)
+
+
+class WeightReader(Section):
+    """What is shown to dvp-weights by those who fetch from it."""
+
+    name: ClassVar[str] = "weights"
+    """The section's, for errors."""
+    token: SecretStr = SecretStr("")
+    """A token of dvp-weights, of scope weights."""
+    token_file: Path | None = None
+    """File with that token, the first if there are several. Read whenever it is shown."""
+
+    def read_token(self) -> str:
+        """Raises WeightError."""
+        if self.token_file is None:
+            return self.token.get_secret_value()
+        try:
+            return read_tokens(self.token_file)[0]
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise WeightError(f"{self.name}.token_file {self.token_file}: {reason}") from None
+
+
+class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic merges both configurations
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free port: see the log, or --port-file."""
+    port_file: Path | None = None
+    """Where to write the port once it is bound; removed at exit."""
+
+    log_format: LogFormat = LogFormat.TEXT
+    log_level: LogLevel = LogLevel.INFO
+
+    @classmethod
+    def token_variable(cls) -> str:
+        return f"{cls.model_config['env_prefix']}TOKEN"

@@ -1,0 +1,359 @@
+"""`dvp-queue`: look at the queue of a run and mend it, while the system runs."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from heapq import nlargest
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from dvp_rl.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
+from dvp_rl.contract.job import JobState
+from dvp_rl.contract.weights import RUN_ID
+from dvp_rl.settings import user_errors
+from dvp_rl.transport.admission import check_run, close_queue, open_queue, purge_run
+from dvp_rl.transport.audit import Change, changes
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.dead_letters import DeadLetters, Outcome
+from dvp_rl.transport.health import queue_health, take_snapshot
+from dvp_rl.transport.pending import Stream, pending
+from dvp_rl.transport.results import Held, client_jobs
+from dvp_rl.transport.roles import Role, rules
+from dvp_rl.transport.submission import Submission
+
+from .bodies import Fate, Fates, LetterDetail, LetterPage
+from .settings import QueueSettings
+from .tables import show_changes, show_client_jobs, show_health, show_letter, show_letters, show_outcomes, show_pending
+
+T = TypeVar("T")
+
+POLL_S = 0.5
+DONE = frozenset({Outcome.REPLAYED, Outcome.DROPPED})
+
+app = typer.Typer(
+    help="Look at the queue of a run and mend it, while the system runs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+dead = typer.Typer(help="Jobs that were given up: list, show, replay, drop.", no_args_is_help=True)
+app.add_typer(dead, name="dead")
+results = typer.Typer(help="What the broker holds for HTTP clients: list, drop.", no_args_is_help=True)
+app.add_typer(results, name="results")
+
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Count = Annotated[int, typer.Option(min=1, max=1000, help="Entries per page.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ENTRY]...", help="As the list shows them.")]
+All = Annotated[bool, typer.Option("--all", help="All that are there now.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def main() -> None:
+    with user_errors("dvp-queue"):
+        app()
+
+
+@app.callback(invoke_without_command=True)
+def connection(
+    context: typer.Context,
+    redis_url: Annotated[str | None, typer.Option(help="Broker; or DVP_QUEUE__REDIS_URL.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Training run; or DVP_QUEUE__RUN_ID.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings as resolved, and exit.")] = False,
+) -> None:
+    given = {"--redis-url": redis_url, "--run-id": run_id, "--config": config}
+    argv = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+    context.obj = [*argv, "--dry-run"] if dry_run else argv
+    if dry_run:
+        QueueSettings.load(context.obj)
+    if context.invoked_subcommand is None:
+        raise ConfigError("no command; see dvp-queue --help")
+
+
+@app.command()
+def status(context: typer.Context, as_json: Json = False) -> None:
+    """How the queue is, what is wrong, and what to do about it."""
+    health = _run(context, queue_health)
+    if as_json:
+        typer.echo(health.model_dump_json(indent=2))
+    else:
+        show_health(Console(), health)
+
+
+@app.command(name="pending")
+def show_held(
+    context: typer.Context,
+    stream: Annotated[Stream, typer.Option(help="Whose entries.")] = Stream.JOBS,
+    count: Count = 50,
+    after: Annotated[str | None, typer.Option(help="Entry that ended the page before.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which replica, or trainer, holds what, and for how long."""
+    rows = _run(context, lambda broker: pending(broker, stream, count, after=after))
+    if as_json:
+        typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
+    else:
+        show_pending(Console(), rows)
+
+
+@app.command()
+def drain(
+    context: typer.Context,
+    reason: Annotated[str, typer.Option(help="Shown to whoever asks why nothing is admitted.")] = "drained by hand",
+    wait: Annotated[bool, typer.Option(help="Until nothing is queued or running.")] = True,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Longest wait.")] = 3600.0,
+    as_json: Json = False,
+) -> None:
+    """Admit no new jobs and wait until the others have ended. Lasts until `dvp-queue open`."""
+
+    async def close_and_wait(broker: Broker) -> None:
+        await close_queue(broker, reason, by=_me())
+        if wait:
+            await _empty(broker, timeout_s)
+
+    _run(context, close_and_wait)
+    words = "closed" + (", and nothing is queued or running" if wait else "") + "; dvp-queue open admits jobs again"
+    typer.echo(json.dumps({"closed": True, "empty": wait or None}) if as_json else words)
+
+
+@app.command(name="open")
+def reopen(context: typer.Context, as_json: Json = False) -> None:
+    """Admit jobs again after a drain."""
+    was_closed = _run(context, lambda broker: open_queue(broker, by=_me()))
+    words = "open again" if was_closed else "was open already"
+    typer.echo(json.dumps({"closed": False, "was_closed": was_closed}) if as_json else words)
+
+
+@app.command()
+def purge(
+    context: typer.Context,
+    yes: Yes = False,
+    force: Annotated[bool, typer.Option("--force", help="Even while a trainer or replicas work on the run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove all that the broker holds of this run but the audit: jobs, groups, dead letters, versions, books."""
+    run_id = QueueSettings.load(context.obj).run_id
+    if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
+        raise RequestError("that is not its name; nothing was removed")
+    removed = _run(context, lambda broker: purge_run(broker, by=_me(), force=force))
+    words = f"run {run_id} is gone, with the books of {removed} jobs, results and replicas"
+    typer.echo(json.dumps({"run_id": run_id, "removed": removed}) if as_json else words)
+
+
+@app.command()
+def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> None:
+    """Who changed the run by hand, purges included, and which trainer published which weights. Newest first."""
+
+    async def known(broker: Broker) -> list[Change]:
+        found = await changes(broker, count)
+        if not found:
+            await check_run(broker)
+        return found
+
+    found = _run(context, known, must_exist=False)
+    if as_json:
+        typer.echo(json.dumps([change._asdict() for change in found], indent=2))
+    else:
+        show_changes(Console(), found)
+
+
+@app.command()
+def users(
+    run: Annotated[str, typer.Argument(help="The only run that they may touch.", show_default="any")] = "*",
+) -> None:
+    """Print the rules of each part's user of Redis, without passwords, as redis.conf and users.acl take them."""
+    if run != "*" and not re.fullmatch(RUN_ID, run):
+        raise RequestError(f"run {run!r}: must match {RUN_ID}")
+    for role in Role:
+        typer.echo(f"user {role} {rules(role, run)}")
+
+
+@dead.command(name="list")
+def list_letters(
+    context: typer.Context,
+    count: Count = 20,
+    before: Annotated[str | None, typer.Option(help="Entry that ended the page before.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Newest first."""
+    letters = _run(context, lambda broker: DeadLetters(broker).page(count, before=before))
+    page = LetterPage.of(letters, count)
+    if as_json:
+        typer.echo(page.model_dump_json(indent=2))
+        return
+    show_letters(Console(), letters)
+    if page.next:
+        typer.echo(f"more: dvp-queue dead list --before {page.next}")
+
+
+@dead.command()
+def show(context: typer.Context, entry: str, as_json: Json = False) -> None:
+    """One letter with its whole error, and its job."""
+    letter = _run(context, lambda broker: DeadLetters(broker).get(entry))
+    if as_json:
+        typer.echo(LetterDetail.of(letter).model_dump_json(indent=2))
+    else:
+        show_letter(Console(), letter)
+
+
+@dead.command()
+def replay(
+    context: typer.Context, entries: Ids = None, everything: All = False, yes: Yes = False, as_json: Json = False
+) -> None:
+    """Put the jobs back into the queue, as if they had never died."""
+
+    async def one_by_one(broker: Broker) -> list[Fate]:
+        letters = DeadLetters(broker, by=_me())
+        wanted = [await letters.get(entry) for entry in entries or ()]
+        outcomes = await letters.replay(wanted)
+        return [Fate.of(letter.entry_id, outcome) for letter, outcome in zip(wanted, outcomes, strict=True)]
+
+    async def all_of_them(broker: Broker) -> list[Fate]:
+        letters, fates = DeadLetters(broker, by=_me()), list[Fate]()
+        async for page in letters.pages():
+            outcomes = await letters.replay(page)
+            fates += [Fate.of(letter.entry_id, outcome) for letter, outcome in zip(page, outcomes, strict=True)]
+        return fates
+
+    _change(context, "Replay", entries, everything, yes, as_json, all_of_them if everything else one_by_one)
+
+
+@dead.command()
+def drop(
+    context: typer.Context, entries: Ids = None, everything: All = False, yes: Yes = False, as_json: Json = False
+) -> None:
+    """Forget letters, with their jobs."""
+
+    async def one_by_one(broker: Broker) -> list[Fate]:
+        outcomes = await DeadLetters(broker, by=_me()).drop(entries or ())
+        return [Fate.of(entry, outcome) for entry, outcome in zip(entries or (), outcomes, strict=True)]
+
+    async def all_of_them(broker: Broker) -> list[Fate]:
+        letters, fates = DeadLetters(broker, by=_me()), list[Fate]()
+        async for page in letters.pages():
+            ids = [letter.entry_id for letter in page]
+            fates += [Fate.of(*pair) for pair in zip(ids, await letters.drop(ids), strict=True)]
+        return fates
+
+    _change(context, "Drop", entries, everything, yes, as_json, all_of_them if everything else one_by_one)
+
+
+@results.command(name="list")
+def list_results(
+    context: typer.Context,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Largest first: results, dead letters of clients, and what jobs in work may come to."""
+    jobs = nlargest(count, _run(context, client_jobs), key=attrgetter("num_bytes"))
+    if as_json:
+        typer.echo(json.dumps([job._asdict() for job in jobs], indent=2))
+    else:
+        show_client_jobs(Console(), jobs)
+
+
+@results.command(name="drop")
+def drop_results(
+    context: typer.Context,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="As the list shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All results that are there now; no job in work.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete results, read or not. A job that is named and still in work is cancelled."""
+    _confirm("Drop all results", jobs, everything, yes)
+
+    async def drop_them(broker: Broker) -> tuple[int, list[str]]:
+        submission, left, names, me = Submission(broker), list[str](), jobs or [], _me()
+        if everything:
+            names = [job.name for job in await client_jobs(broker) if job.held is Held.DONE]
+        for name in names:
+            try:
+                await submission.delete(name, only=JobState.DONE if everything else None, by=me)
+            except (NotFoundError, RequestError) as error:
+                left.append(str(error))
+        return len(names) - len(left), left
+
+    dropped, left = _run(context, drop_them)
+    typer.echo(json.dumps({"dropped": dropped, "left": left}) if as_json else "\n".join([f"{dropped} dropped", *left]))
+    if left and not everything:
+        raise typer.Exit(1)
+
+
+def _change(
+    context: typer.Context,
+    verb: str,
+    entries: Iterable[str] | None,
+    everything: bool,
+    yes: bool,
+    as_json: bool,
+    work: Callable[[Broker], Awaitable[list[Fate]]],
+) -> None:
+    """Exit code 1 if anything was left alone."""
+    _confirm(f"{verb} all dead letters", entries, everything, yes)
+    fates = _run(context, work)
+    if as_json:
+        typer.echo(Fates(fates=tuple(fates)).model_dump_json(indent=2))
+    else:
+        show_outcomes(Console(), (fate.outcome for fate in fates))
+    if any(fate.outcome not in DONE for fate in fates):
+        raise typer.Exit(1)
+
+
+def _confirm(question: str, named: Iterable[str] | None, everything: bool, yes: bool) -> None:
+    if bool(named) == everything:
+        raise RequestError("name them, as the list shows them, or say --all")
+    if everything and not yes:
+        typer.confirm(f"{question}?", abort=True, err=True)
+
+
+async def _empty(broker: Broker, timeout_s: float) -> None:
+    with Console(stderr=True).status("waiting") as line:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (snapshot := await take_snapshot(broker)).num_jobs:
+                    line.update(f"{snapshot.num_waiting} jobs wait, {snapshot.num_jobs - snapshot.num_waiting} run")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{snapshot.num_jobs} jobs are still queued or running after {timeout_s:g} s, and no new ones are "
+                "admitted. dvp-queue pending says who holds them (clients' with --stream client_jobs); dvp-queue open "
+                "takes the drain back"
+            ) from None
+
+
+def _me() -> str:
+    """As this machine knows the user; whoever has the broker's password could say anything."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()} (dvp-queue)".encode(errors="replace").decode()
+
+
+def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]], *, must_exist: bool = True) -> T:
+    """`work` with a connection to the run."""
+    settings = QueueSettings.load(context.obj)
+
+    async def connected() -> T:
+        broker = await Broker.connect(settings.redis_url, settings.run_id, role=Role.OPERATOR, create=False)
+        async with broker:
+            if must_exist:
+                await check_run(broker)
+            return await work(broker)
+
+    return asyncio.run(connected())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What `dvp-queue` and `dvp-monitor` can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from dvp_rl.contract.weights import RUN_ID
+from dvp_rl.http.settings import ListenSettings
+from dvp_rl.settings import Settings
+from dvp_rl.transport.connection import RedisUrl
+
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
+
+
+class QueueSettings(Settings):
+    model_config = SettingsConfigDict(env_prefix="DVP_QUEUE__", cli_prog_name="dvp-queue")
+
+    redis_url: RedisUrl = DEFAULT_URL
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
+    run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
+    """The training run."""
+
+
+class MonitorSettings(ListenSettings):
+    model_config = SettingsConfigDict(env_prefix="DVP_MONITOR__", cli_prog_name="dvp-monitor")
+
+    redis_url: RedisUrl = DEFAULT_URL
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
+    run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
+    """The training run that is shown."""
+    metrics_file: Path | None = None
+    """metrics.jsonl of the trainer, for the training curves; may appear later."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """0 takes a free port: see the log, or --port-file."""
+    interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
+    """Seconds between two looks at the broker, however many people watch."""
+    max_viewers: Annotated[int, Field(ge=1)] = 256
+    """Pages that are kept up to date at the same time."""

@@ -1,0 +1,42 @@
+"""Prometheus metrics of one replica, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dvp_rl.contract.group import Group
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "HTTP requests answered", "route", "status")
+        self.jobs = self._counter("jobs", "Queued jobs by how they ended on this replica", "outcome")
+        self.samples = self._counter("samples", "Samples finished", "finish_reason")
+        self.tokens = self._counter("tokens", "Tokens generated")
+        self.swaps = self._counter("swaps", "Weight swaps", "outcome")
+        self.generate_seconds = self._histogram("generate_seconds", "Time to generate one group")
+        self.swap_seconds = self._histogram("swap_seconds", "Time to fetch, verify and load one weight version")
+        self.in_flight = Gauge(
+            "dvp_rollout_in_flight_samples", "Samples that generate or wait for the engine", registry=self.registry
+        )
+        self.version_seq = Gauge(
+            "dvp_rollout_version_seq", "Sequence number of the weights served", registry=self.registry
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"dvp_rollout_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"dvp_rollout_{name}", text, buckets=SECONDS, registry=self.registry)
+
+    def observe(self, group: Group) -> None:
+        for sample in group.samples:
+            self.samples.labels(sample.finish_reason).inc()
+        self.tokens.inc(group.num_tokens)
+        self.generate_seconds.observe(group.generate_s)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)

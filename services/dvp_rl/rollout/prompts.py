@@ -1,0 +1,135 @@
+"""Between what people write and what engines read: requests to jobs, groups to responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+
+from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.group import Group, Sample
+from dvp_rl.contract.http import JobRequest, RolloutRequest, RolloutResponse, SampleBody
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.record import describe
+from dvp_rl.engines.limits import check_size
+
+from .answers import in_pieces
+
+if TYPE_CHECKING:
+    from dvp_rl.engines.protocol import Engine
+    from dvp_rl.engines.tokenizer import Tokenizer
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+PIECE_TOKENS = 8_192
+"""A piece has so many or, with its last sample, more: a sample is never divided."""
+NO_TEXT = "dvp:no_text"
+"""Metadata key by which a queued job remembers `return_text: false`; it never leaves the service."""
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, engine: Engine) -> None:
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+    async def job(self, request: RolloutRequest, run_id: str) -> Job:
+        """The job that a request means. Raises RequestError if it cannot run on this model."""
+        prompt_ids = await self._in_thread(self._encode, request)
+        field = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
+        self._check(field, prompt_ids)
+        named = request.job_id if isinstance(request, JobRequest) else None
+        sampling = request.sampling.to_sampling()
+        room = self._engine.context_length - len(prompt_ids)
+        try:
+            job = Job(
+                job_id=named or uuid.uuid4().hex,
+                run_id=run_id,
+                prompt_ids=prompt_ids,
+                n=request.n,
+                sampling=sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)}),
+                sink=Sink.CLIENT,
+                metadata=request.metadata if request.return_text else {**request.metadata, NO_TEXT: True},
+                submitted_at=time.time(),
+            )
+        except ValidationError as error:
+            errors: list[dict[str, object]] = [
+                {"field": ".".join(map(str, item["loc"])), "value": None, "allowed": item["msg"]}
+                for item in error.errors()
+            ]
+            raise RequestError(describe("request", error), errors) from None
+        check_size(job, self._engine.context_length)
+        return job
+
+    def response(self, group: Group) -> AsyncIterator[bytes]:
+        """A RolloutResponse as JSON."""
+        metadata = {key: value for key, value in group.metadata.items() if key != NO_TEXT}
+        fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "engine")}
+        return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", self._samples(group))
+
+    async def _samples(self, group: Group) -> AsyncIterator[bytes]:
+        stops = None if group.metadata.get(NO_TEXT) else group.sampling.stop
+        separator = b"["
+        for few in _few_tokens(group.samples):
+            yield separator + await self._in_thread(partial(self._encode_samples, stops), few)
+            separator = b","
+        yield b"]"
+
+    async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
+        """Off the event loop, on one thread: the fast tokenizers are not re-entrant."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, argument)
+
+    def _encode(self, request: RolloutRequest) -> list[int]:
+        if request.prompt_ids is not None:
+            return request.prompt_ids
+        if request.messages is not None:
+            return self._tokenizer.encode_chat(request.messages)
+        assert request.prompt is not None, "RolloutRequest holds exactly one prompt"
+        return self._tokenizer.encode(request.prompt)
+
+    def _check(self, field: str, prompt_ids: Sequence[int]) -> None:
+        longest = self._engine.context_length - 1
+        if not 1 <= len(prompt_ids) <= longest:
+            allowed = f"1 to {longest} tokens: a context of {self._engine.context_length} less one for the answer"
+            raise _refused(field, f"{len(prompt_ids)} tokens", allowed)
+        if max(prompt_ids) >= self._engine.vocab_size:
+            raise _refused(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
+
+    def _encode_samples(self, stops: Sequence[str] | None, samples: Sequence[Sample]) -> bytes:
+        return b",".join(
+            SampleBody.of(sample, self._text(sample, stops)).model_dump_json().encode() for sample in samples
+        )
+
+    def _text(self, sample: Sample, stops: Sequence[str] | None) -> str | None:
+        return None if stops is None else trim(self._tokenizer.decode(sample.token_ids.tolist()), stops)
+
+
+def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Some of them at a time: those that together have PIECE_TOKENS."""
+    few: list[Sample] = []
+    num_tokens = 0
+    for sample in samples:
+        few.append(sample)
+        num_tokens += len(sample.token_ids)
+        if num_tokens >= PIECE_TOKENS:
+            yield few
+            few, num_tokens = [], 0
+    if few:
+        yield few
+
+
+def trim(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first stop string in it."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+
+
+def _refused(field: str, value: str, allowed: str) -> RequestError:
+    error: dict[str, object] = {"field": field, "value": value, "allowed": allowed}
+    return RequestError(f"{field}: got {value}, allowed: {allowed}", [error])

@@ -1,0 +1,178 @@
+"""The weight swap: from the registry, over a verified folder or from the trainer itself, into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+
+from dvp_rl.contract.errors import DvpError, WeightError
+from dvp_rl.contract.http import WeightStatus
+from dvp_rl.contract.weights import Announcement, WeightRoute, WeightVersion
+from dvp_rl.engines.protocol import Engine, Receiving, recovered
+from dvp_rl.logs import LogContext
+from dvp_rl.transport.failpoints import failpoint
+from dvp_rl.transport.replicas import ReplicaRegistry
+from dvp_rl.weights.registry import WeightRegistry
+from dvp_rl.weights.transfers import Transfers
+
+from .metrics import Metrics
+from .weight_folders import WeightFolders
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MS = 5_000
+MIN_PATIENCE_MS = 500
+MAX_PATIENCE_MS = 30_000
+OFFER_S = 60.0
+"""Longest wait for the trainer to offer a version; it reads the whole of it for that."""
+
+
+class WeightSwap:
+    """Serves the newest version that can be loaded. One that cannot leaves the old weights in place."""
+
+    def __init__(self, engine: Engine, folders: WeightFolders, metrics: Metrics, context: LogContext) -> None:
+        self._engine = engine
+        self._folders = folders
+        self._metrics = metrics
+        self._context = context
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._patience_ms = MIN_PATIENCE_MS
+        self._newest: Announcement | None = None
+        self._loading: str | None = None
+        self._error: str | None = None
+        self._spent_s, self._since = 0.0, math.inf
+        self._served()
+
+    @property
+    def seq(self) -> int:
+        return WeightVersion.parse(self._engine.version).seq
+
+    @property
+    def status(self) -> WeightStatus:
+        return WeightStatus(version=self._engine.version, loading=self._loading, error=self._error)
+
+    @property
+    def quarantined(self) -> bool:
+        """True while what is served is older than what may still take jobs."""
+        return self._newest is not None and self.seq < self._newest.min_seq
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all swaps so far, the one in progress included."""
+        return self._spent_s + max(0.0, time.monotonic() - self._since)
+
+    async def wait_allowed(self) -> None:
+        while self.quarantined:
+            await self.change()
+
+    async def reach(self, seq: int) -> None:
+        """Returns when `follow` has loaded weights of at least `seq`. The caller bounds the wait.
+
+        Raises WeightError if the newest version cannot be loaded; `follow` goes on trying.
+        """
+        while self.seq < seq:
+            if self._error is not None and self._newest is not None and self._newest.seq >= seq:
+                raise WeightError(self._error)
+            await self.change()
+
+    async def refresh(self, registry: WeightRegistry) -> WeightStatus:
+        """Loads the newest version now. Raises WeightError, UnavailableError."""
+        newest = await registry.latest()
+        if newest is not None:
+            await self._swap(newest, registry)
+        return self.status
+
+    async def follow(self, registry: WeightRegistry) -> None:
+        """One round: waits for a newer version, and for an engine to load it. A version that failed is tried again
+        after a growing pause, or replaced at once when another one is announced."""
+        if self._error is None or self._newest is None:
+            newest = await registry.wait_newer(self.seq, BLOCK_MS)
+        else:
+            newest = await registry.wait_newer(self._newest.seq, self._patience_ms) or self._newest
+        if newest is None:
+            return
+        self._notice(newest)
+        await recovered(self._engine)
+        try:
+            await self._swap(newest, registry)
+            self._patience_ms = MIN_PATIENCE_MS
+        except WeightError:
+            self._patience_ms = min(2 * self._patience_ms, MAX_PATIENCE_MS)
+
+    def _notice(self, announcement: Announcement) -> None:
+        if self._newest is None or announcement.seq >= self._newest.seq:
+            self._newest = announcement
+
+    async def _swap(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        async with self._lock:
+            self._notice(announcement)
+            if announcement.seq <= self.seq:
+                self._error = None
+                return
+            self._loading = announcement.version
+            self._since = time.monotonic()
+            self._changed.set()
+            try:
+                await self._load(announcement, registry)
+                self._error = None
+            except WeightError as error:
+                self._error = f"{announcement.version}: {error}"
+                self._metrics.swaps.labels("failed").inc()
+                logger.error("weights %s not loaded, serving on: %s", announcement.version, error)
+                raise
+            finally:
+                self._loading = None
+                self._spent_s, self._since = self.spent_s, math.inf
+                self._served()
+
+    async def _load(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        with self._metrics.swap_seconds.time():
+            if announcement.route is WeightRoute.FOLDER:
+                await self._read(announcement, registry)
+            else:
+                await self._receive_or_read(announcement, registry)
+        failpoint("swap.after")
+        self._metrics.swaps.labels("loaded").inc()
+        logger.info("serving %s, changed by %d batches", announcement.version, announcement.step)
+
+    async def _receive_or_read(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        try:
+            return await self._receive(announcement, Transfers(registry.broker))
+        except DvpError as error:
+            reason = error
+        logger.warning("%s; reading its folder instead", reason)
+        try:
+            await self._read(announcement, registry)
+        except WeightError as error:
+            raise WeightError(f"not sent: {reason}; and not read: {error}") from None
+
+    async def _receive(self, announcement: Announcement, transfers: Transfers) -> None:
+        if not isinstance(self._engine, Receiving):
+            raise WeightError(f"engine {self._engine.facts.name} can only read folders, not take weights that are sent")
+        request = self._engine.transfer_request(announcement.version)
+        offer = await transfers.ask(request, OFFER_S)
+        if offer.version != announcement.version:
+            raise WeightError(f"the trainer offered {offer.version}, asked for was {announcement.version}")
+        failpoint("swap.before")
+        await self._engine.receive(offer)
+
+    async def _read(self, announcement: Announcement, registry: WeightRegistry) -> None:
+        try:
+            folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
+            failpoint("swap.before")
+            await self._engine.load(folder, announcement.version)
+        except OSError as error:  # whatever is wrong with a volume: the weights served stay, and it is tried again
+            raise WeightError(f"{announcement.folder}: {error.strerror or error}") from error
+
+    def _served(self) -> None:
+        self._context.version = self._engine.version
+        self._metrics.version_seq.set(self.seq)
+        self._changed.set()
+
+    async def change(self) -> None:
+        """Returns at the next change of what is served or being loaded."""
+        self._changed.clear()
+        await self._changed.wait()

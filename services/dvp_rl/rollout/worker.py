@@ -1,0 +1,193 @@
+"""The queue side of a replica: claim, generate, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from contextlib import suppress
+
+from dvp_rl import tracing
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import DvpError, EngineError, LeaseLostError, RequestError, UnavailableError, WeightError
+from dvp_rl.contract.group import Group
+from dvp_rl.transport.jobs import JobQueue, Lease
+
+from .admission import Side
+from .loops import MAX_DELAY_S, keep_doing, outlast
+from .replica import Replica
+from .swap import WeightSwap
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MS = 2_000
+"""Also the longest time until expired leases of dead replicas are looked for again."""
+PATIENCE_S = 600.0
+"""How long a finished group waits for a broker that is away."""
+GIVE_BACK_S = 2.0
+
+
+class Worker:
+    """Takes as many jobs from one queue as its side has room for, and only while the weights served may take any."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        swap: WeightSwap,
+        queue: JobQueue,
+        side: Side,
+        *,
+        lease_s: float,
+        job_timeout_s: float,
+    ) -> None:
+        self._replica = replica
+        self._swap = swap
+        self._queue = queue
+        self._side = side
+        self._lease_s = lease_s
+        self._job_timeout_s = job_timeout_s
+        self._running: dict[asyncio.Task[None], Lease] = {}
+        self._settling: set[str] = set()
+        """Entries with a commit on its way: it finds out itself whether the lease is lost, or was its own to end."""
+        self._samples_per_job = side.slots.capacity
+        """Of the last job; until there was one, jobs are claimed singly."""
+        self._loops: list[asyncio.Task[None]] = []
+        self._rests_until = 0.0
+        """Jobs that it gave back, for want of weights or by a bug, are left to others until then."""
+        self._errors_in_a_row = 0
+
+    def start(self) -> None:
+        self._loops = [
+            asyncio.create_task(keep_doing("claiming jobs", self._claim)),
+            asyncio.create_task(keep_doing("renewing leases", self._renew)),
+        ]
+
+    async def stop(self, drain_s: float) -> None:
+        """Claims nothing more, lets jobs finish for `drain_s` and gives the others back."""
+        claiming, renewing = self._loops
+        await cancel([claiming])
+        if self._running:
+            logger.info("stopping: %d jobs may finish within %g s", len(self._running), drain_s)
+            await asyncio.wait(self._running, timeout=drain_s)
+        unfinished = dict(self._running)
+        await cancel([*unfinished, renewing])
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await asyncio.gather(*map(self._give_back, unfinished.values()))
+                await self._queue.close()
+        except (DvpError, TimeoutError) as error:
+            reason = str(error) or f"the broker took longer than {GIVE_BACK_S:g} s"
+            logger.warning("jobs not given back (%s): their leases run out within %g s", reason, self._lease_s)
+
+    async def _give_back(self, lease: Lease) -> None:
+        # A job that was cancelled in the middle of its commit may be settled already.
+        with suppress(LeaseLostError):
+            await self._queue.release(lease)
+
+    async def _claim(self) -> None:
+        await asyncio.sleep(self._rests_until - time.monotonic())
+        await self._replica.recovered()
+        await self._swap.wait_allowed()
+        free = await self._side.wait_free()
+        count = max(1, free // self._samples_per_job)
+        leases = await self._queue.claim_expired(count) or await self._queue.claim(count, BLOCK_MS)
+        for lease in leases:
+            self._samples_per_job = lease.job.n
+            task = asyncio.create_task(self._guarded(lease))
+            self._running[task] = lease
+            task.add_done_callback(self._running.pop)
+        # Lets the new tasks take their slots before the next look at them.
+        await asyncio.sleep(0)
+
+    async def _renew(self) -> None:
+        lost = await self._queue.renew(list(self._running.values()))
+        gone = {lease.entry_id for lease in lost}
+        for task, lease in list(self._running.items()):
+            if lease.entry_id in gone - self._settling:
+                name = lease.job.job_id
+                logger.warning("job %s: lease lost, or job deleted or overdue; its samples are dropped", name)
+                task.cancel()
+        await asyncio.sleep(self._lease_s / 4)
+
+    async def _guarded(self, lease: Lease) -> None:
+        begin = time.monotonic()
+        try:
+            outcome = await self._run(lease, begin)
+        except (LeaseLostError, UnavailableError) as error:
+            outcome = "lost"
+            logger.warning("job %s: %s", lease.job.job_id, error)
+        except Exception as error:  # a task boundary: counted like an engine's error, or it would come back for ever
+            outcome = "error"
+            logger.exception("job %s: unexpected error", lease.job.job_id)
+            self._rest(begin)
+            with suppress(DvpError):
+                await self._fail(lease, repr(error), fatal=False)
+        finally:
+            self._queue.forget(lease)
+        self._replica.metrics.jobs.labels(outcome).inc()
+
+    def _rest(self, begin: float) -> None:
+        """If the fault is this replica's and not the job's, it must not take whatever others leave for a moment: pauses
+        double up to the time of a lease, until something is committed. They count from when the job began: what took
+        long to fail was not taken from others."""
+        pause_s = min(MAX_DELAY_S * 2 ** min(self._errors_in_a_row, 16), self._lease_s)
+        self._rests_until = max(self._rests_until, begin + pause_s)
+        self._errors_in_a_row += 1
+
+    async def _run(self, lease: Lease, begin: float) -> str:
+        """How the job ended here. Only a commit or a fail settles it."""
+        trace = [lease.job.metadata]
+        with tracing.span("wait in queue", trace, since=lease.job.submitted_at):
+            pass
+        try:
+            with tracing.span("generate", trace):
+                group = await self._generate(lease)
+        except RequestError as error:
+            return await self._fail(lease, str(error), fatal=True)
+        except EngineError as error:
+            self._rest(begin)
+            return await self._fail(lease, str(error), fatal=_left_s(lease) <= 0)
+        except UnavailableError as error:
+            logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
+            await asyncio.sleep(MAX_DELAY_S)
+            await self._queue.release(lease)
+            return "released"
+        except WeightError as error:
+            logger.error("job %s goes back, it wants weights that are not to be had here: %s", lease.job.job_id, error)
+            self._rests_until = time.monotonic() + MAX_DELAY_S
+            await self._queue.release(lease)
+            return "released"
+        self._settling.add(lease.entry_id)
+        try:
+            with tracing.span("commit", trace):
+                settled = await outlast(f"job {group.job_id}", lambda: self._queue.commit(lease, group), PATIENCE_S)
+        finally:
+            self._settling.discard(lease.entry_id)
+        self._errors_in_a_row = 0
+        return settled.value
+
+    async def _generate(self, lease: Lease) -> Group:
+        """The slots are held while the job waits for its weights, so that nothing else is claimed into them."""
+        job, patience = lease.job, min(self._job_timeout_s, _left_s(lease))
+        with self._side.hold(job.n):
+            start = time.monotonic()
+            try:
+                async with asyncio.timeout(patience):
+                    await self._swap.reach(job.min_seq)
+                    await self._swap.wait_allowed()
+            except TimeoutError:
+                reason = self._swap.status.error or "none was announced"
+                raise EngineError(f"no weights new enough within {patience:.0f} s: {reason}") from None
+            return await self._replica.generate(job, patience - (time.monotonic() - start))
+
+    async def _fail(self, lease: Lease, error: str, *, fatal: bool) -> str:
+        logger.error("job %s: %s", lease.job.job_id, error)
+        what = f"job {lease.job.job_id}"
+        dead = await outlast(what, lambda: self._queue.fail(lease, error, fatal=fatal), PATIENCE_S)
+        return "dead" if dead else "failed"
+
+
+def _left_s(lease: Lease) -> float:
+    """Until nobody wants the result any more."""
+    return math.inf if lease.overdue_at is None else lease.overdue_at - time.monotonic()

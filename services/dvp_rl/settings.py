@@ -1,0 +1,290 @@
+"""What every command's settings have in common.
+
+    command line (--redis-url)  >  environment (DVP_<APP>__REDIS_URL)  >  TOML file (redis_url)  >  defaults
+
+Sections nest in all three: `--queue.url`, `DVP_TRAIN__QUEUE__URL`, `[queue] url`. A key nobody knows is an error at
+every level. Settings are built once, in a `__main__`, and passed down:
+
+    class RolloutSettings(Settings):
+        model_config = SettingsConfigDict(env_prefix="DVP_ROLLOUT__", cli_prog_name="dvp-rollout")
+        port: int = 8000
+        '''Shown by --help.'''
+
+    with user_errors("dvp-rollout"):
+        settings = RolloutSettings.load(sys.argv[1:])
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal
+
+NESTED = "__"
+PASSWORDS = (
+    re.compile(r"(:/+[^:@]*:).*(?=@)", re.DOTALL),
+    re.compile(r"([^/:@\s'\"]+:)[^/@\s]+(?=@)"),
+    re.compile(r"([?&]\w*pass\w*=)[^&\s]*", re.IGNORECASE),
+)
+"""In URLs, malformed ones and those without a scheme, too: what is between user and host, what a query names so."""
+
+
+class Section(BaseModel):
+    """A nested group of settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Settings(BaseSettings):
+    """Subclasses set `env_prefix` and `cli_prog_name`, and document each field in a docstring below it."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        env_nested_delimiter=NESTED,
+        env_ignore_empty=True,
+        nested_model_default_partial_update=True,
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+    config: Path | None = None
+    """TOML file with any of these settings."""
+    dry_run: bool = False
+    """Print the settings as resolved, secrets masked, and exit."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """pydantic-settings puts the command line in front. `init_settings` is the TOML file."""
+        return env_settings, init_settings
+
+    @classmethod
+    def load(cls, argv: Sequence[str], toml_file: Path | None = None) -> Self:
+        """Reads every source. `--dry-run` prints and exits 0, `--help` too. Raises ConfigError."""
+        _refuse_unknown_variables(cls)
+        values = _read_toml(cls, toml_file or _config_option(cls, argv))
+        try:
+            command_line = CliSettingsSource[Any](cls, add_argument_method=_add_argument)
+            settings = cls(_cli_settings_source=command_line(args=list(argv)), **values)
+        except SettingsError as error:
+            raise ConfigError(_explain_flag(cls, str(error))) from None
+        except ValidationError as error:
+            raise ConfigError(_explain(cls, error)) from None
+        if settings.dry_run:
+            sys.stdout.write(settings.to_toml())
+            raise SystemExit(0)
+        return settings
+
+    def to_toml(self) -> str:
+        """The resolved settings as a TOML file that `load` reads back, except that secrets are masked."""
+        return _to_toml(_masked(self.model_dump(mode="json", exclude={"config", "dry_run"})))
+
+
+def forget_variables() -> None:
+    """For commands that bring their own settings: what a shell exports for a service (DVP_...) reaches neither them nor
+    the processes they start."""
+    for name in [name for name in os.environ if name.upper().startswith("DVP_")]:
+        del os.environ[name]
+
+
+@contextmanager
+def user_errors(program: str) -> Iterator[None]:
+    """Turns this project's errors, and what the machine refuses, into one message on stderr and exit code 2; Ctrl-C
+    into exit code 130."""
+    try:
+        yield
+    except (DvpError, OSError) as error:
+        if isinstance(error, OSError) and not is_refusal(error):
+            raise
+        sys.stderr.write(f"{program}: error: {error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+    """Shows StrEnum members in --help by value, as everywhere else; pydantic-settings shows their names."""
+    choices = options.get("metavar")
+    if isinstance(choices, str) and choices.startswith("{"):
+        options["metavar"] = choices.lower()
+        options["help"] = re.sub(r"\(default: .*\)$", lambda default: default[0].lower(), options.get("help", ""))
+    return parser.add_argument(*names, **options)
+
+
+def _config_option(cls: type[Settings], argv: Sequence[str]) -> Path | None:
+    """--config has to be known before the other sources are merged."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", default=os.environ.get(f"{cls.model_config['env_prefix']}CONFIG") or None)
+    try:
+        config = parser.parse_known_args(list(argv))[0].config
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    return Path(config) if config else None
+
+
+def _read_toml(cls: type[Settings], file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {file}: not TOML: {error}") from None
+    for key in values:
+        if key not in cls.model_fields:
+            raise ConfigError(f"configuration file {file}: unknown key {key!r}{_closest(key, cls.model_fields)}")
+    return values
+
+
+def _refuse_unknown_variables(cls: type[Settings]) -> None:
+    prefix = cls.model_config["env_prefix"].rstrip("_") + "_"
+    known = [cls.model_config["env_prefix"] + name for name in _variables(cls)]
+    for name in os.environ:
+        # Values below a free-form dictionary have names that no model lists.
+        inside = any(name.upper().startswith(root[:-1]) for root in known if root.endswith("*"))
+        if name.upper().startswith(prefix) and name.upper() not in known and not inside:
+            names = [root for root in known if not root.endswith("*")]
+            raise ConfigError(f"unknown environment variable {name}{_closest(name.upper(), names)}")
+
+
+def _variables(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name.upper()
+        section = _section(field)
+        if section is not None:
+            yield from (f"{name.upper()}{NESTED}{inner}" for inner in _variables(section))
+        elif "dict" in str(field.annotation):
+            yield f"{name.upper()}{NESTED}*"
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _closest(name: str, known: Any) -> str:
+    """`; did you mean a or b?`, or everything there is when nothing is close."""
+    known = list(known)
+    near = get_close_matches(name, known, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
+
+
+def _explain_flag(cls: type[Settings], message: str) -> str:
+    message = message.removeprefix("error parsing CLI: ")
+    unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+    if unknown is None:
+        return masked(message)
+    flags = ["--" + name.lower().replace(NESTED, ".").replace("_", "-") for name in _variables(cls)]
+    return f"unknown option {unknown[1]}{_closest(unknown[1], flags)}"
+
+
+def _explain(cls: type[Settings], error: ValidationError) -> str:
+    """One line per bad setting: name, what is allowed, the value seen (never a secret)."""
+    lines = []
+    for item in error.errors(include_url=False, include_context=False):
+        path = [str(part) for part in item["loc"]]
+        name = ".".join(path) or "settings"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {name}{_closest(path[-1], _siblings(cls, path))}")
+        elif item["type"] == "missing":
+            flag, variable = name.replace("_", "-"), NESTED.join(path).upper()
+            lines.append(f"{name} is required: --{flag} or {cls.model_config['env_prefix']}{variable}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            shown = path and not _is_secret(cls, path)
+            lines.append(f"{name}: {message}" + (f", got {masked(repr(item['input'])):.120}" if shown else ""))
+    return "\n".join(lines)
+
+
+def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
+    """True for a section with a secret in it, too."""
+    for part in path:
+        field = model.model_fields.get(part)
+        if field is None:
+            return False
+        section = _section(field)
+        if section is None:
+            return SecretStr.__name__ in str(field.annotation)
+        model = section
+    return any(_is_secret(model, [name]) for name in model.model_fields)
+
+
+def _siblings(model: type[BaseModel], path: Sequence[str]) -> list[str]:
+    for part in path[:-1]:
+        field = model.model_fields.get(part)
+        model = (field and _section(field)) or model
+    return list(model.model_fields)
+
+
+def _masked(value: Any) -> Any:
+    """Secrets mask themselves; a password inside a URL is masked here."""
+    if isinstance(value, dict):
+        return {key: _masked(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner) for inner in value]
+    return masked(value) if isinstance(value, str) else value
+
+
+def masked(text: str) -> str:
+    """Without the passwords of URLs."""
+    for password in PASSWORDS:
+        text = password.sub(r"\1**********", text)
+    return text
+
+
+def _to_toml(table: dict[str, Any], path: str = "") -> str:
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    lines = [
+        f"# {key} is not set" if value is None else f"{_key(key)} = {_literal(value)}" for key, value in plain.items()
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    for key, inner in table.items():
+        if isinstance(inner, dict):
+            name = f"{path}{_key(key)}"
+            text += f"\n[{name}]\n{_to_toml(inner, f'{name}.')}"
+    return text
+
+
+def _literal(value: Any) -> str:
+    """JSON's strings, numbers, booleans and arrays are TOML's; only objects differ."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items() if v is not None) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_literal(inner) for inner in value) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)

@@ -1,0 +1,5 @@
+"""Redis: job and group streams, replica registry, verdict rules, fail points.
+
+Delivery is at least once, effects once. Every state transition is one Lua script that validates (owner of the entry,
+fencing token of the trainer) before its first write, because Lua does not roll back.
+"""

@@ -1,0 +1,290 @@
+"""One connection to Redis or Valkey for one run: bounded waits, scripts, consumer groups.
+
+Only the Redis 7.0 command subset is used, so that Redis 7 and 8 and Valkey 8 and 9 all serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+from redis.exceptions import (
+    ConnectionError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+
+from dvp_rl.cancellation import finished
+from dvp_rl.contract.errors import ConfigError, LeaseLostError, OverloadedError, RequestError, UnavailableError
+from dvp_rl.contract.keys import REPLICAS, TRAINER, Keys
+from dvp_rl.contract.record import SCHEMA_VERSION
+from dvp_rl.contract.weights import RUN_ID
+
+from . import connection
+from .connection import (
+    Outage,
+    RefusedError,
+    cancelled_before,
+    close_client,
+    heed_cancellation,
+    num_cancelled,
+    open_client,
+)
+from .failpoints import failpoint
+from .roles import SCRIPTS, Role, trials
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 30.0
+"""For one call with all its retries."""
+MAX_BLOCK_MS = 5_000
+"""Blocking reads are cut to this, well below the reply timeout."""
+RELOAD_S = 0.1
+"""Before a script is loaded again that the broker forgot as soon as it had it."""
+RESULT_TTL_S = 3600
+"""How long an ended job's state, and the result for a client, are kept."""
+MEMORY_SHARE = 0.7
+"""Admission stops above this share of the broker's maxmemory."""
+RESULT_SHARE = 0.85
+"""Above this one, results for clients are not stored any more: their jobs become dead letters."""
+CLIENT_SHARE = 0.25
+"""What the jobs of a run's clients may take of the broker's maxmemory: no job is admitted that could exceed it."""
+CLIENT_MEMORY_SHARE = 0.5
+"""No client's job is admitted that could bring the broker's memory above this one: the rest is the trainer's."""
+AUDIT_LENGTH = 1_000
+AUDIT_BYTES = 1_000
+AUDIT_TTL_S = 90 * 24 * 3600
+"""How many changes by people are remembered, how much of each text, and how long after the last one."""
+KEY_BYTES = 512
+"""What a key and the books of it take beside its value."""
+RETRY_AFTER_MEMORY_S = 5.0
+MAX_CALLS = 64
+"""At the same time by one process, each with a connection of its own; more wait for their turn. A service answers many
+more requests at once, and its own work must find a connection, too."""
+
+_KEYS = (
+    *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
+    *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
+    *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines", "audit"),
+)
+"""What every script knows under the same name in capitals; and the prefixes JOB, RESULT and REPLICA."""
+
+
+class Broker:
+    """`await Broker.connect(url, run_id)`, then `async with broker:` or `await broker.close()`."""
+
+    def __init__(self, redis: Redis, keys: Keys, outage: Outage) -> None:
+        self.redis = redis
+        self.keys = keys
+        self._outage = outage
+        self._scripts: dict[str, AsyncScript] = {}
+        self._turns = asyncio.Semaphore(min(MAX_CALLS, redis.connection_pool.max_connections))
+
+    @property
+    def run_id(self) -> str:
+        return self.keys.run_id
+
+    @property
+    def _where(self) -> str:
+        return self._outage.where
+
+    @property
+    def user(self) -> str:
+        return self.redis.connection_pool.connection_kwargs.get("username") or "default"
+
+    @classmethod
+    async def connect(
+        cls, url: str, run_id: str, *, role: Role | None = None, create: bool = True, patience_s: float = 0.0
+    ) -> Self:
+        """Raises ConfigError (bad URL or run id, nobody answers, wrong password, a user who may not do all that `role`
+        does) naming host and port, never the password. `create=False` leaves a run that does not exist alone: for those
+        who only watch.
+
+        A broker that is away is tried again a few times, within seconds. With `patience_s`, each call waits so long for
+        it (REPLY_TIMEOUT_S at least), this one, too, and the log says so: for those who can do nothing without."""
+        if not re.fullmatch(RUN_ID, run_id):
+            raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
+        outage = Outage(patience_s)
+        broker = cls(open_client(url, outage), Keys(run_id), outage)
+        try:
+            await (broker.check_role(role) if role else broker.ping())
+            if create:
+                await broker.set_up()
+        except UnavailableError as error:
+            await broker.close()
+            raise ConfigError(
+                f"{str(error).rstrip('.')}. Start one (redis-server, valkey-server or `make demo`'s own) or correct "
+                "redis_url"
+            ) from None
+        except BaseException:  # a cancellation, too, must not leave a connection behind
+            await broker.close()
+            raise
+        return broker
+
+    async def script(self, name: str, *args: str | bytes | int | float) -> Any:
+        """Runs lua/<name>.lua. Raises LeaseLostError (not the owner, fenced off), OverloadedError (the broker's memory
+        is full and the script does not drain), UnavailableError (broker gone or too slow)."""
+        script = self._scripts.get(name)
+        if script is None:
+            script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
+        failpoint(f"{name}.before")
+        async with self.call():
+            reply = await _run(script, args)
+        failpoint(f"{name}.after")
+        return reply
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Around one use of `redis`: bounds it, retries included, and turns what redis-py raises into this project's
+        errors. No cancellation is lost (heed_cancellation)."""
+        before = cancelled_before.get()
+        cancelled_before.set(num_cancelled())
+        patience_s = self._outage.patience_s
+        limit_s = max(connection.REPLY_TIMEOUT_S, patience_s) if patience_s else CALL_TIMEOUT_S
+        try:
+            async with asyncio.timeout(limit_s), self._turns:
+                yield
+            heed_cancellation()
+            self._outage.end()
+        except RefusedError as error:
+            raise ConfigError(f"Redis at {self._where} {error}") from None
+        except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
+            reason = str(error) or self._outage.reason or f"nothing within {limit_s:g} s"
+            raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
+        except OutOfMemoryError:
+            raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
+        except ResponseError as error:
+            if isinstance(error, NoPermissionError) or str(error).startswith(_REFUSED_IN_A_SCRIPT):
+                kind = UnavailableError if self._outage.answered else ConfigError
+                raise kind(f"Redis at {self._where} refuses user {self.user!r}: {error}; {_REMEDY}") from None
+            code, _, detail = str(error).partition(" ")
+            if code == "LEASELOST":
+                raise LeaseLostError(detail) from None
+            if code == "CONFLICT":
+                raise RequestError(detail) from None
+            raise UnavailableError(f"Redis at {self._where} refuses: {error}") from None
+        except RedisError as error:
+            raise UnavailableError(f"Redis at {self._where}: {error}") from None
+        finally:
+            cancelled_before.set(before)
+
+    async def ping(self) -> None:
+        """Raises UnavailableError, or ConfigError for a wrong password."""
+        async with self.call():
+            await self.redis.time()  # not PING: with its disk full a broker refuses that as it refuses writes
+
+    async def check_role(self, role: Role) -> None:
+        """Raises ConfigError if the user may not do all that `role` does."""
+        refused = await self.script("refused", *trials(role, self.run_id))
+        if refused:
+            lines = [" ".join(dict.fromkeys(line.decode().split())) for line in refused[:3]]
+            named = ", ".join(lines + ["..."] * (len(refused) > 3))
+            raise ConfigError(
+                f"Redis at {self._where} refuses user {self.user!r} {len(refused)} of the commands of role {role}: "
+                f"{named}; {_REMEDY}"
+            )
+
+    async def set_up(self) -> None:
+        """Raises ConfigError if the server cannot be trusted to keep a run."""
+        async with self.call():
+            info: Any = await self.redis.info()
+        if info.get("cluster_enabled"):
+            raise ConfigError(
+                f"Redis at {self._where} is a node of a cluster, which is not supported: name a server of its own"
+            )
+        if info.get("maxmemory") and (policy := info["maxmemory_policy"]) != "noeviction":
+            raise ConfigError(
+                f"Redis at {self._where} has maxmemory-policy {policy}: with its memory full it would throw away jobs, "
+                "groups and leases; set it to noeviction"
+            )
+        await self.ensure_groups()
+
+    async def ensure_groups(self) -> None:
+        """Creates the consumer groups that do not exist: at connect, and again after a broker was wiped."""
+        await self.script("create_groups")
+
+    async def read_group(
+        self, stream: str, group: str, consumer: str, count: int, block_ms: int
+    ) -> list[tuple[str, dict[bytes, bytes]]]:
+        """New entries as (entry id, fields); [] after `block_ms`, or when the broker was wiped meanwhile."""
+        block = max(1, min(block_ms, MAX_BLOCK_MS))
+        reply: Any = None
+        wiped = False
+        async with self.call():
+            try:
+                reply = await self.redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=block)
+            except ResponseError as error:
+                # A broker that was wiped has no group; one wiped during the wait answers UNBLOCKED.
+                wiped = str(error).startswith(("NOGROUP", "UNBLOCKED"))
+                if not wiped:
+                    raise
+        if wiped:  # a call of its own: who waits for another turn must not hold one
+            logger.warning("the broker lost its streams; creating them again")
+            await self.ensure_groups()
+        failpoint(f"read.{group}.after")
+        return [(entry_id.decode(), fields) for _, entries in reply or () for entry_id, fields in entries]
+
+    async def close(self) -> None:
+        await finished(close_client(self.redis))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+_REMEDY = "dvp-queue users prints the rules of each part's user"
+
+_REFUSED_IN_A_SCRIPT = ("ACL failure in script", "The user executing the script can't")
+"""Valkey's words, and those of Redis."""
+
+
+async def _run(script: AsyncScript, args: tuple[str | bytes | int | float, ...]) -> Any:
+    """redis-py loads a script that the broker does not know, and tries once more. A broker that is killed or fails over
+    between the two has lost it again."""
+    while True:
+        try:
+            return await script(args=args)
+        except NoScriptError:
+            await asyncio.sleep(RELOAD_S)
+
+
+def _source(name: str, run_id: str) -> str:
+    """A script's text: its shebang line, the names of keys and constants, the prelude, the body. Keys are not declared
+    in EVALSHA: its caller would need to be allowed to write all of them."""
+    shebang, _, body = SCRIPTS[name].partition("\n")
+    keys = Keys(run_id)
+    constants = {
+        **{key.upper(): f"'{getattr(keys, key)}'" for key in _KEYS},
+        "JOB": f"'{keys.job('')}'",
+        "RESULT": f"'{keys.result('')}'",
+        "REPLICA": f"'{keys.replica('')}'",
+        "BOOKS": f"{{{', '.join(key.upper() for key in _KEYS)}}}",
+        "RUN_ID": f"'{run_id}'",
+        "REPLICA_GROUP": f"'{REPLICAS}'",
+        "TRAINER_GROUP": f"'{TRAINER}'",
+        "SCHEMA_VERSION": SCHEMA_VERSION,
+        "RESULT_TTL_S": RESULT_TTL_S,
+        "MEMORY_SHARE": MEMORY_SHARE,
+        "RESULT_SHARE": RESULT_SHARE,
+        "CLIENT_SHARE": CLIENT_SHARE,
+        "CLIENT_MEMORY_SHARE": CLIENT_MEMORY_SHARE,
+        "KEY_BYTES": KEY_BYTES,
+        "AUDIT_LENGTH": AUDIT_LENGTH,
+        "AUDIT_BYTES": AUDIT_BYTES,
+        "AUDIT_TTL_S": AUDIT_TTL_S,
+    }
+    header = [f"local {key} = {value}" for key, value in constants.items()]
+    return "\n".join([shebang, *header, SCRIPTS["prelude"], body])

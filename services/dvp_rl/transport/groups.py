@@ -1,0 +1,175 @@
+"""The trainer's side of the groups and evals streams: read, settle, acknowledge after the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from dvp_rl.contract.errors import LeaseLostError, RequestError
+from dvp_rl.contract.group import DeadLetter, Group
+from dvp_rl.contract.job import Sink
+from dvp_rl.contract.keys import TRAINER
+
+from .broker import Broker
+
+logger = logging.getLogger(__name__)
+
+FIRST = "0-0"
+FETCH_BYTES = 4 * 1024 * 1024
+"""What the broker copies for one answer, and its buffer then holds: groups may have 64 MiB each."""
+
+
+Entry = tuple[str, dict[bytes, bytes]]
+"""Of a stream: its id and fields."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    entry_id: str
+    sink: Sink
+    item: Group | DeadLetter
+    """A DeadLetter is the tombstone of a job that never becomes a group."""
+
+    @property
+    def job_id(self) -> str:
+        return self.item.job_id
+
+
+@dataclass
+class _Inbox:
+    """One stream, as this trainer sees it."""
+
+    sink: Sink
+    stream: str
+    recovering: bool = True
+    """Read entries that are pending somewhere before new ones."""
+    cursor: str = FIRST
+    delivered: set[str] = field(default_factory=set)
+    """Entry ids given out and not acknowledged."""
+
+
+class GroupQueue:
+    """`fence` is TrainerLease.token; a trainer that another one replaced gets LeaseLostError from every method."""
+
+    def __init__(self, broker: Broker, *, fence: int) -> None:
+        self.broker = broker
+        self._fence = fence
+        self._consumer = f"trainer/{fence}"
+        streams = {Sink.TRAIN: broker.keys.groups, Sink.EVAL: broker.keys.evals}
+        self._inboxes = {sink: _Inbox(sink, stream) for sink, stream in streams.items()}
+
+    async def read(self, count: int, block_ms: int, sink: Sink = Sink.TRAIN) -> list[Delivery]:
+        """Up to `count` deliveries, each exactly once per GroupQueue; [] after `block_ms`. What an earlier trainer read
+        and never acknowledged comes first. Undecodable entries become dead letters."""
+        inbox = self._inboxes[sink]
+        await self._check_fence()
+        while inbox.recovering:
+            if deliveries := await self._recover(inbox, count):
+                return deliveries
+        entries = await self.broker.read_group(inbox.stream, TRAINER, self._consumer, count, block_ms)
+        if not entries and await self._pending(inbox) != len(inbox.delivered):
+            inbox.recovering = True
+        return await self._deliver(inbox, entries)
+
+    async def _check_fence(self) -> None:
+        """XREADGROUP cannot block inside a script, so this check is not atomic with it: what a stopped trainer reads
+        late, the new one recovers when it is idle."""
+        async with self.broker.call():
+            newest = await self.broker.redis.get(self.broker.keys.fence)
+        if newest is not None and int(newest) > self._fence:
+            raise LeaseLostError(f"another trainer took over run {self.broker.run_id}")
+
+    async def _recover(self, inbox: _Inbox, count: int) -> list[Delivery]:
+        """Takes over one page of what is pending for any trainer, our own entries whose reply was lost included."""
+        inbox.recovering = False  # before the call: look_again may be asked meanwhile
+        reply = await self.broker.script("takeover", self._fence, inbox.stream, self._consumer, count, inbox.cursor)
+        entries = [(entry_id.decode(), dict(zip(*[iter(flat)] * 2, strict=True))) for entry_id, flat in reply]
+        inbox.recovering |= bool(entries)
+        inbox.cursor = entries[-1][0] if entries else FIRST
+        return await self._deliver(inbox, entries)
+
+    async def _pending(self, inbox: _Inbox) -> int:
+        async with self.broker.call():
+            try:
+                summary = await self.broker.redis.xpending(inbox.stream, TRAINER)
+            except ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                return 0  # the broker was wiped; the next read creates the group
+        pending: int = summary["pending"]
+        return pending
+
+    async def _deliver(self, inbox: _Inbox, entries: Sequence[Entry]) -> list[Delivery]:
+        """Without those that were delivered before: a broker that lost its last writes gives an entry twice."""
+        deliveries: list[Delivery] = []
+        async for entry_id, fields, data in self._with_data([e for e in entries if e[0] not in inbox.delivered]):
+            try:
+                item = DeadLetter.from_bytes(data) if fields.get(b"kind") == b"dead" else Group.from_bytes(data)
+            except RequestError as error:
+                logger.warning("entry %s of the %s stream is no group: %s", entry_id, inbox.sink, error)
+                await self.broker.script("bury_group", self._fence, inbox.stream, entry_id, f"not a group: {error}")
+            else:
+                deliveries.append(Delivery(entry_id, inbox.sink, item))
+        inbox.delivered.update(delivery.entry_id for delivery in deliveries)
+        return deliveries
+
+    async def _with_data(self, entries: Sequence[Entry]) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
+        """Each entry with the record that it tells of: in the entry itself, or a group that lies beside the stream."""
+        for page in _pages(entries):
+            prefix = self.broker.keys.result("").encode()
+            names = [prefix + fields.get(b"id", b"") for _, fields in page if b"size" in fields]
+            async with self.broker.call():
+                groups: Iterator[Any] = iter(await self.broker.redis.mget(names) if names else ())
+            for entry_id, fields in page:
+                yield entry_id, fields, (next(groups) if b"size" in fields else fields.get(b"data")) or b""
+
+    def look_again(self) -> None:
+        """The next `read` looks for entries that were read and never delivered, however many are known."""
+        for inbox in self._inboxes.values():
+            inbox.recovering = True
+
+    async def settle(self, *, trained: Iterable[str] = (), dropped: Iterable[str] = ()) -> None:
+        """These train jobs leave the in-flight count (making room to submit) and await their checkpoint."""
+        for outcome, job_ids in (("trained", list(trained)), ("dropped", list(dropped))):
+            if job_ids:
+                await self.broker.script("settle", self._fence, outcome, *job_ids)
+
+    async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
+        """After the checkpoint that covers them (or for jobs that an earlier one covers): forgets them for good."""
+        everything = list(deliveries)
+        for sink, inbox in self._inboxes.items():
+            mine = [delivery for delivery in everything if delivery.sink is sink]
+            if mine:
+                pairs = [(delivery.entry_id, delivery.job_id) for delivery in mine]
+                await self.broker.script("acknowledge", self._fence, inbox.stream, *(x for pair in pairs for x in pair))
+                inbox.delivered.difference_update(delivery.entry_id for delivery in mine)
+
+    async def restore(self, outstanding: Iterable[str]) -> None:
+        """On resume: the in-flight set becomes `outstanding` (less the dead), and nothing awaits a checkpoint."""
+        await self.broker.script("restore", self._fence, *outstanding)
+
+    async def recount(self, outstanding: Iterable[str]) -> int:
+        """No job but these is in flight any more. Returns how many were: a broker that lost its last writes counts jobs
+        that have ended. Not while jobs are being submitted."""
+        gone: int = await self.broker.script("recount", self._fence, *outstanding)
+        return gone
+
+
+def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Whose groups have FETCH_BYTES together at most, or is one alone."""
+    page: list[Entry] = []
+    size = 0
+    for entry_id, fields in entries:
+        size_text = fields.get(b"size", b"")
+        own = int(size_text) if size_text.isdigit() and len(size_text) < 20 else 0
+        if page and size + own > FETCH_BYTES:
+            yield page
+            page, size = [], 0
+        page.append((entry_id, fields))
+        size += own
+    if page:
+        yield page

@@ -1,0 +1,429 @@
+"""The state of the queue, and what to do about it.
+
+One read-only script takes the numbers, so that they belong together; the rules are pure functions over them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dvp_rl.contract.errors import UnavailableError
+from dvp_rl.contract.http import (
+    QueueHealth,
+    Reason,
+    ReplicaHealth,
+    ReplicaState,
+    Severity,
+    StreamHealth,
+    TrainerHealth,
+    Verdict,
+)
+from dvp_rl.contract.weights import WeightVersion
+
+from .broker import MEMORY_SHARE, Broker
+from .replicas import BACKLOG_EVERY_S, BEAT_S, MAX_REPLICAS, MISSED_BEATS, NUM_BACKLOGS
+
+LOST_S = BEAT_S * MISSED_BEATS
+STALLED_S = 300.0
+"""Jobs that are older, with no result for as long, count as stuck."""
+STARVED_S = 15.0
+"""Waiting shorter than this is the normal alternation of generating and training."""
+MISSED_S = 300.0
+"""For so long a lost replica is missed if none came after it. Afterwards it only stays on the list."""
+CLIENTS_WAIT_S = 60.0
+"""For so long a client's job may wait for a replica beside a trainer."""
+NAMED = 5
+"""Replicas that a detail names."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the rules look at."""
+
+    jobs: StreamHealth
+    client_jobs: StreamHealth
+    groups: StreamHealth
+    in_flight: int
+    uncheckpointed: int
+    dead: int
+    duplicates: int
+    replicas: tuple[ReplicaHealth, ...]
+    trainer: TrainerHealth | None
+    trainer_waiting_s: float
+    newest_version: str
+    """Announced last; "" when none was."""
+    min_seq: int
+    """Oldest weight seq that may take jobs."""
+    used_memory: int
+    maxmemory: int
+    """0: no limit."""
+    disk_refuses: bool
+    """The broker could not write what it has to persist."""
+    since_commit_s: float | None
+    """Since a replica last finished a job; None when none ever did."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """What happened since the run began, by name."""
+    client_wait_s: float = 0.0
+    """How long the next job of a client has waited for a replica."""
+    client_bytes: int = 0
+    """What the jobs of clients take, or may come to."""
+    closed: str = ""
+    """Why no jobs are admitted; "" when they are."""
+    finished: bool = False
+    """The trainer has done its last step."""
+    backlogs: tuple[int, ...] = ()
+    """Jobs that waited, every BACKLOG_EVERY_S, oldest first; the last NUM_BACKLOGS."""
+
+    @property
+    def live(self) -> tuple[ReplicaHealth, ...]:
+        return tuple(replica for replica in self.replicas if replica.state is not ReplicaState.LOST)
+
+    @property
+    def trainer_lives(self) -> bool:
+        return self.trainer is not None and self.trainer.last_seen_s <= LOST_S
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that no replica has taken."""
+        return self.jobs.backlog + self.client_jobs.backlog
+
+    @property
+    def num_jobs(self) -> int:
+        return self.num_waiting + self.jobs.pending + self.client_jobs.pending
+
+    @property
+    def oldest_job_s(self) -> float:
+        return max(self.jobs.oldest_age_s or 0.0, self.client_jobs.oldest_age_s or 0.0)
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups.backlog + self.groups.pending
+
+
+# What each rule sees, in numbers; "" when it does not fire.
+
+
+def broker_memory(s: Snapshot) -> str:
+    if s.maxmemory == 0 or s.used_memory < MEMORY_SHARE * s.maxmemory:
+        return ""
+    clients = f"; jobs of clients take, or may come to, {s.client_bytes / s.maxmemory:.0%}" if s.client_bytes else ""
+    return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory{clients}"
+
+
+def broker_disk(s: Snapshot) -> str:
+    return "the broker's last write to its disk failed" if s.disk_refuses else ""
+
+
+def no_replicas(s: Snapshot) -> str:
+    if s.live or not (s.num_jobs or s.trainer_lives or s.replicas):
+        return ""
+    lost = _named(s.replicas)
+    return f"no replica is alive while {s.num_jobs} jobs wait" + (f"; last seen: {lost}" if lost else "")
+
+
+def no_trainer(s: Snapshot) -> str:
+    if s.trainer_lives or s.finished or not (s.num_groups or s.in_flight or s.trainer):
+        return ""
+    seen = "was never seen" if s.trainer is None else f"was last seen {s.trainer.last_seen_s:.0f} s ago"
+    return f"the trainer {seen}, with {s.num_groups} groups waiting and {s.in_flight} jobs in flight"
+
+
+def stalled(s: Snapshot) -> str:
+    if not s.live or s.oldest_job_s < STALLED_S or (s.since_commit_s is not None and s.since_commit_s < STALLED_S):
+        return ""
+    age = f"the oldest job is {s.oldest_job_s:.0f} s old"
+    return f"{age} and no job has ended for {STALLED_S:.0f} s; alive: {_named(s.live)}"
+
+
+def closed(s: Snapshot) -> str:
+    return f"no new jobs are admitted ({s.closed}); {s.num_jobs} are still queued or running" if s.closed else ""
+
+
+def replicas_behind(s: Snapshot) -> str:
+    behind = tuple(replica for replica in s.live if _seq(replica.version) < s.min_seq)
+    if not behind:
+        return ""
+    return f"{len(behind)} of {len(s.live)} replicas are too far behind {s.newest_version}: {_named(behind)}"
+
+
+def replicas_lost(s: Snapshot) -> str:
+    lost = _not_replaced([r for r in s.replicas if LOST_S < r.last_seen_s <= MISSED_S], s.live)
+    if not lost or not s.live:
+        return ""
+    return f"{len(lost)} of {len(s.live) + len(lost)} replicas went silent without a farewell: {_named(lost)}"
+
+
+def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) -> tuple[ReplicaHealth, ...]:
+    """A supervisor starts another one under another name: each that came later stands for one that had gone."""
+    for age in sorted((replica.up_s for replica in live if replica.up_s is not None), reverse=True):
+        gone_before = [replica for replica in lost if replica.last_seen_s >= age]
+        if gone_before:
+            lost.remove(min(gone_before, key=lambda replica: replica.last_seen_s))
+    return tuple(lost)
+
+
+def dead_letters(s: Snapshot) -> str:
+    return f"{s.dead} jobs were given up" if s.dead else ""
+
+
+def replicas_starved(s: Snapshot) -> str:
+    waiting = s.groups.oldest_age_s or 0.0
+    if not s.live or s.num_jobs or s.finished or not s.groups.backlog or waiting < STARVED_S:
+        return ""
+    return f"{len(s.live)} replicas have nothing to do while {s.groups.backlog} groups wait for the trainer"
+
+
+def trainer_starved(s: Snapshot) -> str:
+    if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or s.num_groups or not s.live:
+        return ""
+    return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are in work"
+
+
+def clients_wait(s: Snapshot) -> str:
+    shared = s.live and s.trainer_lives and not s.finished
+    # With none at work it is not their share that holds them up.
+    if s.client_wait_s < CLIENTS_WAIT_S or not shared or not s.client_jobs.pending:
+        return ""
+    waits = f"{s.client_jobs.backlog} jobs of clients wait for a replica, the next for {s.client_wait_s:.0f} s"
+    return f"{waits}; at work in their share of {len(s.live)} replicas: {s.client_jobs.pending}"
+
+
+def growing_backlog(s: Snapshot) -> str:
+    """Even the least that waited in the younger half of the history is more than the most in the older half."""
+    half = len(s.backlogs) // 2
+    if len(s.backlogs) < NUM_BACKLOGS or not s.num_waiting or min(s.backlogs[half:]) <= max(s.backlogs[:half]):
+        return ""
+    minutes = NUM_BACKLOGS * BACKLOG_EVERY_S / 60
+    return f"{s.num_waiting} jobs wait for a replica, {s.num_waiting - s.backlogs[0]} more than {minutes:.0f} min ago"
+
+
+def idle(s: Snapshot) -> str:
+    if s.num_jobs or ((s.num_groups or s.in_flight) and not s.finished):
+        return ""
+    return "the run is finished and nothing is queued" if s.finished else "nothing is queued and nothing runs"
+
+
+class Rule(NamedTuple):
+    """One verdict. The page, `dvp-queue`, the alerts and the operator's page all use these words."""
+
+    verdict: Verdict
+    severity: Severity
+    meaning: str
+    remedy: str
+    see: Callable[[Snapshot], str]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        Verdict.BROKER_DISK,
+        Severity.CRITICAL,
+        "the broker cannot write to its disk, so that it refuses all that changes anything",
+        "make room where it keeps its data (CONFIG GET dir); it then goes on by itself, and so does everybody else",
+        broker_disk,
+    ),
+    Rule(
+        Verdict.BROKER_MEMORY,
+        Severity.CRITICAL,
+        "the broker's memory is nearly full, so that no new jobs are admitted",
+        "let the trainer catch up, drop what clients have read (dvp-queue results), or raise maxmemory",
+        broker_memory,
+    ),
+    Rule(
+        Verdict.NO_REPLICAS,
+        Severity.CRITICAL,
+        "no replica is alive, so that no job is worked on",
+        "start one: dvp-rollout --model PATH --engine ... --redis-url URL --run-id ID",
+        no_replicas,
+    ),
+    Rule(
+        Verdict.NO_TRAINER,
+        Severity.CRITICAL,
+        "the trainer is gone before its run was finished",
+        "start it again with the same config: it resumes from its last checkpoint",
+        no_trainer,
+    ),
+    Rule(
+        Verdict.STALLED,
+        Severity.CRITICAL,
+        "replicas are alive, but no job ends",
+        "look at the replicas' logs; one that hangs can be killed safely, its jobs go to another",
+        stalled,
+    ),
+    Rule(
+        Verdict.CLOSED,
+        Severity.WARNING,
+        "somebody has closed the queue, so that no new jobs are admitted",
+        "open it again when the work is done: dvp-queue open",
+        closed,
+    ),
+    Rule(
+        Verdict.REPLICAS_BEHIND,
+        Severity.WARNING,
+        "replicas serve weights that are too old to take jobs",
+        "look into their logs why they do not load the newest: can they read the folder with the weights?",
+        replicas_behind,
+    ),
+    Rule(
+        Verdict.REPLICAS_LOST,
+        Severity.WARNING,
+        "replicas died or hang; what they had leased goes to others",
+        "restart those that are not back yet; one that hangs can be killed safely",
+        replicas_lost,
+    ),
+    Rule(
+        Verdict.DEAD_LETTERS,
+        Severity.WARNING,
+        "jobs were given up; each dead letter holds its error",
+        "read the errors (dvp-queue dead list), mend the cause, then replay or drop them",
+        dead_letters,
+    ),
+    Rule(
+        Verdict.REPLICAS_STARVED,
+        Severity.WARNING,
+        "the trainer is the bottleneck: replicas have nothing to do while groups wait",
+        "run fewer replicas, allow a larger max_staleness, or make the trainer faster",
+        replicas_starved,
+    ),
+    Rule(
+        Verdict.TRAINER_STARVED,
+        Severity.WARNING,
+        "generation is the bottleneck: the trainer waits for groups",
+        "add replicas, or allow a larger max_staleness",
+        trainer_starved,
+    ),
+    Rule(
+        Verdict.CLIENTS_WAIT,
+        Severity.WARNING,
+        "jobs of clients fill their share of the replicas beside training, and more of them wait",
+        "add replicas, change client_share, or delete jobs that nobody needs (DELETE /v1/jobs/{job_id})",
+        clients_wait,
+    ),
+    Rule(
+        Verdict.GROWING_BACKLOG,
+        Severity.WARNING,
+        "jobs come in faster than the replicas finish them",
+        "add replicas, or submit more slowly",
+        growing_backlog,
+    ),
+    Rule(Verdict.IDLE, Severity.INFO, "there is nothing to do", "nothing, or submit jobs", idle),
+)
+"""Worst first: the first that fires is the verdict; `ok` when none does."""
+
+
+class Judgement(NamedTuple):
+    verdict: Verdict
+    reasons: tuple[Reason, ...]
+
+
+def judge(snapshot: Snapshot) -> Judgement:
+    reasons = tuple(
+        Reason(verdict=rule.verdict, severity=rule.severity, detail=detail, remedy=rule.remedy)
+        for rule in RULES
+        if (detail := rule.see(snapshot))
+    )
+    return Judgement(reasons[0].verdict if reasons else Verdict.OK, reasons)
+
+
+async def take_snapshot(broker: Broker) -> Snapshot:
+    """Raises UnavailableError, also if somebody has written into the run's books what no part of it writes."""
+    reply = await broker.script("health", MAX_REPLICAS)
+    try:
+        return _snapshot(json.loads(reply.decode(errors="replace")))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnavailableError(f"run {broker.run_id}: its books in the broker are damaged: {error!r}") from None
+
+
+def _snapshot(found: dict[str, Any]) -> Snapshot:
+    # cjson writes an empty table as {}, whatever it was.
+    counters = {name: int(value) for name, value in found["counters"].items()}
+    committed_at = counters.get("committed_at")
+    return Snapshot(
+        jobs=_stream(found["jobs"], counters.get("redelivered", 0)),
+        client_jobs=_stream(found["client_jobs"], counters.get("redelivered_clients", 0)),
+        groups=_stream(found["groups"], counters.get("redelivered_groups", 0)),
+        in_flight=found["in_flight"],
+        uncheckpointed=found["uncheckpointed"],
+        dead=found["dead"],
+        duplicates=counters.get("duplicates", 0),
+        replicas=tuple(_replica(fields) for fields in found["replicas"] or ()),
+        trainer=_trainer(found["trainer"], found["now_ms"]),
+        trainer_waiting_s=float(found["trainer"].get("waiting_s", 0.0)),
+        newest_version=found["version"],
+        min_seq=int(found["min_seq"]),
+        used_memory=found["used_memory"],
+        maxmemory=found["maxmemory"],
+        disk_refuses=found["disk_refuses"],
+        since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
+        counters=counters,
+        client_wait_s=found["client_wait_ms"] / 1000,
+        client_bytes=found["client_bytes"],
+        closed=found["closed"],
+        finished=bool(int(found["trainer"].get("finished", 0))),
+        backlogs=tuple(int(length) for length in found["backlogs"] or ()),
+    )
+
+
+async def queue_health(broker: Broker) -> QueueHealth:
+    """One read-only script, so the numbers belong together. Cheap enough to poll."""
+    return report(broker.run_id, await take_snapshot(broker))
+
+
+def report(run_id: str, snapshot: Snapshot) -> QueueHealth:
+    """The numbers with their verdict."""
+    verdict, reasons = judge(snapshot)
+    return QueueHealth(
+        run_id=run_id,
+        jobs=snapshot.jobs,
+        client_jobs=snapshot.client_jobs,
+        groups=snapshot.groups,
+        uncheckpointed=snapshot.uncheckpointed,
+        dead=snapshot.dead,
+        duplicates=snapshot.duplicates,
+        in_flight=snapshot.in_flight,
+        replicas=snapshot.replicas,
+        trainer=snapshot.trainer,
+        verdict=verdict,
+        reasons=reasons,
+    )
+
+
+def _stream(found: dict[str, Any], redelivered: int) -> StreamHealth:
+    age = found["oldest_ms"]
+    return StreamHealth(
+        backlog=found["backlog"],
+        pending=found["pending"],
+        oldest_age_s=None if age < 0 else age / 1000,
+        redelivered=redelivered,
+    )
+
+
+def _replica(fields: dict[str, Any]) -> ReplicaHealth:
+    last_seen_s = fields["age_ms"] / 1000
+    state = ReplicaState.LOST if last_seen_s > LOST_S else ReplicaState(fields["state"])
+    return ReplicaHealth(
+        id=fields["id"],
+        state=state,
+        version=fields["version"],
+        in_flight=int(fields["in_flight"]),
+        last_seen_s=last_seen_s,
+        up_s=fields["up_ms"] / 1000 if "up_ms" in fields else None,
+    )
+
+
+def _trainer(fields: dict[str, str], now_ms: int) -> TrainerHealth | None:
+    if not fields:
+        return None
+    last_seen_s = max(0.0, (now_ms - int(fields["at"])) / 1000)
+    return TrainerHealth(step=int(fields["step"]), version=fields["version"], last_seen_s=last_seen_s)
+
+
+def _seq(version: str) -> int:
+    return WeightVersion.parse(version).seq
+
+
+def _named(replicas: tuple[ReplicaHealth, ...]) -> str:
+    names = [f"{replica.id} ({replica.state}, {replica.version})" for replica in replicas[:NAMED]]
+    return ", ".join(names + (["..."] if len(replicas) > NAMED else []))

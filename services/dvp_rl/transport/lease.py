@@ -1,0 +1,134 @@
+"""One trainer per run: a lease with a fencing token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from dvp_rl.contract.errors import ConfigError, LeaseLostError, UnavailableError
+
+from .broker import Broker
+
+logger = logging.getLogger(__name__)
+
+ACQUIRE_POLL_S = 1.0
+FAREWELL_S = 5.0
+"""How long a trainer that ends waits for a broker that is away."""
+
+
+class TrainerLease:
+    """The token only grows, also over a wiped broker. Scripts compare it with the newest one handed out, so a stopped
+    trainer that wakes up late is refused; one that merely stalled, with nobody in its place, carries on."""
+
+    def __init__(self, broker: Broker, holder: str, *, ttl_s: float = 15.0, above: int = 0) -> None:
+        """`holder`: a word for people, e.g. the command line's config name; host and pid are added. `above`: a token
+        that was given out before, in case the broker has forgotten it and its clock was set back."""
+        self.broker = broker
+        self.token = 0
+        self.ttl_s = ttl_s
+        self._above = above
+        self._nonce = secrets.token_hex(8)
+        self._who = (holder, socket.gethostname(), os.getpid())
+        self._lost: LeaseLostError | None = None
+        self._leaving = False
+
+    @property
+    def _ttl_ms(self) -> int:
+        return int(self.ttl_s * 1000)
+
+    async def acquire(self) -> int:
+        """Returns the token. A lease that nobody renews was a crashed trainer's: it is waited for, at most its ttl.
+
+        Raises ConfigError naming the holder, its host, pid and since when, once the holder has shown to be alive.
+        """
+        left_ms = math.inf
+        while isinstance(reply := await self._try_acquire(), list):
+            *holder, expires_ms = reply
+            if int(expires_ms) > left_ms:
+                raise ConfigError(self._refusal(*(part.decode() for part in holder)))
+            left_ms = int(expires_ms)
+            logger.info("waiting for the lease of a trainer that may have crashed: at most %.1f s", left_ms / 1000)
+            await asyncio.sleep(min(ACQUIRE_POLL_S, self.ttl_s / 10))
+        self.token = int(reply)
+        return self.token
+
+    async def _try_acquire(self) -> Any:
+        return await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, self._above, *self._who)
+
+    def _refusal(self, holder: str, host: str, pid: str, since: str) -> str:
+        when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return (
+            f"run_id {self.broker.run_id!r} is being trained by {holder} (host {host}, pid {pid}, since {when}). "
+            "Stop it, or choose another run_id"
+        )
+
+    async def renew(self) -> None:
+        """Raises LeaseLostError if another trainer took over."""
+        await self.broker.script("lease_renew", self.token, self._ttl_ms, self._nonce, *self._who)
+
+    async def release(self) -> None:
+        """Gives the lease up if it is still ours; never raises LeaseLostError."""
+        await self.broker.script("lease_release", self.token)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        """Acquires, renews in the background every ttl / 3 and releases. When the lease is lost the body is cancelled
+        and LeaseLostError leaves the block, also if the body met another error first: a trainer that was replaced
+        finds its folders gone, and making room for them would be no remedy."""
+        token = await self.acquire()
+        body = asyncio.current_task()
+        assert body is not None, "needs a running task"
+        keeper = asyncio.create_task(self._keep(body))
+        try:
+            yield token
+        except Exception:
+            await _briefly(self.renew())
+            raise
+        finally:
+            self._leaving = True  # a renewal that is refused from here on cancels nobody
+            if self._lost is not None:
+                await _take_cancellation(body)
+            keeper.cancel()
+            await asyncio.wait([keeper])
+            if self._lost is not None:
+                raise self._lost from None
+            await _briefly(self.release())
+
+    async def _keep(self, body: asyncio.Task[object]) -> None:
+        while True:
+            await asyncio.sleep(self.ttl_s / 3)
+            try:
+                await self.renew()
+            except UnavailableError as error:
+                # Not lost until the broker says so: the token keeps a late write out.
+                logger.warning("cannot renew the trainer's lease: %s", error)
+            except LeaseLostError as error:
+                logger.error("%s", error)
+                self._lost = error
+                if not self._leaving:
+                    body.cancel()
+                return
+
+
+async def _briefly(farewell: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(UnavailableError, TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await farewell
+
+
+async def _take_cancellation(task: asyncio.Task[object]) -> None:
+    """The body may have ended by an error of its own while its cancellation was on the way: it must not meet what is
+    outside the block."""
+    while task.cancelling():
+        task.uncancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)

@@ -1,0 +1,171 @@
+"""Putting jobs into the queue: the trainer's side (fenced) and the HTTP side (admission)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.job import JOB_ID, MAX_DEADLINE_S, Job, JobState, Sink, own_prefix
+from dvp_rl.contract.shares import EVERYBODY, RULE
+
+from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RETRY_AFTER_MEMORY_S, Broker
+
+RETRY_AFTER_BACKLOG_S = 2.0
+RETRY_AFTER_CLOSED_S = 30.0
+UNKNOWN = "job {!r}: never submitted, deleted, or ended more than an hour ago"
+BATCH = 64
+"""Jobs per script call, so that one call never holds the broker for long."""
+
+
+class Submitted(StrEnum):
+    """What became of one submitted job. Everything but NEW and REFUSED is the state of a job that existed already."""
+
+    NEW = "new"
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    DEAD = "dead"
+    REFUSED = "refused"
+    """Not admitted: `limit` jobs are in flight, the broker's memory is above 70 %, or the queue is closed. Submit again
+    later."""
+
+
+class JobReport(NamedTuple):
+    state: JobState
+    error: str | None = None
+    num_bytes: int | None = None
+    """Of the result, which only a client's job has that is done."""
+
+
+class Submission:
+    """Submitting an id that exists is a no-op which returns its state: this is how a resumed trainer finds out, and why
+    submitting everything outstanding again is always safe (after a wiped broker it is all NEW)."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+
+    async def submit(self, jobs: Sequence[Job], *, fence: int, limit: int) -> list[Submitted]:
+        """One outcome per job, in order. Sink `train` or `eval`; `limit` bounds the train jobs in flight and does not
+        apply to `eval`. Raises LeaseLostError if another trainer took over."""
+        for job in jobs:
+            self._check(job, Sink.TRAIN, Sink.EVAL)
+        outcomes: list[Submitted] = []
+        for start in range(0, len(jobs), BATCH):
+            outcomes += await self._submit(jobs[start : start + BATCH], fence, limit)
+        return outcomes
+
+    async def _submit(self, jobs: Sequence[Job], fence: int, limit: int) -> list[Submitted]:
+        triples = [(job.job_id, job.sink, job.to_bytes()) for job in jobs]
+        try:
+            reply = await self.broker.script("submit", fence, limit, *(x for three in triples for x in three))
+        except OverloadedError:
+            return [Submitted.REFUSED] * len(jobs)
+        return [Submitted(outcome.decode()) for outcome in reply]
+
+    async def submit_client(
+        self, job: Job, *, limit: int, deadline_s: float | None = None, caller: str = EVERYBODY
+    ) -> Submitted:
+        """Admits while fewer than `limit` jobs wait unread, and the jobs of clients cannot exceed their share of the
+        broker's memory. A `caller` with a name takes no more of either than it leaves free. One that is not done
+        `deadline_s` later, by the broker's clock, is dead, without a dead letter.
+        Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could, or is another caller's."""
+        self._check(job, Sink.CLIENT)
+        if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
+            raise RequestError(f"deadline_s: got {deadline_s}, allowed: number in (0, {MAX_DEADLINE_S}]")
+        size = job.max_bytes
+        until_ms = "" if deadline_s is None else math.ceil(1000 * deadline_s)
+        args = (job.job_id, job.to_bytes(), limit, size, until_ms, caller)
+        reply, taken, allowed = await self.broker.script("submit_client", *args)
+        match reply.decode():
+            case "backlog":
+                raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
+            case "closed":
+                reason = "the queue is being drained: no new jobs until dvp-queue open"
+                raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
+            case "caller_backlog":
+                has = f"{taken} jobs of {caller} wait for a replica, and {allowed} places are free in the queue"
+                raise OverloadedError(f"{has}: {RULE}", RETRY_AFTER_BACKLOG_S)
+            case "memory":
+                reason = f"the broker's memory would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
+            case "results":
+                reason = (
+                    f"jobs of clients take, or may come to, {_mib(taken)} of {_mib(allowed)}, and this one may come to "
+                    f"{_mib(size)}: delete what was read (DELETE /v1/jobs/...)"
+                )
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
+            case "caller_results":
+                reason = (
+                    f"jobs of {caller} take, or may come to, {_mib(taken)}, {_mib(allowed)} are free, and this one may "
+                    f"come to {_mib(size)}: {RULE}; delete what was read (DELETE /v1/jobs/...), or ask for less"
+                )
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
+            case "large":
+                whose = "one caller, half of what all have together" if caller else "all clients together"
+                most = f"{_mib(allowed)} for {whose} ({CLIENT_SHARE:.0%} of the broker's memory)"
+                raise RequestError(
+                    f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens, and the prompt, may come to "
+                    f"{_mib(size)}, allowed: {most}; lower n or sampling.max_tokens",
+                    [{"field": "n", "value": job.n, "allowed": most}],
+                )
+            case state:
+                return Submitted(state)
+
+    async def delete(
+        self, job_id: str, only: JobState | None = None, *, by: str = "", caller: str = EVERYBODY
+    ) -> JobState:
+        """Forgets a client's job, its result or its dead letter; what is queued or running is cancelled. With `only`,
+        not in another state. `by`: who does it, if not the client. Returns the state that it had.
+        Raises NotFoundError as `status` does, RequestError if the job is the trainer's."""
+        known = re.fullmatch(JOB_ID, job_id)
+        state = (await self.broker.script("delete", job_id, only or "", by, caller)).decode() if known else "unknown"
+        if state in ("unknown", "other"):
+            raise NotFoundError(UNKNOWN.format(job_id))
+        return JobState(state)
+
+    def _check(self, job: Job, *sinks: Sink) -> None:
+        if job.sink is Sink.CLIENT and job.job_id.startswith(own := own_prefix(job.run_id)):
+            allowed = f"any that does not begin with {own!r}, as the trainer's do"
+            error: dict[str, object] = {"field": "job_id", "value": job.job_id, "allowed": allowed}
+            raise RequestError(f"job_id: got {job.job_id!r}, allowed: {allowed}", [error])
+        if job.run_id != self.broker.run_id:
+            raise RequestError(f"run_id: {job.run_id!r}, this queue belongs to run {self.broker.run_id!r}")
+        if job.sink not in sinks:
+            raise RequestError(f"sink: {job.sink!r}, allowed here: {', '.join(sinks)}")
+
+    async def status(self, job_id: str, *, caller: str = EVERYBODY) -> JobReport:
+        """Raises NotFoundError for an id nobody submitted, or another caller, or whose result has expired."""
+        keys = self.broker.keys
+        # No transaction: with its memory full Redis would refuse it, though it only reads.
+        async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
+            both.hgetall(keys.job(job_id))
+            both.strlen(keys.result(job_id))
+            stored, num_bytes = await both.execute()
+        fields = {name.decode(): value.decode() for name, value in stored.items()}
+        has_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
+        others = caller != EVERYBODY and (fields.get("sink") != Sink.CLIENT or fields.get("caller", caller) != caller)
+        if "state" not in fields or others or (has_result and not num_bytes):
+            raise NotFoundError(UNKNOWN.format(job_id))
+        return JobReport(JobState(fields["state"]), fields.get("error"), num_bytes if has_result else None)
+
+    async def result(self, job_id: str, *, caller: str = EVERYBODY) -> Group:
+        """What a client's job that is done came to. Raises NotFoundError."""
+        keys = self.broker.keys
+        async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
+            both.get(keys.result(job_id))
+            # Since `status` was asked it may have been deleted, and its id be another caller's.
+            both.hget(keys.job(job_id), "caller")
+            result, whose = await both.execute()
+        if result is None or (caller != EVERYBODY and whose not in (None, caller.encode())):
+            raise NotFoundError(UNKNOWN.format(job_id))
+        return await asyncio.to_thread(Group.from_bytes, result)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,5 +1,0 @@
-"""Redis: job and group streams, weight registry, replica registry, verdict rules, fail points.
-
-Delivery is at least once, effects once. Every state transition is one Lua script that validates (owner of the entry,
-fencing token of the trainer) before its first write, because Lua does not roll back.
-"""

@@ -1,1 +1,0 @@
-"""`dvp-weights`: the trainer's weight folders over HTTP, for replicas that do not see its volume."""

@@ -1,0 +1,112 @@
+"""`dvp-train CONFIG.toml [options]` trains; `dvp-train eval CONFIG.toml [options]` scores a checkpoint;
+`dvp-train check MODEL [options]` says what a run would make of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dvp_rl import tracing
+from dvp_rl.logs import configure
+from dvp_rl.settings import user_errors
+
+from .config import CheckSettings, EvalSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from .learn.world import World
+
+RANK_TIMEOUT_S = 600.0
+"""Longest time that one rank may be ahead of another."""
+
+
+def main() -> None:
+    with user_errors("dvp-train"):
+        argv = sys.argv[1:]
+        if argv[:1] == ["check"]:
+            check(argv[1:])
+            return
+        evaluating = argv[:1] == ["eval"]
+        if evaluating:
+            del argv[0]
+        file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+        settings = (EvalSettings if evaluating else TrainSettings).load(argv, file)
+        configure(settings.log_format, settings.log_level).run = settings.run_id
+        run(settings)
+
+
+def check(argv: list[str]) -> None:
+    """Raises ConfigError if a run would."""
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model.path", *argv]
+    settings = CheckSettings.load(argv)
+    from .check import check_model
+
+    for line in check_model(settings):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def run(settings: TrainSettings) -> None:
+    # torch and transformers load here, so that --help and a mistyped option do not wait for them.
+    from .learn.world import World
+    from .setup import follow
+
+    # A rank that waits for orders may have to wait as long as the leader waits for its broker, and then for groups.
+    with World.joined(settings.model.device, 2 * settings.broker.stall_timeout_s + RANK_TIMEOUT_S) as world:
+        if not world.leads:
+            follow(settings, world)
+        elif isinstance(settings, EvalSettings):
+            asyncio.run(_stoppable(_evaluate(settings, world)))
+        else:
+            asyncio.run(_stoppable(_train(settings, world)))
+
+
+async def _train(settings: TrainSettings, world: World) -> None:
+    from .loop import train
+    from .setup import open_run
+
+    with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
+        async with open_run(settings, world) as run:
+            await train(run)
+
+
+async def _evaluate(settings: EvalSettings, world: World) -> None:
+    from .setup import open_evaluation
+
+    async with open_evaluation(settings, world) as run:
+        metrics = await run.evaluate()
+    lines = [f"step {run.step}", *(f"{name} {value:.4f}" for name, value in metrics.items() if "time/" not in name)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM and Ctrl-C end the run in order; what was trained since the last checkpoint is done again on resume."""
+    task = asyncio.ensure_future(command)
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise SystemExit(128 + received[0] if received else 1) from None
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Task groups wrap what went wrong; a user wants to read the cause."""
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From a data set to batches: rows and their prompts, what completions are worth, groups that were scored."""

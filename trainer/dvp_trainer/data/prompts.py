@@ -1,0 +1,226 @@
+"""The prompts of a run, in an order that is a pure function of (seed, position).
+
+The data cursor is one integer, so a resumed run goes on exactly where it stopped. Layouts are recognised by their
+column names: plain (prompt, answer), chat lists (messages), DAPO-math (a chat list in `prompt`, the answer in
+`reward_model.ground_truth`) and AIME (problem or Problem, answer or Answer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.http import Message
+from dvp_rl.contract.record import describe
+
+from .sources import Records, open_records
+
+log = logging.getLogger(__name__)
+
+PROMPT_COLUMNS = ("prompt", "messages", "problem", "Problem", "question", "Question")
+ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "Answer", "ground_truth")
+
+Prompt: TypeAlias = str | tuple[Message, ...]
+
+
+class Order(StrEnum):
+    SHUFFLED = "shuffled"
+    """Another permutation in every epoch."""
+    SEQUENTIAL = "sequential"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt of the data set."""
+
+    index: int
+    """Number in the source, from 0."""
+    prompt: Prompt
+    """Plain text, or chat messages for the model's chat template."""
+    answer: str | None
+    """What the reward compares with. Numbers are written as text, other values as JSON."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Every other column."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as a reward function sees it: for a chat, the contents joined by blank lines."""
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(m.content for m in self.prompt)
+
+
+class Columns(NamedTuple):
+    """Explicit column names; None is recognised from the layout. A dot reaches into a nested column."""
+
+    prompt: str | None = None
+    answer: str | None = None
+
+
+RECOGNISED = Columns()
+
+
+class Prompts:
+    """An endless sequence of rows: position p is row p of an infinite run over the epochs."""
+
+    def __init__(
+        self,
+        source: str,
+        records: Records,
+        kept: NDArray[np.int64],
+        fingerprint: str,
+        *,
+        columns: Columns,
+        order: Order,
+        seed: int,
+    ) -> None:
+        self.source, self.fingerprint = source, fingerprint
+        """`fingerprint`: 16 hex digits over the rows and their order. A cursor means nothing under another one."""
+        self._records, self._kept, self._columns = records, kept, columns
+        self._order, self._seed = order, seed
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Row]:
+        """One epoch in the order of the source: how a held-out set is read."""
+        return (self._row(int(index)) for index in self._kept)
+
+    def row_at(self, position: int) -> Row:
+        """The row at `position` >= 0; a pure function of the data set, the order and the seed."""
+        epoch, offset = divmod(position, len(self))
+        if self._order is Order.SHUFFLED:
+            offset = int(permutation(len(self), self._seed, epoch)[offset])
+        return self._row(int(self._kept[offset]))
+
+    def _row(self, index: int) -> Row:
+        return parse_row(self._records[index], index, self.source, self._columns)
+
+
+def load_prompts(
+    source: str,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    columns: Columns = RECOGNISED,
+    needs_answer: bool = False,
+    order: Order = Order.SHUFFLED,
+    seed: int = 0,
+    limit: int | None = None,
+    max_prompt_tokens: int | None = None,
+    count_tokens: Callable[[Prompt], int] | None = None,
+) -> Prompts:
+    """Opens a source (see sources.py) and reads every row once, so that a bad row stops the run before it starts.
+
+    `limit` takes the first rows of the source; then prompts of more than `max_prompt_tokens` by `count_tokens` are left
+    out. Raises ConfigError: see sources.py and `parse_row`, and if nothing is left.
+    """
+    records = open_records(source, split=split, subset=subset)
+    kept: list[int] = []
+    prompts: set[int] = set()
+    num_long = 0
+    digest = hashlib.sha256(f"{order} {seed}".encode())
+    for index, record in zip(range(len(records) if limit is None else limit), records, strict=False):
+        row = parse_row(record, index, source, columns)
+        if needs_answer and row.answer is None:
+            raise ConfigError(_missing("answer", record, index, source, columns.answer, ANSWER_COLUMNS))
+        if max_prompt_tokens is not None and count_tokens is not None and count_tokens(row.prompt) > max_prompt_tokens:
+            num_long += 1
+            continue
+        kept.append(index)
+        prompts.add(hash(row.text))
+        digest.update(json.dumps([index, row.text, row.answer]).encode())
+    if not kept:
+        raise ConfigError(f"{source}: all {num_long} prompts are longer than max_prompt_tokens = {max_prompt_tokens}")
+    log.info(
+        "%s: %d rows, %d different prompts, %d left out as longer than %s tokens",
+        *(source, len(kept), len(prompts), num_long, max_prompt_tokens),
+    )
+    fingerprint = digest.hexdigest()[:16]
+    return Prompts(source, records, np.array(kept, np.int64), fingerprint, columns=columns, order=order, seed=seed)
+
+
+def parse_row(record: dict[str, Any], index: int, source: str, columns: Columns = RECOGNISED) -> Row:
+    """Raises ConfigError naming source, row, the columns it has and those looked for, if there is no usable prompt."""
+    prompt_name, prompt = _find(record, (columns.prompt,) if columns.prompt else PROMPT_COLUMNS)
+    if prompt_name is None or prompt in ("", []):
+        raise ConfigError(_missing("prompt", record, index, source, columns.prompt, PROMPT_COLUMNS))
+    answer_name, answer = _find(record, (columns.answer,) if columns.answer else ANSWER_COLUMNS)
+    extra = {name: value for name, value in record.items() if name not in (prompt_name, answer_name)}
+    return Row(index, _parse_prompt(prompt, f"{source}: row {index}, {prompt_name}"), _as_text(answer), extra)
+
+
+def _find(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str | None, Any]:
+    """The first of the columns that the record has, and its value."""
+    for name in names:
+        value: Any = record
+        for part in (name,) if name in record else name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return name, value
+    return None, None
+
+
+def _parse_prompt(prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise ConfigError(f"{where}: expected text or a list of chat messages, got {type(prompt).__name__}")
+    fields = ({name: message.get(name) for name in ("role", "content")} for message in prompt)
+    try:
+        messages = tuple(Message.model_validate(message) for message in fields)
+    except ValidationError as error:
+        raise ConfigError(describe(where, error)) from None
+    if messages[-1].role == "assistant":
+        raise ConfigError(f"{where}: the last message is the assistant's, so nothing is left to answer; leave it out")
+    return messages
+
+
+def _as_text(answer: Any) -> str | None:
+    if answer is None or isinstance(answer, str):
+        return answer
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return json.dumps(answer, ensure_ascii=False, default=str)
+
+
+def _missing(
+    what: str, record: dict[str, Any], index: int, source: str, named: str | None, candidates: tuple[str, ...]
+) -> str:
+    looked_for = [named] if named else list(candidates)
+    return (
+        f"{source}: row {index} has no {what}. Its columns are {sorted(record)}, looked for {looked_for}. "
+        f"Complete the row, or name its column with data.{what}_column"
+    )
+
+
+@lru_cache(maxsize=4)
+def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """[size] the order of an epoch: rows sorted by the SplitMix64 hash of (seed, epoch, row).
+
+    Written out because NumPy does not promise equal streams across its releases, and a checkpoint outlives them.
+    """
+    with np.errstate(over="ignore"):
+        key = _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
+        order = np.argsort(_splitmix64(np.arange(size, dtype=np.uint64) + key), kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Steele, Lea & Flood 2014, the output function after one increment."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed

@@ -1,0 +1,255 @@
+"""Runs reward functions in worker processes, with a time limit per sample and a memory limit per worker.
+
+Every worker is a fresh interpreter (reward_worker.py) behind a pair of pipes that carry JSON lines: chunks of requests
+down, one line per sample up. A sample that raises, returns no number or passes a limit costs itself. One that hangs
+in code which notices no signal, or takes its process down, costs itself and a worker, which is replaced; the rest of
+its chunk goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_trainer.options import OnError
+
+from .reward_worker import TIME_LIMIT
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK = 32
+START_TIMEOUT_S = 120.0
+GRACE_S = 1.0
+"""What a worker gets on top of the limit before it is killed."""
+LAST_LOOK_S = 0.2
+"""After that, one more look into the pipe: our own event loop may have been busy all the while."""
+READ_BYTES = 1 << 16
+CLOSED = "the reward pool was closed"
+
+# -P and the parent's own sys.path: `-m` would put the working directory first, where a user's math.py shadows Python's.
+BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dvp_trainer.data.reward_worker import main; main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))"
+)
+
+
+class RewardRequest(NamedTuple):
+    row: int
+    """Row number in the data set; names the sample in error messages."""
+    completion: str
+    answer: str | None
+    prompt: str
+    extra: dict[str, Any]
+
+
+class RewardResult(NamedTuple):
+    value: float | None
+    """Finite; None if the function failed."""
+    error: str | None
+    seconds: float
+
+
+class _Chunk(NamedTuple):
+    requests: Sequence[RewardRequest]
+    results: asyncio.Future[list[RewardResult]]
+
+    def fail(self, error: Exception) -> None:
+        if not self.results.done():
+            self.results.set_exception(error)
+
+
+class RewardPool:
+    """`async with RewardPool("math", workers=2, timeout_s=10) as pool: results = await pool.score(requests)`."""
+
+    def __init__(self, reward: str, *, workers: int = 1, timeout_s: float = 10.0, memory_mib: int = 2048) -> None:
+        """`timeout_s` per sample; `memory_mib` per worker."""
+        self._reward, self._timeout_s, self._memory_mib, self._num_workers = reward, timeout_s, memory_mib, workers
+        self._chunks: asyncio.Queue[_Chunk] = asyncio.Queue(maxsize=2 * workers)
+        self._workers: list[_Worker] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Raises ConfigError if the reward function cannot be imported."""
+        self._workers = [_Worker(self._reward, self._timeout_s, self._memory_mib) for _ in range(self._num_workers)]
+        try:
+            await asyncio.gather(*(worker.start() for worker in self._workers))
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request, in order. Waits for room while the pool is busy.
+
+        Raises ConfigError if a replaced worker does not start again, UnavailableError if the pool is closed meanwhile.
+        """
+        assert self._tasks, "score needs a started pool"
+        size = max(1, min(MAX_CHUNK, len(requests) // (4 * self._num_workers)))
+        loop = asyncio.get_running_loop()
+        chunks = [_Chunk(requests[i : i + size], loop.create_future()) for i in range(0, len(requests), size)]
+        try:
+            for chunk in chunks:
+                await self._chunks.put(chunk)
+            parts = await asyncio.gather(*(chunk.results for chunk in chunks))
+        finally:
+            for chunk in chunks:  # nobody waits for them any more
+                chunk.results.cancel()
+        return [result for part in parts for result in part]
+
+    async def close(self) -> None:
+        """Ends every process; scores still waiting raise UnavailableError."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        while not self._chunks.empty():
+            self._chunks.get_nowait().fail(UnavailableError(CLOSED))
+            await asyncio.sleep(0)  # a score that waits for room puts its next chunk now
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _serve(self, worker: _Worker) -> None:
+        while True:
+            chunk = await self._chunks.get()
+            if chunk.results.done():
+                continue
+            try:
+                results = await worker.score(chunk.requests)
+            except asyncio.CancelledError:
+                chunk.fail(UnavailableError(CLOSED))
+                raise
+            except Exception as error:  # noqa: BLE001 - the caller of score gets it
+                chunk.fail(error)
+            else:
+                if not chunk.results.done():
+                    chunk.results.set_result(results)
+
+
+class WorkerLostError(Exception):
+    """The worker process died, or was killed, over the sample that it was scoring."""
+
+
+class _Worker:
+    """One process, started again whenever a sample takes it down."""
+
+    def __init__(self, reward: str, timeout_s: float, memory_mib: int) -> None:
+        self._reward, self._timeout_s, self._memory_mib = reward, timeout_s, memory_mib
+        self._process: Process | None = None
+        self._unread = b""
+
+    async def start(self) -> None:
+        limits = (str(self._timeout_s), str(self._memory_mib))
+        command = (sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(sys.path), self._reward, *limits)
+        # A session of its own: Ctrl-C at the terminal is the trainer's business, and killing takes grandchildren along.
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        self._unread = b""
+        try:
+            (hello, *_) = await self._read_lines(START_TIMEOUT_S)
+        except WorkerLostError as error:
+            raise ConfigError(f"reward.name {self._reward!r}: its worker process did not start: {error}") from None
+        if "error" in hello:
+            raise ConfigError(hello["error"])
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        results: list[RewardResult] = []
+        while len(results) < len(requests):
+            try:
+                if not self._is_alive():
+                    await self.stop()
+                    await self.start()
+                await self._score_rest(requests, results)
+            except WorkerLostError as error:
+                await self.stop()
+                row = requests[len(results)].row
+                log.warning("reward of row %d: %s; the worker process is replaced", row, error)
+                results.append(RewardResult(None, f"row {row}: {error}", self._timeout_s))
+            except BaseException:
+                await self.stop()
+                raise
+        return results
+
+    def _is_alive(self) -> bool:
+        """Asks the kernel where it can: asyncio learns of a death a moment later, and a sample would pay for it."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return True
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    async def _score_rest(self, requests: Sequence[RewardRequest], results: list[RewardResult]) -> None:
+        """Appends to `results` as they come. Raises WorkerLostError at the sample that takes the process down."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        rest = [request[1:] for request in requests[len(results) :]]
+        self._process.stdin.write(json.dumps(rest, default=str).encode() + b"\n")
+        while len(results) < len(requests):
+            for value, error, seconds in await self._read_lines(self._timeout_s + GRACE_S):
+                named = None if error is None else f"row {requests[len(results)].row}: {error}"
+                results.append(RewardResult(value, named, seconds))
+
+    async def _read_lines(self, timeout_s: float) -> list[Any]:
+        """At least one message; a worker sends one per sample, so silence means that a sample is over its limit."""
+        lines: list[bytes] = []
+        while not lines:
+            *lines, self._unread = (self._unread + await self._read(timeout_s)).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    async def _read(self, timeout_s: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for patience in (timeout_s, LAST_LOOK_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    data = await self._process.stdout.read(READ_BYTES)
+                if not data:
+                    raise WorkerLostError(await self._how_it_ended())
+                return data
+        raise WorkerLostError(f"{TIME_LIMIT} and had to be killed")
+
+    async def _how_it_ended(self) -> str:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                code = await self._process.wait()
+            return f"its process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit status {code}'}"
+        return "its process closed its pipe"
+
+    async def stop(self) -> None:
+        """Kills the process and everything that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:  # else the number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
+
+
+def settle(results: Sequence[RewardResult], on_error: OnError, failed_value: float = 0.0) -> list[float]:
+    """The rewards, with `failed_value` for failures. Raises ConfigError on the first failure under OnError.STOP."""
+    failed = [result.error for result in results if result.value is None]
+    if failed and on_error is OnError.STOP:
+        raise ConfigError(
+            f"the reward function failed: {failed[0]}. Mend it, or set reward.on_error = 'zero' to go on without it"
+        )
+    return [failed_value if result.value is None else result.value for result in results]

@@ -1,0 +1,157 @@
+r"""What a completion is worth.
+
+A reward is any function of this form; it runs in a worker process (reward_pool.py), never in the trainer:
+
+    def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float
+
+`completion` is the sampled text without special tokens, `answer` the row's answer, `prompt` its text (of a chat: the
+contents joined by blank lines) and `extra` its other columns as JSON values. It returns one finite number. Named ones
+are `math`, `exact_match` and `arithmetic`; yours is `module:function`, found on the import path or from the working
+directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math as maths
+import os
+import re
+import sys
+from functools import cache
+from typing import Any, Protocol
+
+from dvp_rl.contract.errors import ConfigError
+
+
+class Reward(Protocol):
+    def __call__(self, completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float: ...
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of a completion of `length` tokens:
+
+    0 up to max_tokens - buffer, then linear down to -1 at max_tokens; -1 beyond. A buffer of 0 punishes only beyond.
+    """
+    over = length - (max_tokens - buffer)
+    if over <= 0:
+        return 0.0
+    return -min(over / buffer, 1.0) if buffer else -1.0
+
+
+def exact_match(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float:
+    """1 if both texts are equal apart from surrounding white space."""
+    return float(completion.strip() == _given(answer).strip())
+
+
+def arithmetic(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float:
+    """1 if the completion is the answer as a decimal integer and nothing else; leading zeros are allowed."""
+    text, expected = completion.strip(), int(_given(answer))
+    return float(re.fullmatch(r"-?\d{1,4000}", text, re.ASCII) is not None and int(text) == expected)
+
+
+def math(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float:
+    r"""1 if math-verify finds the stated result equal to the answer.
+
+    The result is the last `\boxed{...}` or the last line `Answer: ...` (DAPO), whichever comes later. A completion that
+    states none is worth 0: a number that merely occurs in the text is no answer.
+    """
+    gold = _given(answer).strip()
+    result = stated_result(completion)
+    if result is None:
+        return 0.0
+    return float(result == gold or _same_mathematics(gold, result))
+
+
+def stated_result(completion: str) -> str | None:
+    r"""What the last `\boxed{...}` (braces balanced) or `Answer: ...` states, without surrounding `$`. What `Answer:`
+    states may stand on a line of its own, and Markdown may emphasise either."""
+    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", completion)]
+    lines = list(re.finditer(r"answer[\s*_]*:[\s*_]*([^\s*_][^\n]*)", completion, re.IGNORECASE))
+    boxed = _balanced(completion, starts[-1]) if starts else None
+    if boxed is not None and (not lines or starts[-1] > lines[-1].start()):
+        return boxed.strip()
+    return lines[-1][1].strip(" \t*$.") if lines else None
+
+
+def _balanced(text: str, start: int) -> str | None:
+    """text[start:] up to the brace that closes the one before `start`; None if there is none."""
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[start:index]
+    return None
+
+
+def _same_mathematics(gold: str, result: str) -> bool:
+    # The pool's time limit holds; math-verify's own would replace the handler of the same signal.
+    verifier = _math_verify()
+    plain = [THOUSANDS.sub("", text) for text in (gold, result)]
+    parsed = [verifier.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in plain]
+    return bool(verifier.verify(*parsed, timeout_seconds=None))
+
+
+@cache
+def _math_verify() -> Any:
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    math_verify.verify(*[math_verify.parse("\\boxed{1}", parsing_timeout=None)] * 2, timeout_seconds=None)
+    return math_verify
+
+
+def _given(answer: str | None) -> str:
+    if answer is None:
+        raise ValueError("this reward compares with the row's answer, and the row has none")
+    return answer
+
+
+THOUSANDS = re.compile(r"(?<=\d)(?:\\[,:; ]|[~\s])(?=\d{3}(?!\d))")
+"""Spaces in a number, as LaTeX sets them: math-verify would see a product."""
+NAMED: dict[str, Reward] = {"math": math, "exact_match": exact_match, "arithmetic": arithmetic}
+
+
+def needs_answer(name: str) -> bool:
+    """True if every row must have an answer; a user's own function decides for itself."""
+    return name in NAMED
+
+
+def resolve_reward(name: str) -> Reward:
+    """A named reward, or `module:function` imported with the working directory at the END of the import path.
+
+    Raises ConfigError naming what is wrong. Slow imports happen here, not in the time of the first sample.
+    """
+    if name == "math":
+        _math_verify()
+    if name in NAMED:
+        return NAMED[name]
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise ConfigError(f"reward.name {name!r}: allowed are {', '.join(NAMED)}, or your own as module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 - a user's module can raise anything
+        raise ConfigError(f"reward.name {name!r}: importing {module_name} failed ({describe_error(error)})") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"reward.name {name!r}: {module_name} has no function {function_name!r}")
+    reward: Reward = function
+    return reward
+
+
+def as_number(value: Any) -> float:
+    """Raises TypeError or ValueError if a reward function returned anything but one finite number."""
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"returned a {type(value).__name__}, expected a number")
+    number = float(value)
+    if not maths.isfinite(number):
+        raise ValueError(f"returned {number}, expected a finite number")
+    return number
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and first line, cut short."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"

@@ -1,0 +1,88 @@
+"""Files that are written where there may be no room left.
+
+What cannot be written ends the run with a message: a resumed one goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from dvp_rl.contract.errors import ConfigError
+
+NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
+"""What more room would not cure."""
+NO_FILES = {errno.EMFILE, errno.ENFILE}
+
+
+def unwritable(what: str, folder: Path, error: Exception) -> str:
+    """What is the matter, where, and what to do. `what` begins with the setting that names the folder."""
+    if isinstance(error, OSError) and error.errno in NOT_ALLOWED:
+        return f"{what} could not be written by user {os.geteuid()} ({error}). Name a folder that it may write in"
+    if isinstance(error, OSError) and error.errno in NO_FILES:
+        return f"{what} could not be written ({error}). Let this process open more files (ulimit -n)"
+    # The folder itself may be what could not be made.
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free_mib = shutil.disk_usage(there).free / 2**20
+    return (
+        f"{what} could not be written ({error}); {free_mib:.0f} MiB free in {there}. Make room, then start the same "
+        "command again to resume from the newest checkpoint"
+    )
+
+
+@contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Around what writes in `folder`: raises ConfigError for OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(unwritable(what, folder, error)) from error
+
+
+class AppendedFile:
+    """A file in out_dir that grows. Nothing is buffered: what was appended is there, or ConfigError said so."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+
+    @property
+    def length(self) -> int:
+        return self._file.tell()
+
+    def append(self, data: bytes) -> None:
+        with self._writing():
+            while data:
+                data = data[self._file.write(data) :]
+
+    def sync(self) -> None:
+        with self._writing():
+            os.fsync(self._file.fileno())
+
+    def replace(self, data: bytes) -> None:
+        """By a new file in the place of the old one: a trainer that was stopped, and replaced, goes on writing into the
+        old one when it wakes up."""
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with self._writing():
+            try:
+                with beside.open("wb") as new:
+                    new.write(data)
+                    new.flush()
+                    os.fsync(new.fileno())
+                beside.rename(self.path)
+            finally:
+                beside.unlink(missing_ok=True)
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"out_dir: {self.path}", self.path.parent)

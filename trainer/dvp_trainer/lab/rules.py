@@ -1,0 +1,44 @@
+"""How much is pruned where: the same threshold at every position, or one by the position's entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from dvp_rl.dvp.policy import Setting, entropy
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class Rule(NamedTuple):
+    """log rho at a position: min(0, log_min_p - slope * H), H the full entropy in nats of the side's OWN logits.
+
+    slope 0 is the paper's fixed rho. With slope > 0 less is pruned where the model is unsure. Both sides apply one
+    rule; as their entropies differ by the mismatch, so do their thresholds, by slope times that.
+    """
+
+    log_min_p: float
+    slope: float = 0.0
+
+    def __call__(self, logits: Float[Tensor, "*batch vocab"]) -> Setting:
+        if not self.slope:
+            return self.log_min_p
+        H = entropy(logits, log_min_p=-math.inf, temperature=1.0).double()
+        return (self.log_min_p - self.slope * H).clamp(max=0.0)
+
+    @property
+    def prunes(self) -> bool:
+        return self.log_min_p > -math.inf
+
+    @property
+    def label(self) -> str:
+        if not self.prunes:
+            return "0"
+        if not self.slope:
+            return f"e^{self.log_min_p:g}"
+        return f"e^({self.log_min_p:.3g} {'−' if self.slope > 0 else '+'} {abs(self.slope):g} H)"
+
+
+NOTHING_PRUNED = Rule(-math.inf)

@@ -1,0 +1,242 @@
+"""How an engine's probabilities differ from the trainer's: by bucket of pi_train, in bounds, along a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from dvp_rl.dvp.metrics import mis_health
+
+from .engines import Engine
+from .mismatch import EDGES, NUM_TAIL, SIGMAS, TAIL, Bucket, Estimate, Mismatch, measure, ratio
+from .rules import NOTHING_PRUNED
+from .sources import NOISE, Trainer, opened, traces
+from .study import Chart, Finding, Series, Study, Table
+from .subject import Progress, Subject
+
+CAP = 2.0
+"""C of masked importance sampling."""
+NEXT_TO_NOTHING = 1e-9
+"""KL per token under which there is nothing to draw."""
+BUCKETS = tuple((f"{low:g}–{high:g}" if low else f"< {high:g}").replace("e-0", "e-") for low, high in pairwise(EDGES))
+
+
+def signature(subject: Subject, engines: Sequence[Engine], num_tokens: int, seed: int, progress: Progress) -> Study:
+    """One engine after another, sampled unpruned from the same prompts."""
+    trainer, found = Trainer(subject.folder), dict[Engine, Mismatch]()
+    for number, engine in enumerate(engines):
+        progress(number, len(engines), engine)
+        with opened(engine, subject.folder) as source:
+            found[engine] = measure(traces(source, trainer, subject.prompts, NOTHING_PRUNED, num_tokens, seed))
+    settings = {
+        "model": subject.words,
+        "sequences of each engine": subject.num_prompts,
+        "tokens of a sequence, at most": num_tokens,
+        "seed": seed,
+        "intervals": f"{SIGMAS:g} standard errors over sequences",
+        "Gaussian control": f"s = {NOISE:g} on every logit, fresh",
+    }
+    return describe(found, settings)
+
+
+def describe(found: Mapping[Engine, Mismatch], settings: dict[str, object]) -> Study:
+    return Study(
+        name="signature",
+        title="The signature of the mismatch",
+        abstract="Delta = log pi_train - log pi_infer of the same token after the same text, trainer in float32, "
+        "sampled unpruned at temperature 1. Sums over a bucket of pi_train are exact, over the whole vocabulary.",
+        settings=settings,
+        findings=tuple(_findings(found)),
+        charts=(*_accumulation(found), *(_engine_chart(e, m) for e, m in _visible(found).items())),
+        tables=(_summary(found), _sequences(found), *(_bucket_table(e, m) for e, m in _visible(found).items())),
+        notes=(
+            "That sampled tail tokens have a negative mean is no evidence of anything: for any noise whatever, sampled "
+            "mean <= log(P_train / P_infer) <= control mean. The sizes against s^2 and p are evidence.",
+            "The prediction is for noise that is independent from token to token. An engine's error comes through the "
+            "hidden state, moves related tokens together, and shifts whole buckets at a position; the contrast, in "
+            "which a common shift cancels, says more about it than the sampled mean.",
+            "s is the plain standard deviation over the vocabulary, in which the many unlikely tokens count most.",
+        ),
+    )
+
+
+def _visible(found: Mapping[Engine, Mismatch]) -> dict[Engine, Mismatch]:
+    return {engine: mismatch for engine, mismatch in found.items() if mismatch.kl_token > NEXT_TO_NOTHING}
+
+
+def _findings(found: Mapping[Engine, Mismatch]) -> list[Finding]:
+    everything = {engine: mismatch.bucket(0, len(EDGES) - 1) for engine, mismatch in found.items()}
+    pairs = sum(bucket.tokens for bucket in everything.values())
+    exact = sum(bucket.beyond_exact for bucket in everything.values())
+    first = sum(bucket.beyond_first_order for bucket in everything.values())
+    buckets = [bucket for mismatch in found.values() for _, bucket in mismatch.buckets()]
+    findings = [
+        Finding("The exact range of Delta is never left.", exact == 0, f"{exact} of {pairs:,} tokens at a position"),
+        Finding("Tokens beyond the first-order bound 2 eps_max (1 - p).", None, f"{first} of {pairs:,}"),
+        Finding(
+            "In every bucket, sampled mean <= log(P_train / P_infer) <= control mean, as for any noise.",
+            all(bucket.is_ordered for bucket in buckets),
+            f"{sum(bucket.is_ordered for bucket in buckets)} of {len(buckets)} buckets",
+        ),
+    ]
+    if control := found.get(Engine.GAUSSIAN):
+        met = [bucket.is_met for _, bucket in control.buckets()]
+        statement = "On injected Gaussian noise, m - v is met within its interval in every bucket."
+        findings.append(Finding(statement, all(met), f"{sum(met)} of {len(met)} buckets"))
+    return findings + [_tail_finding(engine, mismatch) for engine, mismatch in _visible(found).items()]
+
+
+def _tail_finding(engine: Engine, mismatch: Mismatch) -> Finding:
+    tail = mismatch.bucket(0, NUM_TAIL)
+    share = tail.contrast.value / tail.predicted_contrast
+    return Finding(
+        f"{engine}: Delta of sampled tokens with pi_train < {TAIL:g}, against the prediction for iid noise of its s.",
+        None,
+        f"{tail.sampled} against m - v = {tail.predicted_sampled:.2e}; contrast {tail.contrast} against "
+        f"-v = {tail.predicted_contrast:.2e}, {share:.2f} of it",
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _summary(found: Mapping[Engine, Mismatch]) -> Table:
+    rows = []
+    for engine, mismatch in found.items():
+        tail, every = mismatch.bucket(0, NUM_TAIL), mismatch.bucket(0, len(EDGES) - 1)
+        rows.append(
+            (
+                *(str(engine), mismatch.num_tokens, mismatch.size, mismatch.kl_token, mismatch.s, mismatch.s_of_kl),
+                *(str(tail.sampled), tail.predicted_sampled, str(tail.contrast), tail.predicted_contrast),
+                *(every.beyond_first_order, every.beyond_exact),
+            )
+        )
+    return Table(
+        f"Engines, and their tail (pi_train < {TAIL:g})",
+        "|Delta|: mean over sampled tokens. KL(infer || train) per token, exact. s: standard deviation of a logit, "
+        "measured; and as iid noise of this KL would have it. Sampled: mean Delta of sampled tail tokens. Contrast: "
+        "sampled minus pi_train-weighted control. Beyond: tokens outside of the bound, and of the exact range.",
+        (
+            *("engine", "tokens", "|Delta|", "KL", "s", "s of KL", "sampled", "m − v", "contrast", "−v"),
+            *("beyond first order", "beyond exact"),
+        ),
+        tuple(rows),
+    )
+
+
+def _sequences(found: Mapping[Engine, Mismatch]) -> Table:
+    rows = []
+    for engine, mismatch in _visible(found).items():
+        w, lengths = mismatch.delta.sum(1).exp(), mismatch.mask.sum(1).double()
+        seen = ratio(mismatch.delta.sum(1), torch.ones_like(w))
+        health = mis_health(mismatch.kl_token, float(lengths.mean()), CAP)
+        within = float(((w <= CAP) & (w >= 1 / CAP)).double().mean())
+        kept = float(w.where(w <= CAP, 0.0).mean())
+        rows.append(
+            (
+                *(str(engine), float(lengths.mean()), str(seen), -health.kl_sequence),
+                *(within, health.keep_two_sided, kept, health.kept_weight_upper),
+            )
+        )
+    return Table(
+        "Whole sequences",
+        "log w = sum of Delta over a sequence. Predicted from KL and length for a normal log w: its mean -K, the share "
+        "of weights in [1/2, 2], and the weight that w <= 2 keeps.",
+        ("engine", "length", "mean log w", "−K", "in [1/2, 2]", "predicted", "kept weight", "predicted "),
+        tuple(rows),
+    )
+
+
+def _bucket_table(engine: Engine, mismatch: Mismatch) -> Table:
+    def row(number: int, bucket: Bucket) -> tuple[object, ...]:
+        return (
+            *(BUCKETS[number], bucket.mass, str(bucket.sampled), bucket.predicted_sampled, bucket.middle),
+            *(str(bucket.control), bucket.predicted_control, str(bucket.contrast), bucket.predicted_contrast),
+        )
+
+    return Table(
+        f"{engine} by bucket of pi_train",
+        f"s = {mismatch.s:.3g}. Middle: log(P_train / P_infer) of the bucket.",
+        ("pi_train", "share", "sampled", "m − v", "middle", "control", "m", "contrast", "−v"),
+        tuple(row(number, bucket) for number, bucket in mismatch.buckets()),
+    )
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+class Means(Protocol):
+    """Of a bucket, measured and predicted."""
+
+    @property
+    def sampled(self) -> Estimate: ...
+    @property
+    def control(self) -> Estimate: ...
+    @property
+    def contrast(self) -> Estimate: ...
+    @property
+    def predicted_sampled(self) -> float: ...
+    @property
+    def predicted_control(self) -> float: ...
+    @property
+    def predicted_contrast(self) -> float: ...
+
+
+def bucket_chart(name: str, s2: float, numbers: Sequence[int], buckets: Sequence[Means]) -> Chart:
+    x = tuple(map(float, range(len(numbers))))
+
+    def points(label: str, estimates: list[Estimate], style: str, colour: int) -> Series:
+        values = tuple(e.value / s2 for e in estimates)
+        low, high = tuple(e.low / s2 for e in estimates), tuple(e.high / s2 for e in estimates)
+        return Series(label, x, values, low, high, style, colour)
+
+    def line(label: str, values: list[float], colour: int) -> Series:
+        return Series(label, x, tuple(value / s2 for value in values), style="--", colour=colour)
+
+    return Chart(
+        title=f"{name}: Delta by pi_train",
+        caption=f"In units of s² = {s2:.2e}. Dashed: predicted for iid noise.",
+        x_label="pi_train",
+        y_label="mean Delta / s²",
+        series=(
+            points("sampled", [b.sampled for b in buckets], "o", 0),
+            line("m − v", [b.predicted_sampled for b in buckets], 0),
+            points("weighted by pi_train", [b.control for b in buckets], "s", 1),
+            line("m", [b.predicted_control for b in buckets], 1),
+            points("contrast", [b.contrast for b in buckets], "D", 2),
+            line("−v", [b.predicted_contrast for b in buckets], 2),
+        ),
+        ticks=tuple(BUCKETS[number] for number in numbers),
+    )
+
+
+def _engine_chart(engine: Engine, mismatch: Mismatch) -> Chart:
+    numbers, buckets = zip(*mismatch.buckets(), strict=True)
+    return bucket_chart(engine, mismatch.s**2, numbers, buckets)
+
+
+def _accumulation(found: Mapping[Engine, Mismatch]) -> tuple[Chart, ...]:
+    series = []
+    for colour, (engine, mismatch) in enumerate(_visible(found).items()):
+        lengths, seen, predicted = _growth(mismatch)
+        series.append(Series(str(engine), lengths, seen, style="-", colour=colour))
+        series.append(Series(f"{engine}, √(2K + K²)", lengths, predicted, style="--", colour=colour))
+    if not series:
+        return ()
+    caption = "Root mean square of log w, the sum of Delta over the first t tokens. Dashed: of a normal log w, mean −K."
+    return (Chart("Along a sequence", caption, "tokens t", "log w", tuple(series), x_log=True, y_log=True),)
+
+
+def _growth(mismatch: Mismatch) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Length, root mean square of log w, and what K predicts for it; at lengths that half of the sequences have."""
+    last = int(mismatch.mask.sum(1).median())
+    lengths = sorted({round(math.exp(x)) for x in torch.linspace(0, math.log(last), 24).tolist()})
+    long = mismatch.mask[:, last - 1]
+    log_w, K = mismatch.delta[long].cumsum(1), mismatch.kl[long].cumsum(1).mean(0)
+    seen = [float(log_w[:, t - 1].square().mean().sqrt()) for t in lengths]
+    predicted = [math.sqrt(float(2 * K[t - 1] + K[t - 1].square())) for t in lengths]
+    return tuple(map(float, lengths)), tuple(seen), tuple(predicted)

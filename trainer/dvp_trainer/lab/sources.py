@@ -1,0 +1,245 @@
+"""Engines that sample, with both sides' logits at every position.
+
+Shapes: N sequences, P prompt tokens, T model tokens, V tokens in the vocabulary. Temperature is 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.dvp.sampler import sample
+from dvp_rl.engines.compute_dtype import compute_in
+from dvp_rl.engines.model_folder import load_model
+from dvp_rl.engines.sglang_server import Launch, LocalServer, default_python
+from dvp_rl.engines.tokenizer import load_config, load_tokenizer
+from dvp_trainer.config import ModelSection
+from dvp_trainer.learn.model import load_model as trainer_model
+
+from .engines import Engine
+from .precision import Format, RoundedCache, round_weights, rounded
+from .rules import Rule
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+SERVED_CONTEXT = 1024
+NOISE = 0.1
+"""s of the Gaussian control, in nats."""
+
+
+class Samples(NamedTuple):
+    """What an engine says. Entries off the mask mean nothing."""
+
+    token_ids: Int[Tensor, "N T"]
+    mask: Bool[Tensor, "N T"]
+    """False after an end token."""
+    logprobs: Float[Tensor, "N T"]
+    """log pi_infer of each token, under the rule that it was drawn by."""
+    logits: Float[Tensor, "N T V"] | None
+    """Up to a constant per position; None if the engine does not show them (SGLang under a rule that prunes)."""
+
+
+class Source(Protocol):
+    """An engine with a model in it."""
+
+    name: str
+
+    def close(self) -> None: ...
+
+    def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples: ...
+
+
+class Trainer:
+    """pi_train: the trainer's own model, one full forward in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = trainer_model(ModelSection(path=folder))
+
+    @torch.inference_mode()
+    def logits(self, prompts: Int[Tensor, "N P"], token_ids: Int[Tensor, "N T"]) -> Float[Tensor, "N T V"]:
+        ids, T = torch.cat((prompts, token_ids), 1), token_ids.shape[1]
+        logits: Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]
+        return logits
+
+
+class Transformers:
+    """The transformers engine's model, attention and sampler, token by token over a KV cache; rows in lockstep.
+
+    `weights`, `kv`: what they are rounded to. `noise`: s of fresh N(0, s^2) on every logit, the control whose effect is
+    known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        *,
+        fp32_head: bool = False,
+        weights: Format | None = None,
+        kv: Format | None = None,
+        noise: float = 0.0,
+    ) -> None:
+        self.name, self._noise = name, noise
+        self._model = load_model(folder, dtype=dtype, device=torch.device("cpu"))
+        self._eos_ids = torch.tensor(sorted(load_tokenizer(folder).eos_ids))
+        self._kv = kv
+        if fp32_head:
+            compute_in(self._model.get_output_embeddings(), torch.float32)
+        if weights is not None:
+            round_weights(self._model, weights)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    @torch.inference_mode()
+    def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples:
+        cache = DynamicCache() if self._kv is None else RoundedCache(partial(rounded, format=self._kv))
+        random = torch.Generator().manual_seed(seed)
+        uniforms = torch.rand(len(prompts), num_tokens, dtype=torch.float64, generator=random)
+        ids, start = prompts, 0
+        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        for uniform in uniforms.unbind(1):
+            z = self._step(ids, start, cache)
+            z = z + self._noise * torch.randn(z.shape, generator=random)
+            drawn = sample(z, uniform, log_min_p=rule(z), temperature=1.0)
+            start, ids = start + ids.shape[1], drawn.token_ids[:, None]
+            steps.append((drawn.token_ids, drawn.logprobs, z))
+        token_ids, logprobs, logits = (torch.stack(column, 1) for column in zip(*steps, strict=True))
+        return Samples(token_ids, until_end(token_ids, self._eos_ids), logprobs, logits)
+
+    def _step(self, ids: Tensor, start: int, cache: DynamicCache) -> Float[Tensor, "N V"]:
+        positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape)
+        out = self._model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        logits: Tensor = out.logits[:, -1].float()
+        return logits
+
+
+class Sglang:
+    """A real SGLang server of our own, from start to `close`. Unpruned, it is asked for every token's log-prob."""
+
+    def __init__(self, name: str, folder: Path, dtype: str, *flags: str) -> None:
+        self.name = name
+        self._eos_ids = sorted(load_tokenizer(folder).eos_ids)
+        config = load_config(folder)
+        self._vocab_size: int = config.vocab_size
+        context = min(SERVED_CONTEXT, config.max_position_embeddings)
+        launch = Launch(default_python(), dtype=dtype, threads=1, extra_args=flags)
+        self._server = LocalServer(launch, context)
+        self._runner = asyncio.Runner()
+        self._runner.run(self._server.start(folder, name))
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._runner.run(self._server.stop())
+        self._runner.run(self._server.client.close())
+        self._runner.close()
+
+    def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples:
+        if rule.slope:
+            raise ConfigError(f"{self.name}: SGLang has one min-p per request, none by entropy")
+        answers = self._runner.run(self._server.client.generate(self._request(prompts, rule, num_tokens, seed)))
+        return self._read(answers, rule, num_tokens)
+
+    def _request(self, prompts: Tensor, rule: Rule, num_tokens: int, seed: int) -> dict[str, Any]:
+        setting = {
+            "max_new_tokens": num_tokens,
+            "temperature": 1.0,
+            "min_p": math.exp(rule.log_min_p),
+            "stop_token_ids": self._eos_ids,
+        }
+        everything = {"token_ids_logprob": list(range(self._vocab_size))} if not rule.prunes else {}
+        return {
+            "input_ids": prompts.tolist(),
+            "sampling_params": [setting | {"sampling_seed": seed * len(prompts) + i} for i in range(len(prompts))],
+            "return_logprob": True,
+            **everything,
+        }
+
+    def _read(self, answers: list[dict[str, Any]], rule: Rule, T: int) -> Samples:
+        N = len(answers)
+        token_ids, mask = torch.zeros(N, T, dtype=torch.long), torch.zeros(N, T, dtype=torch.bool)
+        logprobs = torch.zeros(N, T)
+        logits = None if rule.prunes else torch.zeros(N, T, self._vocab_size)
+        for row, answer in enumerate(answers):
+            info = answer["meta_info"]
+            drawn = info["output_token_logprobs"]
+            t = len(drawn)
+            mask[row, :t] = True
+            logprobs[row, :t] = torch.tensor([logprob for logprob, _, _ in drawn])
+            token_ids[row, :t] = torch.tensor([token_id for _, token_id, _ in drawn])
+            if logits is not None:
+                found = [[entry[0] for entry in position] for position in info["output_token_ids_logprobs"]]
+                logits[row, :t] = torch.from_numpy(np.array(found, np.float32))
+        return Samples(token_ids, mask, logprobs, logits)
+
+
+class Trace(NamedTuple):
+    """Some sequences with both sides."""
+
+    samples: Samples
+    train_logits: Float[Tensor, "N T V"]
+
+
+def traces(
+    source: Source, trainer: Trainer, prompts: Sequence[Int[Tensor, "N P"]], rule: Rule, num_tokens: int, seed: int
+) -> Iterator[Trace]:
+    """One per block of prompts; each block has a seed of its own."""
+    for number, block in enumerate(prompts):
+        samples = source.sample(block, rule, num_tokens, seed + number)
+        yield Trace(samples, trainer.logits(block, samples.token_ids))
+
+
+def until_end(token_ids: Int[Tensor, "N T"], eos_ids: Int[Tensor, " E"]) -> Bool[Tensor, "N T"]:
+    """True up to the first end token, which counts."""
+    ended = torch.isin(token_ids, eos_ids)
+    return ended.cumsum(1) - ended.long() == 0
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(engine: Engine, folder: Path) -> Iterator[Source]:
+    """The engine with the folder's model, closed again afterwards."""
+    source = _open(engine, folder)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _open(engine: Engine, folder: Path) -> Source:
+    match engine:
+        case Engine.FP32:
+            return Transformers(engine, folder)
+        case Engine.BF16:
+            return Transformers(engine, folder, torch.bfloat16)
+        case Engine.BF16_FP32_HEAD:
+            return Transformers(engine, folder, torch.bfloat16, fp32_head=True)
+        case Engine.FP8_WEIGHTS:
+            return Transformers(engine, folder, weights=Format.FP8)
+        case Engine.FP8_KV:
+            return Transformers(engine, folder, kv=Format.FP8)
+        case Engine.GAUSSIAN:
+            return Transformers(engine, folder, noise=NOISE)
+        case Engine.SGLANG_FP32:
+            return Sglang(engine, folder, "float32")
+        case Engine.SGLANG_BF16_KV:
+            return Sglang(engine, folder, "float32", "--kv-cache-dtype", "bfloat16")
+        case Engine.SGLANG_BF16:
+            return Sglang(engine, folder, "bfloat16")

@@ -1,0 +1,144 @@
+"""What a model reads of some sequences: one packed row without padding, or rows as long as the longest.
+
+Shapes: b sequences; P is their longest prompt and T their longest completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.shape import Shape
+
+from .attention import Rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+    from torch import Tensor
+
+SHORTEST_SHARE = 0.75
+"""Of the longest row of a block, below which a row starts the next block: attention pads to the longest."""
+
+
+class Tokens(NamedTuple):
+    """Of one sequence; neither part is empty."""
+
+    prompt: NDArray[np.integer[Any]]
+    completion: NDArray[np.integer[Any]]
+
+
+class Layout(NamedTuple):
+    input_ids: Int[Tensor, "rows columns"]
+    position_ids: Int[Tensor, "rows columns"]
+    attention_mask: Bool[Tensor, "rows columns"] | None
+    """None if packed or fixed."""
+    before: Int[Tensor, " tokens"]
+    """For every completion token, sequence after sequence: where the token before it lies, whose state predicts it."""
+    packed_rows: Rows | None
+    """What attends to what if packed."""
+
+    def model_inputs(self) -> dict[str, Any]:
+        names = "input_ids", "position_ids", "attention_mask" if self.packed_rows is None else "packed_rows"
+        return {name: getattr(self, name) for name in names}
+
+
+def padded(sequences: Sequence[Tokens], pad_id: int, device: torch.device) -> Layout:
+    """[b, P + T]: prompts end and completions begin in one column, so that one slice of the logits serves all rows."""
+    P, T = (max(map(len, part)) for part in zip(*sequences, strict=True))
+    input_ids = np.full((len(sequences), P + T), pad_id, np.int64)
+    attention = np.zeros(input_ids.shape, bool)
+    before = []
+    for row, (prompt, completion) in enumerate(sequences):
+        p, t = len(prompt), len(completion)
+        input_ids[row, P - p : P], input_ids[row, P : P + t] = prompt, completion
+        attention[row, P - p : P + t] = True
+        before.append(row * (P + T) + P - 1 + np.arange(t))
+    return Layout(
+        _tensor(input_ids, device),
+        _tensor(np.maximum(attention.cumsum(1) - 1, 0), device),
+        _tensor(attention, device),
+        _tensor(np.concatenate(before), device),
+        None,
+    )
+
+
+def fixed(sequences: Sequence[Tokens], shape: Shape, device: torch.device) -> Layout:
+    """[R, L] from the left, zeros behind and in the rows that are left over: services/dvp_rl/engines/fixed_shape.py."""
+    input_ids, before = np.zeros(shape, np.int64), []
+    for row, (prompt, completion) in enumerate(sequences):
+        p, t = len(prompt), len(completion)
+        if p + t > shape.length:
+            raise ConfigError(
+                f"model.fixed_shape {shape}: a sequence of {p} + {t} tokens came; replicas need the same fixed_shape"
+            )
+        input_ids[row, : p + t] = np.concatenate([prompt, completion])
+        before.append(row * shape.length + p - 1 + np.arange(t))
+    positions = np.tile(np.arange(shape.length), (shape.rows, 1))
+    return Layout(
+        _tensor(input_ids, device), _tensor(positions, device), None, _tensor(np.concatenate(before), device), None
+    )
+
+
+def packed(sequences: Sequence[Tokens], device: torch.device) -> Layout:
+    """[1, L] with every prompt once, however many of the sequences share it, and without the last token of each
+    completion, which is predicted and never read."""
+    pieces: list[NDArray[np.integer[Any]]] = []
+    rows: list[NDArray[np.int64]] = []
+    prompts: dict[bytes, NDArray[np.int64]] = {}
+    size = 0
+
+    def place(token_ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        nonlocal size
+        pieces.append(token_ids)
+        size += len(token_ids)
+        return np.arange(size - len(token_ids), size)
+
+    for prompt, completion in sequences:
+        key = prompt.tobytes()
+        if key not in prompts:
+            prompts[key] = place(prompt)
+        rows.append(np.concatenate([prompts[key], place(completion[:-1])]))
+    positions = np.empty(size, np.int64)
+    for row in rows:
+        positions[row] = np.arange(len(row))
+    before = [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
+    return Layout(
+        _tensor(np.concatenate(pieces, dtype=np.int64)[None], device),
+        _tensor(positions[None], device),
+        None,
+        _tensor(np.concatenate(before), device),
+        _attended(rows, size, device),
+    )
+
+
+def _attended(rows: list[NDArray[np.int64]], size: int, device: torch.device) -> Rows:
+    """Blocks of rows of about one length; a position that several rows share is read from one of them."""
+    blocks, cells, start = [], np.empty(size, np.int64), 0
+    for block in _of_like_length(rows):
+        index = np.zeros((len(block), len(block[0])), np.int64)
+        for line, row in zip(index, block, strict=True):
+            line[: len(row)] = row
+            cells[row] = start + np.arange(len(row))
+            start += index.shape[1]
+        blocks.append(_tensor(index, device))
+    return Rows(tuple(blocks), _tensor(cells, device))
+
+
+def _of_like_length(rows: list[NDArray[np.int64]]) -> Iterator[list[NDArray[np.int64]]]:
+    """Longest first."""
+    block: list[NDArray[np.int64]] = []
+    for row in sorted(rows, key=len, reverse=True):
+        if block and len(row) < SHORTEST_SHARE * len(block[0]):
+            yield block
+            block = []
+        block.append(row)
+    yield block
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,348 @@
+"""The LM head under the constrained policy: from hidden states to log-probs, never [tokens, vocabulary] in memory.
+
+With G[i, k] = d log pi_mp(a_i) / d z_ik = (1[k = a_i] - pi_mp(k)) / tau on S_i, and exactly 0 off it,
+
+    d / d hidden = diag(upstream) G W        d / d W = (diag(upstream) G)^T hidden
+
+Where S is small, G is sparse: |S| entries a row instead of the vocabulary. Logits are computed tile by tile, so that W
+is read once for many rows. One walk over the vocabulary finds the largest logit of each row and all that may belong to
+S; what does is all that the backward needs: two sparse products per tile. A row that keeps more than about `max_share`
+of the vocabulary is dense: a second walk, now that its largest logit is known, sums over S, and the backward computes
+its tiles again. Rows without slope (vetoed, rejected, outside) cost the backward nothing.
+
+Shapes: r rows of a block, c columns of a tile, k entries of the sparse matrix.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dvp_rl.dvp.policy import Constrained, Setting, as_rows, constrain, membership, split_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from jaxtyping import Bool, Float, Int
+
+MAX_SHARE, MAX_SHARE_HALF = 0.1, 0.03
+"""Kept share of the vocabulary above which a row is dense: where both ways take about as long on a CPU, by
+`python -m tests.benchmarks.lm_head --crossing`. Half precision speeds up dense products only."""
+CPU_CHUNK, DEVICE_CHUNK = 2**21, 2**27
+"""Logits of a tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
+GROUP = 16
+"""Logits that share one comparison in the search for S."""
+CROWDED = 2
+"""The search counts first where more than one in so many groups holds some of S."""
+
+
+def head_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    bias: Float[Tensor, " vocab"] | None,
+    token_ids: Int[Tensor, " tokens"],
+    *,
+    log_min_p: Setting,
+    temperature: Setting,
+    max_share: float | None = None,
+    chunk: int | None = None,
+) -> Constrained:
+    """`constrained_logprobs(hidden @ weight.T + bias, ...)`, differentiable (once) in hidden, weight and bias.
+
+    Logits have the dtype of `hidden`, as under autocast; a float32 weight gets its gradient in float32. Memory: a few
+    times `chunk` logits, and 8 bytes for every kept logit of a sparse row.
+    """
+    if max_share is None:
+        max_share = MAX_SHARE if hidden.dtype in (torch.float32, torch.float64) else MAX_SHARE_HALF
+    if chunk is None:
+        chunk = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
+    _, threshold, tau = as_rows(hidden, log_min_p, temperature)
+    rules = (setting.to(hidden.device).expand(len(hidden), 1) for setting in (threshold, tau))
+    outputs = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk, torch.is_grad_enabled()
+    )
+    return Constrained(*outputs)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        threshold: Tensor,
+        tau: Tensor,
+        max_share: float,
+        chunk: int,
+        recording: bool,
+    ) -> Constrained:
+        # Without gradient mode, inputs that need one still say so.
+        learning = recording and any(ctx.needs_input_grad[:3])
+        ctx.size = max(1, math.isqrt(chunk), chunk // len(weight))
+        ctx.chunk, ctx.kept, ctx.logits, parts = chunk, [], None, []
+        for states, *columns in split_rows(hidden, token_ids, threshold, tau, size=ctx.size):
+            logits = _Logits(states, weight, bias, chunk)
+            policy, kept = _constrain(logits, _Rows(*columns), max_share)
+            parts.append(policy)
+            if learning:
+                ctx.kept.append(kept)
+        out = Constrained(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        ctx.save_for_backward(hidden, weight, bias, token_ids, threshold, tau, out.inside)
+        if learning and len(parts) == 1 and kept.dense.any():
+            # That is no more memory than computing them took.
+            ctx.logits = logits.whole
+        ctx.mark_non_differentiable(*out[1:])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *columns, inside = ctx.saved_tensors
+        slope = upstream.unsqueeze(-1) / columns[-1]
+        active = inside & (upstream != 0)
+        total = _HeadGradient(hidden, weight, bias)
+        blocks = split_rows(hidden, total.hidden, active, slope, *columns, size=ctx.size)
+        whole, ctx.logits = ctx.logits, None  # gradients are written over them
+        for kept, (states, target, alive, pull, *rest) in zip(ctx.kept, blocks, strict=True):
+            logits, rows = _Logits(states, weight, bias, ctx.chunk, whole), _Rows(*rest)
+            for kind, gradients in ((~kept.dense, _sparse_gradients), (kept.dense, _dense_gradients)):
+                chosen = alive & kind
+                if chosen.any():
+                    target[chosen] = total.add(states[chosen], gradients(logits, rows, kept, pull, chosen))
+        return total.hidden, total.weight, total.bias, *(None,) * 6
+
+
+class _Rows(NamedTuple):
+    """What is asked about each row of a block."""
+
+    token_ids: Int[Tensor, "r 1"]
+    threshold: Float[Tensor, "r 1"]
+    tau: Float[Tensor, "r 1"]
+
+
+class _Logits:
+    """The logits of a block in the dtype of its hidden states, tile by tile; each overwrites the one before."""
+
+    def __init__(
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, whole: Tensor | None = None
+    ) -> None:
+        self._states, self._weight, self._bias = states, weight, bias
+        self.whole = whole
+        """All of them, once they are computed, if that is one tile."""
+        vocab = len(weight)
+        width = min(vocab, max(GROUP, chunk // max(len(states), 1) // GROUP * GROUP))
+        self.slices = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+        """Columns of each tile."""
+        self._buffer = states.new_empty(len(states) * width if whole is None else 0)
+
+    def tiles(self, chosen: Tensor | None = None) -> Iterator[tuple[slice, Float[Tensor, "r c"]]]:
+        """Of all rows, or of those chosen."""
+        if chosen is not None and chosen.all():
+            chosen = None  # no copy, then
+        if self.whole is not None:
+            yield self.slices[0], self.whole if chosen is None else self.whole[chosen]
+            return
+        states = self._states if chosen is None else self._states[chosen]
+        for columns in self.slices:
+            tile = self._tile(states, columns)
+            if len(self.slices) == 1 and chosen is None:
+                self.whole = tile
+            yield columns, tile
+
+    def _tile(self, states: Tensor, columns: slice) -> Tensor:
+        head = self._weight[columns].to(states.dtype)
+        out = self._buffer[: len(states) * len(head)].view(len(states), len(head))
+        if self._bias is None:
+            return torch.mm(states, head.T, out=out)
+        return torch.addmm(self._bias[columns].to(states.dtype), states, head.T, out=out)
+
+
+class _Found(NamedTuple):
+    """Logits of a tile that may belong to S, or those that do, row after row."""
+
+    row: Int[Tensor, " k"]
+    column: Int[Tensor, " k"]
+    value: Float[Tensor, " k"]
+
+
+class _Entries(NamedTuple):
+    """S in a tile, row after row."""
+
+    number: Int[Tensor, " r"]
+    column: Int[Tensor, " k"]
+    weight: Float[Tensor, " k"]
+    """exp((z - peak) / tau)"""
+
+
+class _Kept(NamedTuple):
+    """What the backward needs of a block."""
+
+    peak: Float[Tensor, "r 1"]
+    """Largest logit; NaN in a row that is not finite."""
+    kept: Float[Tensor, "r 1"]
+    """Sum of exp((z - peak) / tau) over S."""
+    dense: Bool[Tensor, " r"]
+    entries: list[_Entries]
+    """By tile, without those of dense rows."""
+
+
+class _Walk:
+    """What the first walk over the vocabulary learns."""
+
+    def __init__(self, rows: _Rows, max_share: float, vocab: int) -> None:
+        self._rows, self._share, self._vocab = rows, max_share, vocab
+        # The lowest number and not -inf, the difference of two of which is NaN.
+        self.peak = torch.full_like(rows.tau, torch.finfo(rows.tau.dtype).min)
+        self.total = torch.zeros_like(self.peak)
+        """Sum of exp((z - peak) / tau) over the vocabulary; of dense rows the second walk's."""
+        self.own = torch.zeros_like(self.peak)
+        """Logit of the row's token."""
+        self.found: list[_Found] = []
+        """By tile, what may belong to S; of dense rows not all."""
+        self.dense = torch.zeros_like(self.peak[:, 0], dtype=torch.bool)
+        self._number = torch.zeros_like(rows.token_ids[:, 0])
+        """Of those of each row."""
+
+    def add(self, columns: slice, tile: Tensor) -> None:
+        token_ids, _, tau = self._rows
+        logits = tile.to(tau.dtype)
+        width = logits.shape[1]
+        lanes = GROUP if width % GROUP == 0 else 1
+        groups = logits.view(len(logits), lanes, width // lanes)
+        tops = groups.amax(1)
+        before, self.peak = self.peak, torch.maximum(self.peak, tops.amax(-1, keepdim=True))
+        hits = tops - self.peak >= self._rows.threshold
+        if hits.sum() * CROWDED > hits.numel():  # so many that to count them is cheaper than to find them
+            self._judge(columns.stop, self._number + self._count(logits))
+        self.found.append(self._find(groups, hits & ~self.dense[:, None]))
+        self._judge(columns.stop, self._number)
+        if not self.dense.all():
+            self.total *= ((before - self.peak) / tau).exp_()
+            for piece, peak, heat, total in split_rows(logits, self.peak, tau, self.total):
+                total += (piece - peak).div_(heat).exp_().sum(-1, keepdim=True)
+        place = token_ids - columns.start
+        own = logits.gather(1, place.clamp(0, width - 1))
+        self.own = torch.where((place >= 0) & (place < width), own, self.own)
+
+    def _count(self, logits: Tensor) -> Tensor:
+        """How many of each row `_find` would find."""
+        pieces = split_rows(logits, self.peak, self._rows.threshold)
+        return torch.cat([membership(piece - peak, threshold).sum(-1) for piece, peak, threshold in pieces])
+
+    def _find(self, groups: Tensor, hits: Tensor) -> _Found:
+        """Compares as `constrain` does, with the peak so far: as that only grows, nothing of S is missed."""
+        row, place = hits.nonzero(as_tuple=True)
+        some = groups[row, :, place]
+        item, lane = (some - self.peak[row] >= self._rows.threshold[row]).nonzero(as_tuple=True)
+        row, place = row[item], place[item]
+        self._number += row.bincount(minlength=len(self.dense))
+        return _Found(row.int(), (lane * groups.shape[2] + place).int(), some[item, lane])
+
+    def _judge(self, seen: int, number: Tensor) -> None:
+        """Half of the vocabulary is enough to tell, and as much as is worth keeping."""
+        self.dense |= number > self._share * max(seen, self._vocab / 2)
+
+
+def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrained, _Kept]:
+    """Both walks."""
+    walk = _Walk(rows, max_share, logits.slices[-1].stop)
+    for columns, tile in logits.tiles():
+        walk.add(columns, tile)
+    limits, dense = torch.finfo(walk.peak.dtype), walk.dense
+    peak = walk.peak.masked_fill((walk.peak == limits.min) | walk.peak.isinf(), math.nan)
+    count, kept = torch.zeros_like(rows.token_ids[:, 0]), torch.zeros_like(peak[:, 0], dtype=torch.float64)
+    entries = []
+    while walk.found:  # one goes as the other comes: together they would be twice the memory
+        row, column, value = walk.found.pop(0)
+        block = constrain(value[:, None], rows.threshold[row], rows.tau[row], peak[row])
+        mine = block.keep[:, 0].bool() & ~dense[row]
+        row, weight = row[mine], block.weight[mine, 0]
+        entries.append(_Entries(row.bincount(minlength=len(peak)), column[mine], weight))
+        kept.index_add_(0, row, weight.double())
+        count += entries[-1].number
+    if dense.any():
+        sums = [count[dense], kept[dense], torch.zeros_like(walk.total[dense])]
+        known = [column[dense] for column in (rows.threshold, rows.tau, peak)]
+        for _, tile in logits.tiles(dense):
+            for piece, number, mass, total, *rule in split_rows(tile, *sums, *known):
+                block = constrain(piece, *rule)
+                number += block.keep.sum(-1).long()
+                mass += block.kept[:, 0]
+                total += block.total
+        count[dense], kept[dense], walk.total[dense] = sums
+    weight = kept[:, None].to(peak.dtype) + (peak - peak)  # NaN where the peak is
+    own = constrain(walk.own, rows.threshold, rows.tau, peak)._replace(kept=weight, total=walk.total)
+    policy = own.read(torch.zeros_like(rows.token_ids))._replace(kept_count=count.int())
+    return policy, _Kept(peak, weight, dense, entries)
+
+
+def _sparse_gradients(
+    logits: _Logits, rows: _Rows, kept: _Kept, slope: Tensor, chosen: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """slope G of the chosen rows by tile, as sparse matrices."""
+    share = slope / kept.kept
+    index = torch.arange(len(chosen), device=chosen.device)
+    for columns, (number, column, weight) in zip(logits.slices, kept.entries, strict=True):
+        row = index.repeat_interleave(number)
+        if not chosen.all():
+            mine = chosen[row]
+            row, column, weight = row[mine], column[mine], weight[mine]
+        hit = column + columns.start == rows.token_ids[row, 0]
+        values = hit * slope[row, 0] - weight * share[row, 0]
+        yield columns, _csr(number[chosen], column, values, columns.stop - columns.start)
+
+
+def _dense_gradients(
+    logits: _Logits, rows: _Rows, kept: _Kept, slope: Tensor, chosen: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """The same as dense ones, in the dtype of the logits."""
+    slope, share = slope[chosen], slope[chosen] / kept.kept[chosen]
+    token_ids, *known = (column[chosen] for column in (*rows, kept.peak))
+    for columns, tile in logits.tiles(chosen):
+        for piece, pull, *rule in split_rows(tile, share, *known):
+            torch.mul(constrain(piece, *rule).weight, -pull, out=piece)
+        row = ((token_ids >= columns.start) & (token_ids < columns.stop)).nonzero()[:, 0]
+        tile[row, token_ids[row, 0] - columns.start] += slope[row, 0]
+        yield columns, tile
+
+
+class _HeadGradient:
+    """The sums over rows; `weight` and `bias` are None where no gradient is wanted."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._head = weight
+        self.hidden = torch.zeros_like(hidden)
+        self.weight = torch.zeros_like(weight) if weight.requires_grad else None
+        self.bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
+
+    def add(self, states: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> Tensor:
+        """Of some rows, from the gradient of their logits. Returns that of the hidden states."""
+        pull = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
+        for columns, matrix in gradients:
+            _accumulate(pull, matrix, self._head[columns])
+            if self.weight is not None:
+                _accumulate(self.weight[columns], matrix.t(), states)
+            if self.bias is not None:
+                _accumulate(self.bias[columns, None], matrix.t(), torch.ones_like(states[:, :1]))
+        return pull.to(states.dtype)
+
+
+def _accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += left @ right in the dtype of `left`."""
+    if into.dtype is left.dtype:
+        into.addmm_(left, right.to(left.dtype))
+    else:
+        into += left @ right.to(left.dtype)
+
+
+def _csr(count: Tensor, columns: Tensor, values: Tensor, width: int) -> Tensor:
+    starts = torch.cat([count.new_zeros(1), count.cumsum(0)]).int()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        return torch.sparse_csr_tensor(starts, columns, values, (len(count), width), check_invariants=False)

@@ -1,0 +1,102 @@
+"""From sequences to tensors that fit into memory together.
+
+Shapes: a micro-batch has b sequences; T is its longest completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dvp_rl.contract.shape import Shape
+from dvp_trainer.data.batch import TrainSequence
+
+from .arrangement import Beside, lay_out
+from .layout import Layout, Tokens, fixed
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    rows: Int[Tensor, " b"]
+    """Index of each sequence in the batch's [N] vectors."""
+    layout: Layout
+    token_ids: Int[Tensor, "b T"]
+    """The completion; 0 where padded."""
+    mask: Bool[Tensor, "b T"]
+    """True on model tokens."""
+    infer_logprobs: Float[Tensor, "b T"]
+    """log pi_infer_mp; 0 where padded. Likewise kept mass 1 and kept count 1 where padded."""
+    infer_kept_mass: Float[Tensor, "b T"]
+    infer_kept_count: Int[Tensor, "b T"]
+
+    @classmethod
+    def collate(cls, sequences: list[TrainSequence], layout: Layout) -> MicroBatch:
+        device = layout.input_ids.device
+        shape = len(sequences), max(len(sequence.sample.token_ids) for sequence in sequences)
+        token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
+        logprobs, mass, count = np.zeros(shape, np.float32), np.ones(shape, np.float32), np.ones(shape, np.int64)
+        for row, sequence in enumerate(sequences):
+            sample = sequence.sample
+            t = len(sample.token_ids)
+            token_ids[row, :t], mask[row, :t] = sample.token_ids, True
+            logprobs[row, :t], mass[row, :t], count[row, :t] = sample.logprobs, sample.kept_mass, sample.kept_count
+        rows = np.array([sequence.index for sequence in sequences])
+        arrays = (torch.from_numpy(array).to(device) for array in (rows, token_ids, mask, logprobs, mass, count))
+        return cls(next(arrays), layout, *arrays)
+
+    def idle(self) -> MicroBatch:
+        """The same without a model token: forward and backward run, and add nothing."""
+        layout = self.layout._replace(before=self.layout.before[:0])
+        return replace(self, mask=torch.zeros_like(self.mask), layout=layout)
+
+
+def micro_batches(
+    sequences: list[TrainSequence],
+    *,
+    max_tokens: int,
+    beside: Beside,
+    pad_id: int,
+    device: torch.device,
+    shape: Shape | None = None,
+) -> Iterator[MicroBatch]:
+    """In the order given; each of `shape`, if there is one, and else of at most `max_tokens`."""
+    if shape is None:
+        parts = fill(sequences, max_tokens=max_tokens, beside=beside)
+    else:
+        parts = (sequences[start : start + shape.rows] for start in range(0, len(sequences), shape.rows))
+    for part in parts:
+        tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
+        layout = lay_out(beside, tokens, pad_id, device) if shape is None else fixed(tokens, shape, device)
+        yield MicroBatch.collate(part, layout)
+
+
+def fill(sequences: list[TrainSequence], *, max_tokens: int, beside: Beside) -> Iterator[list[TrainSequence]]:
+    """Cuts into lists of at most `max_tokens` (one sequence at least): padding counts if they are to be padded. A
+    prompt counts for each of its samples, as it does in the memory that attention takes."""
+    if beside is Beside.ALONE:
+        max_tokens = 0
+    start = total = prompt = completion = 0
+    for stop, sequence in enumerate(sequences):
+        p, t = len(sequence.prompt_ids), len(sequence.sample.token_ids)
+        padded = (stop + 1 - start) * (max(prompt, p) + max(completion, t))
+        if stop > start and (total + p + t if beside is Beside.PACKED else padded) > max_tokens:
+            yield sequences[start:stop]
+            start, total, prompt, completion = stop, 0, 0, 0
+        total, prompt, completion = total + p + t, max(prompt, p), max(completion, t)
+    if sequences:
+        yield sequences[start:]
+
+
+def share(sequences: list[TrainSequence], rank: int, size: int) -> list[TrainSequence]:
+    """One of `size` stretches of about equal numbers of tokens."""
+    lengths = np.array([sequence.num_tokens for sequence in sequences])
+    middle = lengths.cumsum() - lengths / 2
+    return [s for s, part in zip(sequences, middle * size // max(lengths.sum(), 1), strict=True) if part == rank]

@@ -1,0 +1,143 @@
+"""Model, optimizer and generator on disk: a folder of PyTorch's distributed checkpoint format.
+
+Every rank writes what it holds, and another number of ranks can read it. The index is a pickle: `Reader` makes
+nothing of it but the few classes that an index of tensors has. PyTorch reads the tensors themselves with weights_only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+from torch.serialization import _get_layout
+from transformers import PreTrainedModel
+
+from dvp_rl.contract.errors import ConfigError
+
+from .lora import lora_scaling
+
+TRAINED = StateDictOptions(ignore_frozen_params=True)
+_IN_AN_INDEX: tuple[Any, ...] = (
+    *(Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, ChunkStorageMetadata),
+    *(_StorageInfo, _MEM_FORMAT_ENCODING, torch.Size, PosixPath, _get_layout),
+)
+IN_AN_INDEX = {known.__name__: known for known in _IN_AN_INDEX}
+"""Not BytesStorageMetadata: PyTorch would unpickle those bytes, whatever they are."""
+
+
+class _Index(pickle.Unpickler):
+    """Of names in a pickle only its last part counts, so that nothing is imported for it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = IN_AN_INDEX.get(name, getattr(torch, name, None))
+        if name in IN_AN_INDEX or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that an index of tensors needs")
+
+
+class Reader(FileSystemReader):
+    """PyTorch's, which would run any code that the index names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            index = _Index(file).load()
+        if not isinstance(index, Metadata):
+            raise pickle.UnpicklingError(f"{type(index).__name__} is no index")
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+def save_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> None:
+    """Durable before it returns. All ranks call it with one folder. Raises OSError (disk full)."""
+    with _one_or_many() as no_dist:
+        save(_tensors(model, optimizer, optimizer_steps), checkpoint_id=folder, no_dist=no_dist)
+
+
+def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:
+    """Makes model, optimizer and torch's generator what they were; returns the number of optimizer steps.
+    Raises ConfigError, and other errors for a folder that is damaged."""
+    tensors = _tensors(model, optimizer, 0)
+    check_same(folder, tensors["model"])
+    with _one_or_many() as no_dist:
+        load(tensors, storage_reader=Reader(folder), no_dist=no_dist)
+    scaling = lora_scaling(model)
+    if scaling is not None and float(tensors["lora_scaling"]) != scaling:
+        raise ConfigError(
+            f"{folder}: adapters count {float(tensors['lora_scaling']):g} times there, {scaling:g} times here: "
+            "lora.alpha must be what this checkpoint was trained with"
+        )
+    settings = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    set_optimizer_state_dict(model, optimizer, {"state": tensors["optimizer"], "param_groups": settings})
+    torch.set_rng_state(tensors["rng"])
+    return int(tensors["updates"])
+
+
+def check_same(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises ConfigError unless the checkpoint is one of these tensors: PyTorch would say less."""
+    stored = {
+        name.removeprefix("model."): tuple(getattr(entry, "size", ()))
+        for name, entry in Reader(folder).read_metadata().state_dict_metadata.items()
+        if name.startswith("model.")
+    }
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differing = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+    if differing:
+        name = differing[0]
+        there, here = (where.get(name, "not trained") for where in (stored, wanted))
+        raise ConfigError(
+            f"{folder}: {name} is {there} there, {here} here ({len(differing)} tensors differ): model.path, lora.rank "
+            "and lora.targets must be what this checkpoint was trained with"
+        )
+
+
+def _tensors(model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> dict[str, Any]:
+    """Those of the model are its own: to load into them is all it takes. What is frozen comes from model.path."""
+    scaling = lora_scaling(model)
+    return {
+        **({} if scaling is None else {"lora_scaling": torch.tensor(scaling, dtype=torch.float64)}),
+        "model": get_model_state_dict(model, options=TRAINED),
+        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
+        "updates": torch.tensor(optimizer_steps),
+        "rng": torch.get_rng_state(),
+    }
+
+
+@contextmanager
+def _one_or_many() -> Iterator[bool]:
+    """Whether there is no process group. What fails within, on any rank, is an OSError."""
+    with warnings.catch_warnings():
+        # Told to do without a process group, PyTorch warns that there is none.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield not dist.is_initialized()
+        except CheckpointException as error:  # no Exception, and in its words a traceback of every rank
+            failures = (f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+            raise OSError("; ".join(failures)) from error

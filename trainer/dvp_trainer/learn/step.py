@@ -1,0 +1,323 @@
+"""One batch, one optimizer step (or a few): masked train log-probs, veto, importance weights, gradient, AdamW.
+
+Shapes as in batch.py: G groups of n samples, N = G n sequences; b sequences of a micro-batch, T its longest completion.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from dvp_rl.contract.shape import Shape
+from dvp_rl.dvp.correction import Correction, correct
+from dvp_rl.dvp.denominators import denominator
+from dvp_rl.dvp.metrics import MetricBatch, mismatch_metrics
+from dvp_rl.dvp.objective import surrogate_loss
+from dvp_rl.dvp.policy import Constrained
+from dvp_rl.weights.folder import folder_digest
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch, TrainSequence
+from dvp_trainer.options import Baseline, Overlong
+
+from .advantages import advantages
+from .arrangement import Beside
+from .evidence import Evidence, TrainLogprobs, pruning_metrics
+from .lora import add_lora
+from .micro_batch import MicroBatch, micro_batches, share
+from .model import Policy, check_rope, full, load_model, shard
+from .state import load_state, save_state
+from .weight_files import write_adapter, write_weights
+from .world import Order, World
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+STALENESS_BINS = 8
+"""Of the histogram; one more holds all that is older."""
+
+
+class Update(NamedTuple):
+    """What came of one optimizer step."""
+
+    seen: Evidence | None
+    loss: float
+    """The scalar whose negative gradient is the estimator. Its value says little: it is no measure of progress."""
+    grad_norm: float | None
+    """Before clipping; None if there was nothing to learn from and the weights are unchanged."""
+
+
+def open_learner(settings: TrainSettings, pad_id: int, world: World) -> Learner:
+    """With the model of model.path. A rank loads all of it, and keeps its part before the next one does."""
+    with world.in_turn():
+        return Learner(load_model(settings.model, sharded=world.size > 1), settings, pad_id, world)
+
+
+class Learner:
+    """The policy in training and its optimizer. `step` is synchronous and heavy: call it in a thread."""
+
+    def __init__(
+        self, model: PreTrainedModel, settings: TrainSettings, pad_id: int, world: World | None = None
+    ) -> None:
+        self.model, self.settings, self.pad_id, self.world = model, settings, pad_id, world or World()
+        self.device = torch.device(settings.model.device)
+        check_rope(model, settings)
+        if settings.lora.rank:
+            add_lora(model, settings.lora, settings.seed)
+        policy, shape = settings.sampling, settings.model.fixed_shape
+        self.policy = Policy(
+            model,
+            settings.model.compute_dtype,
+            log_min_p=policy.log_min_p,
+            temperature=policy.temperature,
+            shape=None if shape is None else Shape.parse(shape),
+            fp32_head=settings.model.fp32_head,
+        )
+        if self.world.size > 1:
+            shard(self.policy, self.device, self.world)
+        options = settings.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        self.optimizer_steps = 0
+        self.evidence: Evidence | None = None
+        """Of the last batch, before its first update; None if nothing in it had a signal."""
+
+    @property
+    def lr(self) -> float:
+        """Of the next optimizer step: rises linearly over the warm-up, then stays."""
+        options = self.settings.optimizer
+        return options.lr * min(1.0, (self.optimizer_steps + 1) / max(options.warmup_steps, 1))
+
+    def obey(self, order: Order) -> None:
+        """Does on this rank what the leader does on its own."""
+        match order.name:
+            case "step":
+                self.step(Batch.from_bytes(order.payload))
+            case "write_weights":
+                self.write_weights(Path(order.payload.decode()))
+            case "save":
+                self.save(Path(order.payload.decode()))
+            case "load":
+                self.load(Path(order.payload.decode()))
+
+    def write_weights(self, folder: Path) -> None:
+        """The weights as they are now, in safetensors. Raises OSError (disk full)."""
+        self.world.order(Order("write_weights", bytes(folder)))
+        if self.settings.lora.publish == "adapter":
+            write_adapter(self.model, folder, self._base_digest, self.world)
+        else:
+            write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
+
+    def save(self, folder: Path) -> None:
+        """Everything but the settings that the next step depends on. Durable before it returns."""
+        self.world.order(Order("save", bytes(folder)))
+        save_state(folder, self.model, self.optimizer, self.optimizer_steps)
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, by as many ranks or by others."""
+        self.world.order(Order("load", bytes(folder)))
+        self.optimizer_steps = load_state(folder, self.model, self.optimizer)
+
+    # --- the method -----------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Trains on the batch. Returns its metrics; `optimizer/updates` says how many steps came of it.
+
+        Of many ranks every one calls this with the same batch, does its share, and returns the same.
+        """
+        if self.world.size > 1:
+            self.world.order(Order("step", batch.to_bytes()))
+        sequences = batch.sequences_with_signal()
+        before = self.look(sequences) if self._needs_first_pass else None
+        A = self.batch_advantages(batch, before)
+        parts = batch.split(self.settings.batch.updates)
+        updates = [self.update(part.sequences_with_signal(), A, part.num_sequences) for part in parts]
+        totals = {
+            "optimizer/updates": float(sum(update.grad_norm is not None for update in updates)),
+            "grad/norm": max(update.grad_norm or 0.0 for update in updates),
+            "loss/surrogate": sum(update.loss for update in updates) / len(updates),
+        }
+        return totals | self._metrics(batch, A, before, [update.seen for update in updates if update.seen is not None])
+
+    def update(self, sequences: list[TrainSequence], A: Float[Tensor, " N"], total: int) -> Update:
+        """One optimizer step on `sequences`, out of `total` with those that have no signal. The gradient is
+
+            1/D  sum_y  w(y) A(y) grad log pi_train_mp(y | x)
+
+        accumulated over micro-batches and ranks, divided by D at the end, when the number of kept sequences is known.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        seen, num_kept, num_corrected, loss_sum = [], 0.0, 0.0, 0.0
+        for micro in self._micro_batches(sequences):
+            own = self.train_logprobs(micro)
+            evidence = Evidence.of(micro, own)
+            correction = self.correct(evidence)
+            loss = surrogate_loss(own.logprobs, correction.weights, A[micro.rows], micro.mask, 1.0)
+            loss.backward()  # type: ignore[no-untyped-call]
+            seen.append(evidence)
+            num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
+            num_corrected += float(micro.mask.any(1).sum())
+            loss_sum += float(loss.detach())
+        whole = Evidence.gather(seen, self.world)
+        num_kept, num_corrected, loss_sum = self.world.sum(num_kept, num_corrected, loss_sum)
+        if num_kept == 0:
+            return Update(whole, 0.0, None)
+        policy = self.settings.correction.denominator
+        D = denominator(policy, total=total, corrected=int(num_corrected), kept=int(num_kept))
+        return Update(whole, loss_sum / D, self._apply(D))
+
+    def train_logprobs(self, micro: MicroBatch) -> TrainLogprobs:
+        own: Constrained = self.policy(micro)
+
+        def spread(values: Tensor, padding: float) -> Tensor:
+            return torch.full_like(micro.mask, padding, dtype=values.dtype).masked_scatter(micro.mask, values)
+
+        return TrainLogprobs(
+            spread(own.logprobs, 0.0), spread(own.kept_mass, 1.0), spread(own.kept_count, 1), spread(own.inside, True)
+        )
+
+    def correct(self, evidence: Evidence) -> Correction:
+        """Token veto, then importance weights."""
+        rule = self.settings.correction
+        return correct(
+            evidence.train_logprobs,
+            evidence.infer_logprobs,
+            evidence.inside,
+            evidence.mask,
+            level=rule.level,
+            mode=rule.mode,
+            bounds=rule.bounds,
+            cap=rule.cap,
+            log_veto=-math.inf if rule.veto is None else math.log(rule.veto),
+        )
+
+    def batch_advantages(self, batch: Batch, before: Evidence | None) -> Float[Tensor, " N"]:
+        """A_i per sequence. Truncated samples get 0 where overlong handling takes them out of the gradient."""
+        overlong = self.settings.reward.overlong
+        complete = batch.complete()
+        weights = torch.ones(batch.num_sequences, dtype=torch.float64)
+        if self.settings.correction.baseline is Baseline.RLOO_WEIGHTED and before is not None:
+            # One per sequence: of weights per token their mean, in which a rejected token is 0.
+            per_token = self.correct(before).weights.double().sum(1) / before.mask.sum(1).clamp(min=1)
+            weights[before.rows.cpu()] = per_token.cpu()
+        A = advantages(
+            batch.rewards,
+            self.settings.correction.baseline,
+            counted=complete if overlong is Overlong.DROP else None,
+            weights=weights.view_as(batch.rewards),
+        )
+        if overlong in (Overlong.MASK, Overlong.DROP):
+            A = A.where(complete, 0.0)
+        return A.flatten().to(self.device, torch.float32)
+
+    @torch.no_grad()
+    def look(self, sequences: list[TrainSequence]) -> Evidence | None:
+        """Both sides' log-probs before anything changes; None without sequences."""
+        parts = [Evidence.of(micro, self.train_logprobs(micro)) for micro in self._micro_batches(sequences)]
+        return Evidence.gather(parts, self.world)
+
+    # --- details ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _base_digest(self) -> str:
+        return folder_digest(self.settings.model.path)
+
+    @property
+    def _needs_first_pass(self) -> bool:
+        """Several steps would mix drift into mismatch, and a weighted baseline needs the weights first."""
+        weighted = self.settings.correction.baseline is Baseline.RLOO_WEIGHTED
+        return self.settings.batch.updates > 1 or weighted
+
+    def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
+        """This rank's share. Ranks with fewer micro-batches than others get idle ones: sharded parameters are gathered
+        by all ranks at once or not at all."""
+        world, beside = self.world, self.policy.arrangement.beside
+        # Padded ones by length, so that little is padding; packed ones as they come, prompt by prompt.
+        ordered = sequences if beside is Beside.PACKED else sorted(sequences, key=lambda s: -s.num_tokens)
+        limit, shape = self.settings.model.micro_batch_tokens, self.policy.shape
+        cut = partial(
+            micro_batches, max_tokens=limit, beside=beside, pad_id=self.pad_id, device=self.device, shape=shape
+        )
+        mine = list(cut(share(ordered, world.rank, world.size)))
+        idle = world.max(len(mine)) - len(mine)  # asked before any of them begins to gather parameters
+        yield from mine
+        for _ in range(idle):
+            yield next(cut(sequences[:1])).idle()
+
+    def _apply(self, D: float) -> float | None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.div_(D / self.world.size)  # sharding averages over ranks
+        norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)))
+        if not math.isfinite(norm):
+            logger.error("gradient norm is %s: this step is skipped and the weights stay as they are", norm)
+            return None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        self.optimizer.step()
+        self.optimizer_steps += 1
+        return norm
+
+    def _metrics(
+        self, batch: Batch, A: Float[Tensor, " N"], before: Evidence | None, seen: list[Evidence]
+    ) -> dict[str, float]:
+        """Mismatch is measured before the first update; what further updates add is drift, and logged apart."""
+        metrics = batch_metrics(batch) | {"optimizer/lr": self.lr}
+        self.evidence = None
+        if not seen:
+            return metrics
+        during = Evidence.join(seen)
+        self.evidence = first = before or during
+        rewards = batch.rewards.flatten().to(self.device)
+        metrics |= mismatch_metrics(
+            MetricBatch(
+                **{field.name: getattr(first, field.name) for field in fields(first) if field.name != "rows"},
+                advantages=A[first.rows],
+                rewards=rewards[first.rows],
+                correction=self.correct(first),
+                level=self.settings.correction.level,
+                cap=self.settings.correction.cap,
+            )
+        )
+        metrics |= pruning_metrics(first)
+        if before is not None:
+            drift = (before.train_logprobs - during.train_logprobs)[before.mask & before.inside & during.inside]
+            metrics["drift/kl"] = float(drift.mean()) if drift.numel() else 0.0
+        return metrics
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    rewards, staleness = batch.rewards, torch.tensor([scored.staleness for scored in batch.groups]).double()
+    histogram = Counter(min(scored.staleness, STALENESS_BINS) for scored in batch.groups)
+    lengths = [len(sample.token_ids) for scored in batch.groups for sample in scored.group.samples]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(1, unbiased=False).mean()),
+        "reward/failed": float(sum(scored.num_failed for scored in batch.groups)),
+        "groups/no_signal": float(sum(not scored.has_signal for scored in batch.groups)),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+        **{f"staleness/groups_{behind}": float(count) for behind, count in sorted(histogram.items())},
+        "length/mean": sum(lengths) / len(lengths),
+        "length/max": float(max(lengths)),
+        "length/truncated_share": float((~batch.complete()).double().mean()),
+        "time/generate_s": sum(scored.group.generate_s for scored in batch.groups) / len(batch.groups),
+        "time/reward_s": sum(scored.reward_s for scored in batch.groups),
+    }

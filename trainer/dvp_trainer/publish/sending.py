@@ -1,0 +1,112 @@
+"""The process that sends one weight version to one replica: rank 0 of a process group that ends with it.
+
+A process of its own, because a broadcast to somebody who died can only be ended by killing it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroup, broadcast
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from dvp_rl.contract.transfer import Offer, Piece
+from dvp_rl.transport.failpoints import failpoint
+from dvp_rl.weights.pieces import stretches
+
+SENT = b"sent"
+
+
+@dataclass(frozen=True)
+class Plan:
+    folder: str
+    host: str
+    interface: str
+    size: int
+    group: str
+    backend: Literal["gloo", "nccl"]
+    device: str
+    piece_bytes: int
+    timeout_s: float
+
+    def offer(self, version: str, port: int, parts: tuple[Piece, ...]) -> Offer:
+        return Offer(
+            version=version,
+            host=self.host,
+            port=port,
+            size=self.size,
+            group=self.group,
+            backend=self.backend,
+            pieces=parts,
+        )
+
+
+def serve(plan: Plan, link: socket.socket) -> None:
+    """Writes a line with the port where it waits, and SENT in the end. Ends when the other side hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    for library in ("GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = plan.interface
+    # TCPStore would listen on every interface; it takes over a socket that listens on one.
+    with socket.create_server((plan.host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            plan.host,
+            port,
+            plan.size,
+            is_master=True,
+            timeout=timedelta(seconds=plan.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    link.sendall(b"%d\n" % port)
+    try:
+        send(plan, join(plan, store))
+    except RuntimeError as error:  # torch's, for a member that went away
+        sys.stderr.write(f"{error}\n")
+        os._exit(1)
+    link.sendall(SENT)
+    os._exit(0)  # tearing down the group would wait for its members
+
+
+def _end_with(link: socket.socket) -> None:
+    with suppress(OSError):  # reset, where something said here was never read
+        link.recv(1)
+    os._exit(1)
+
+
+def join(plan: Plan, store: TCPStore) -> ProcessGroup:
+    """The group that SGLang's init_custom_process_group makes; torch has no public way to meet it."""
+    group, _ = _new_process_group_helper(
+        plan.size,
+        0,
+        [],
+        Backend(plan.backend),
+        PrefixStore(plan.group, store),
+        group_name=plan.group,  # type: ignore[arg-type]
+        timeout=timedelta(seconds=plan.timeout_s),
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(plan.size)}
+    assert isinstance(group, ProcessGroup), "this process is a member"
+    return group
+
+
+def send(plan: Plan, group: ProcessGroup) -> None:
+    device = torch.device(plan.device)
+    for file, start, end, _ in stretches(Path(plan.folder), plan.piece_bytes):
+        failpoint("send_piece.before")
+        mapped = torch.from_file(str(file), shared=False, size=end, dtype=torch.uint8)
+        broadcast(mapped[start:].to(device), src=0, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

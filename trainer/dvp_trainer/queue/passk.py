@@ -1,0 +1,63 @@
+"""Held-out scores: avg@k, pass@k and the truncated share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dvp_rl.contract.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """Of P prompts with n samples each."""
+
+    num_prompts: int
+    n: int
+    avg: float
+    """avg@n: mean reward of all samples."""
+    pass_at: dict[int, float]
+    """k -> chance that at least one of k samples is correct, averaged over prompts."""
+    truncated_share: float
+    """Samples that max_tokens cut off."""
+    correct_from: float = 1.0
+    """Reward of a correct sample, or more."""
+
+    def metrics(self) -> dict[str, float]:
+        threshold = "" if self.correct_from == 1 else f"_from_{self.correct_from:g}"
+        passes = {f"heldout/pass_at_{k}{threshold}": value for k, value in self.pass_at.items()}
+        return {f"heldout/avg_at_{self.n}": self.avg, **passes, "heldout/truncated_share": self.truncated_share}
+
+
+def pass_at_k(n: int, num_correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): unbiased for the chance of at least one correct in k (arXiv 2107.03374, eq. 1)."""
+    if not 1 <= k <= n:
+        raise ConfigError(f"pass@k: k = {k} with n = {n} samples per prompt; allowed is 1 <= k <= n")
+    return 1.0 - math.comb(n - num_correct, k) / math.comb(n, k)
+
+
+def default_ks(n: int) -> tuple[int, ...]:
+    """1, 2, 4, .. and n itself."""
+    return tuple(sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}))
+
+
+def score_held_out(
+    rewards: Sequence[Sequence[float]],
+    truncated: Iterable[bool] = (),
+    *,
+    ks: Sequence[int] | None = None,
+    correct_from: float = 1.0,
+) -> HeldOutScore:
+    """`rewards` [P, n]; a sample is correct from a reward of `correct_from` on. `truncated`: one flag per sample."""
+    table = np.asarray(rewards, np.float64)
+    if table.ndim != 2 or table.size == 0:
+        raise ConfigError(f"held-out rewards of shape {table.shape}; expected [prompts, samples], at least one of each")
+    num_prompts, n = table.shape
+    correct = (table >= correct_from).sum(1)
+    passes = {k: float(np.mean([pass_at_k(n, int(c), k) for c in correct])) for k in ks or default_ks(n)}
+    flags = list(truncated)
+    cut = float(np.mean(flags)) if flags else 0.0
+    return HeldOutScore(num_prompts, n, float(table.mean()), passes, cut, correct_from)

@@ -1,0 +1,311 @@
+"""The HTML report of a run: one file without links, light and dark, readable on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .drawing import MUTED, dress, ink, svg, variable
+from .sinks import read_metrics
+
+TEMPLATE = "report.html.j2"
+
+
+class Kind(StrEnum):
+    LINES = "lines"
+    STACKED = "stacked"
+
+
+class Curve(NamedTuple):
+    key: str
+    label: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    caption: str
+    curves: tuple[Curve, ...]
+    kind: Kind = Kind.LINES
+    from_zero: bool = True
+    """The vertical axis starts at 0; otherwise it shows the range of the values."""
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        "Mean over the batch, thin; its moving average, bold. Held-out prompts are never trained on.",
+        (Curve("reward/mean", "training"), Curve("heldout/score", "held-out")),
+        from_zero=False,
+    ),
+    Panel(
+        "Mismatch: KL(infer ‖ train) per token",
+        "Two estimates of the same, over tokens inside the safe set, before anything is rejected; and the first one of "
+        "the policies without pruning, for the same tokens.",
+        (
+            Curve("mismatch/kl", "mean(−l)"),
+            Curve("mismatch/k3_kl", "K3", dashed=True),
+            Curve("mismatch/kl_unmasked", "without pruning"),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Skew: mean of −(r − 1) A",
+        "Mismatch that depends on the advantage's sign: no KL estimate sees it. Zero if noise alone is at work.",
+        (
+            Curve("mismatch/skew", "all tokens"),
+            Curve("mismatch/skew_positive", "A > 0"),
+            Curve("mismatch/skew_negative", "A < 0"),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Sequences rejected",
+        "Share of the batch, by reason: sampled token outside the trainer's safe set, ratio below the veto, not a "
+        "number, importance weight above its bound.",
+        (
+            Curve("veto/outside", "veto: outside"),
+            Curve("veto/numerical", "veto: ratio"),
+            Curve("veto/nan", "veto: NaN", dashed=True),
+            Curve("mis/fraction", "MIS"),
+        ),
+    ),
+    Panel(
+        "Kept weight",
+        "Importance weight that is left after veto and MIS, per sequence: the share of the trainer's own distribution "
+        "that is learned from. Predicted from the KL and the length; near 1 is healthy, 1/2 is not.",
+        (Curve("mis/kept_weight", "measured"), Curve("mis/predicted_kept_weight_upper", "predicted", dashed=True)),
+    ),
+    Panel(
+        "Kept mass",
+        "Probability of the safe set under the full softmax: mean and smallest over all positions of the batch.",
+        (
+            Curve("kept/mass_mean_train", "trainer, mean"),
+            Curve("kept/mass_mean_infer", "replica, mean", dashed=True),
+            Curve("kept/mass_min_train", "trainer, min"),
+            Curve("kept/mass_min_infer", "replica, min", dashed=True),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Positions pruned",
+        "Share of positions at which min-p takes at least a thousandth of the probability away.",
+        (Curve("pruned/share", "share"),),
+    ),
+    Panel(
+        "Log-probs with and without pruning",
+        "Mean over the sampled tokens inside both safe sets. The distance between a side's two curves is what pruning "
+        "removed; the distance between the sides is the mismatch.",
+        (
+            Curve("logprob/train_constrained", "trainer, constrained"),
+            Curve("logprob/infer_constrained", "replica, constrained", dashed=True),
+            Curve("logprob/train_full", "trainer, full"),
+            Curve("logprob/infer_full", "replica, full", dashed=True),
+        ),
+        from_zero=False,
+    ),
+    Panel(
+        "Bounds on the bias",
+        "How far pruning can move the expected reward: (max R − min R) E[Σ (1 − Z)], and Prop. 5.5's "
+        "R_max T (1 − Z_min).",
+        (Curve("bias/bound_measured", "measured"), Curve("bias/bound", "Prop. 5.5", dashed=True)),
+    ),
+    Panel(
+        "Staleness",
+        "Batches that changed the weights between the drawing of a sample's oldest token and its training.",
+        (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", dashed=True)),
+    ),
+    Panel(
+        "Throughput",
+        "Samples trained per second of wall clock.",
+        (Curve("throughput/samples_per_second", "samples/s"),),
+    ),
+    Panel(
+        "Where the time went",
+        "Seconds of the trainer per step. Waiting is for samples and their rewards.",
+        (
+            Curve("time/wait_s", "wait"),
+            Curve("time/train_s", "train"),
+            Curve("time/publish_s", "publish"),
+            Curve("time/eval_s", "evaluate"),
+        ),
+        Kind.STACKED,
+    ),
+    Panel(
+        "Meanwhile, elsewhere",
+        "Seconds a replica took for one group, and seconds of all reward workers for one batch.",
+        (Curve("time/generate_s", "generate a group"), Curve("time/reward_s", "reward a batch")),
+    ),
+    Panel(
+        "Idle",
+        "Share of the time in which each side stood still; replicas and reward workers on average.",
+        tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish", "swap")),
+    ),
+)
+
+TILES = {
+    "reward_first": "reward, first steps",
+    "reward_last": "reward, last steps",
+    "heldout_last": "held-out score",
+    "samples_per_second": "samples per second",
+    "steps": "steps",
+    "samples_trained": "samples trained",
+    "versions_published": "versions published",
+    "wall_s": "seconds in all",
+}
+"""Keys of the summary that are shown large, if they are there."""
+
+
+class Line(NamedTuple):
+    """One curve with what the metrics file has for it, gaps left out."""
+
+    curve: Curve
+    number: int
+    """Decides its colour."""
+    steps: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+
+def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, title: str = "Training run") -> None:
+    """Renders whatever the metrics file has; a panel without any data is named as not recorded."""
+    import jinja2
+
+    records = read_metrics(metrics_jsonl)
+    drawn = [(panel, _lines(panel, records)) for panel in PANELS]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.get_template(TEMPLATE).render(
+        title=title,
+        subtitle=_subtitle(records),
+        tiles=[{"label": label, "value": _text(summary[key])} for key, label in TILES.items() if key in summary],
+        plots=[_plot(panel, lines) for panel, lines in drawn if lines],
+        missing=[panel.title for panel, lines in drawn if not lines],
+        figures=[(_label(key), _figure(value)) for key, value in summary.items()],
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+
+
+def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    lines = []
+    for number, curve in enumerate(panel.curves):
+        points = [(r["step"], r[curve.key]) for r in records if isinstance(r.get(curve.key), (int, float))]
+        if points:
+            steps, values = np.array(points, np.float64).T
+            lines.append(Line(curve, number, steps, values))
+    return lines
+
+
+def _subtitle(records: Sequence[Mapping[str, Any]]) -> str:
+    if not records:
+        return "No step was recorded."
+    return f"Steps {records[0]['step']} to {records[-1]['step']}, one record each."
+
+
+def _plot(panel: Panel, lines: Sequence[Line]) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    legend = [
+        {"label": line.curve.label, "colour": variable(line.number), "dashed": line.curve.dashed} for line in lines
+    ]
+    ends = "; ".join(f"{line.curve.label} {_text(line.values[0])} → {_text(line.values[-1])}" for line in lines)
+    drawing = Markup(_draw(panel, lines))  # our own drawing: nothing of the user's is in it
+    return {"title": panel.title, "legend": legend, "svg": drawing, "caption": panel.caption, "ends": ends}
+
+
+def _draw(panel: Panel, lines: Sequence[Line]) -> str:
+    def draw(axes: Any) -> None:
+        if panel.kind is Kind.STACKED:
+            _draw_stacked(axes, lines)
+        else:
+            for line in lines:
+                _draw_line(axes, line)
+        _dress(axes, panel.from_zero)
+
+    return svg(panel.title, draw)
+
+
+def _draw_line(axes: Any, line: Line) -> None:
+    style = "--" if line.curve.dashed else "-"
+    sparse = len(line.values) <= 12
+    noisy = line.curve.key == "reward/mean" and not sparse
+    width, alpha = (0.9, 0.45) if noisy else (1.8, 1.0)
+    axes.plot(
+        line.steps,
+        line.values,
+        style,
+        color=ink(line.number),
+        lw=width,
+        alpha=alpha,
+        marker="o" if sparse else None,
+        ms=4,
+    )
+    if noisy:
+        axes.plot(line.steps, moving_average(line.values), style, color=ink(line.number), lw=2.2)
+
+
+def _draw_stacked(axes: Any, lines: Sequence[Line]) -> None:
+    steps = np.unique(np.concatenate([line.steps for line in lines]))
+    layers = np.zeros((len(lines), len(steps)))
+    for layer, line in zip(layers, lines, strict=True):
+        layer[np.searchsorted(steps, line.steps)] = line.values
+    bottom = np.zeros(len(steps))
+    for layer, line in zip(layers, lines, strict=True):
+        axes.fill_between(steps, bottom, bottom + layer, step="mid", color=ink(line.number), lw=0)
+        bottom = bottom + layer
+
+
+def _dress(axes: Any, from_zero: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=False)
+    axes.set_xlabel("step", color=MUTED)
+    dress(axes)
+    if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:  # one step: no ticks at fractions of it
+        axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)
+    low, high = axes.get_ylim()
+    if high - low < 1e-9:  # a flat line: a tick label of its own instead of an offset of 1e-12
+        axes.set_ylim(low - 0.5, high + 0.5)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Centred, over about a tenth of the run (at least 5 steps), shorter at the ends."""
+    half = max(len(values) // 20, 2)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    start, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    averages: NDArray[np.float64] = (sums[end] - sums[start]) / (end - start)
+    return averages
+
+
+def _label(key: str) -> str:
+    return key.replace("_", " ").replace("/", ": ")
+
+
+def _figure(value: Any) -> str | list[str]:
+    """One line of text, or one per item of a list."""
+    return [_text(item) for item in value] if isinstance(value, (list, tuple)) and value else _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.3g}" if value else "0"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_label(str(key))} {_text(item)}" for key, item in value.items())
+    return str(value)

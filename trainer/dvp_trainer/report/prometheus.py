@@ -1,0 +1,136 @@
+"""The trainer's numbers for Prometheus, over HTTP while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dvp_rl.contract.http import Health
+from dvp_rl.http import problems
+from dvp_rl.http.guard import Guard
+from dvp_rl.http.server import bound, http_server
+from dvp_rl.http.tokens import Tokens
+from dvp_trainer.config import MetricsSection
+from dvp_trainer.learn.step import STALENESS_BINS
+
+
+class Shown(NamedTuple):
+    """A gauge of the newest step that has a value."""
+
+    name: str
+    text: str
+    label: str
+    keys: dict[str, str]
+    """Value of the label to key in a step's metrics."""
+
+    @property
+    def labels(self) -> list[str]:
+        return [self.label] if self.label else []
+
+
+GAUGES = (
+    Shown("reward_mean", "Mean reward of the batch", "", {"": "reward/mean"}),
+    Shown("heldout_score", "Score on the held-out prompts", "", {"": "heldout/score"}),
+    Shown(
+        "kl_nats",
+        "KL from the replicas' policy to the trainer's, on sampled tokens",
+        "policy",
+        {"constrained": "mismatch/kl", "full": "mismatch/kl_unmasked"},
+    ),
+    Shown(
+        "vetoed_ratio",
+        "Share of sequences that the veto drops",
+        "reason",
+        {"outside": "veto/outside", "numerical": "veto/numerical", "nan": "veto/nan"},
+    ),
+    Shown("masked_ratio", "Share of importance weights above the bound", "", {"": "mis/fraction"}),
+    Shown(
+        "kept_mass_ratio",
+        "Probability that pruning leaves, mean over positions",
+        "side",
+        {"trainer": "kept/mass_mean_train", "replicas": "kept/mass_mean_infer"},
+    ),
+    Shown("gradient_norm", "Norm of the gradient before clipping", "", {"": "grad/norm"}),
+    Shown("completion_length_tokens", "Tokens per completion, mean of the batch", "", {"": "length/mean"}),
+)
+PHASES = ("wait", "train", "publish", "eval")
+OUTCOMES = ("filtered", "dead", "stale", "refused", "duplicates")
+
+
+class PrometheusSink:
+    """Takes what every sink of the reporter takes; counters count since this process began."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._step = Gauge("dvp_trainer_step", "Batches trained since the run began", registry=registry)
+        self._ended = Gauge("dvp_trainer_last_step_timestamp_seconds", "When a step ended last", registry=registry)
+        self._updates = Counter("dvp_trainer_updates", "Optimizer steps", registry=registry)
+        self._phases = Counter("dvp_trainer_phase_seconds", "Where the time went", ["phase"], registry=registry)
+        self._groups = Counter("dvp_trainer_unused_groups", "Not trained, and why", ["outcome"], registry=registry)
+        self._staleness = Histogram(
+            "dvp_trainer_staleness_steps",
+            "Batches that changed the weights between the drawing of a trained group and its training",
+            buckets=range(STALENESS_BINS),
+            registry=registry,
+        )
+        self._gauges = [
+            (shown, Gauge(f"dvp_trainer_{shown.name}", shown.text, shown.labels, registry=registry)) for shown in GAUGES
+        ]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step.set(step)
+        self._ended.set_to_current_time()
+        self._updates.inc(metrics.get("optimizer/updates", 0.0))
+        for phase in PHASES:
+            self._phases.labels(phase).inc(metrics.get(f"time/{phase}_s", 0.0))
+        for outcome in OUTCOMES:
+            self._groups.labels(outcome).inc(metrics.get(f"groups/{outcome}", 0.0))
+        for behind in range(STALENESS_BINS + 1):
+            for _ in range(int(metrics.get(f"staleness/groups_{behind}", 0.0))):
+                self._staleness.observe(behind)
+        for shown, gauge in self._gauges:
+            for value, key in shown.keys.items():
+                if key in metrics:
+                    (gauge.labels(value) if shown.label else gauge).set(metrics[key])
+
+    def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | None]:
+    """Serves a sink's numbers until the block ends; None if no port is set. Raises ConfigError if it is taken."""
+    if settings.port is None:
+        yield None
+        return
+    tokens = settings.tokens()
+    with bound(settings.host, settings.port) as listener:
+        sink = PrometheusSink()
+        http = http_server(_app(sink, tokens), drain_s=0)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        try:
+            yield sink
+        finally:
+            http.should_exit = True
+            await serving
+
+
+def _app(sink: PrometheusSink, tokens: Tokens) -> FastAPI:
+    app = FastAPI(title="dvp-train", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(sink.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        return Health(status="ok")
+
+    problems.install(app, {})
+    app.add_middleware(Guard, tokens=tokens)
+    return app

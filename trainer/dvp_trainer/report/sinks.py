@@ -1,0 +1,221 @@
+"""Where the numbers of a run go: one record per step, to every sink.
+
+Keys are `namespace/name`. A key that a step has no value for is absent; nothing here needs any one of them.
+
+Of the update, from services/dvp_rl/dvp/metrics.py, over the batch before rejection:
+    mismatch/*            kl, k3_kl, chi2_*, ppl_*, ratio_*, skew*, outside_rate
+    weight/*              ess, mean, min, max
+    veto/*                outside, numerical, nan: share of sequences dropped, by reason; total: by any
+    mis/*                 fraction: share that importance masking drops; kept_weight; predicted_*
+    kept/*                mass_mean_*, mass_min_*, count_mean_* of train and infer
+    entropy/*, bias/*     entropy/constrained; bias/bound, bias/bound_measured
+
+Of the trainer:
+    reward/mean, reward/std, reward/failed         after overlong shaping; samples whose reward function failed
+    heldout/score                                  avg@n of the held-out set, on the steps that evaluate
+    heldout/avg_at_*, heldout/pass_at_*[_from_*], heldout/truncated_share
+    groups/*                                       no_signal: groups with zero advantage; the rest: how jobs ended
+    length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
+    pruned/share, pruned/mass                      positions that lost >= 1e-3 of their probability; mean loss
+    logprob/{train,infer}_{constrained,full}       mean log-prob of the tokens inside, with pruning and without
+    mismatch/kl_unmasked                           the same tokens under both full softmaxes
+    drift/kl                                       what the further updates of a batch add
+    grad/norm, loss/surrogate, optimizer/lr, optimizer/updates
+    staleness/mean, staleness/max                  batches that changed the weights since
+    staleness/groups_0 .. groups_8                 groups that were so many old, the last with all that were older
+    time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s
+    time/generate_s, time/reward_s                 elsewhere: a replica per group; all reward workers per batch
+    idle/generate, idle/reward, idle/train, idle/publish, idle/swap    share of the step in which the side stood
+                                                   still: replicas and reward workers on average; swaps between beats
+    throughput/samples_per_second, throughput/tokens_per_second
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.disk import AppendedFile, writing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+HEADLINES = {
+    "reward/mean": "reward",
+    "heldout/score": "held-out",
+    "mismatch/kl": "kl",
+    "veto/total": "veto",
+    "mis/fraction": "mis",
+    "pruned/share": "pruned",
+    "throughput/samples_per_second": "samples/s",
+}
+"""What a console shows of a step, and how it calls it."""
+
+
+class Sink(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporter:
+    """Hands each step's metrics to every sink. One `log` per step, in rising order."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+        self._last_step = -1
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert step > self._last_step, (
+            f"step {step} logged after step {self._last_step}: merge what belongs to one step"
+        )
+        self._last_step = step
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonlSink:
+    """One JSON object per step: {"step", "time" (unix seconds), metrics...}. A value that is not finite is null."""
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        """`resumed_step`: keep the lines up to this step and go on after them. None starts a new file."""
+        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
+        self._file = AppendedFile(path)
+        self._file.replace("".join(json.dumps(record) + "\n" for record in kept).encode())
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.append(json.dumps({"step": step, "time": time.time(), **values}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, none if there is no file; a last line that a crash cut short is left out.
+
+    Raises ConfigError naming the line if another one is damaged.
+    """
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}: line {number} is not JSON ({error}); mend or move the file") from None
+    return records
+
+
+class TensorboardSink:
+    def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._folder = folder
+        with self._writing():
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._writing():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with suppress(OSError):  # everything is flushed, unless `log` has raised the same
+            self._writer.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"out_dir: {self._folder}", self._folder.parent)
+
+
+class WandbSink:
+    """Weights & Biases, if it is installed. Steps that a resumed run repeats are ignored by W&B."""
+
+    def __init__(self, project: str, run_id: str, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"report.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or leave it unset"
+            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(project=project, id=run_id, resume="allow", dir=str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """`reward 0.412  kl 3.1e-04  ...` of the headline metrics that are there."""
+    shown = [f"{label} {metrics[name]:.3g}" for name, label in HEADLINES.items() if name in metrics]
+    return "  ".join(shown)
+
+
+class PlainSink:
+    """One line per step, for logs and pipes."""
+
+    def __init__(self, total_steps: int, console: Console) -> None:
+        self._total_steps, self._console = total_steps, console
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = f"step {step}/{self._total_steps}  {headline(metrics)}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class ProgressSink:
+    """A live progress bar on a terminal, with the newest headline metrics under it."""
+
+    def __init__(self, total_steps: int, console: Console) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = _progress(columns, console)
+        self._task = self._progress.add_task("", total=total_steps, headline="")
+        self._shown: dict[str, float] = {}
+        self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._shown |= {name: metrics[name] for name in HEADLINES if name in metrics}
+        self._progress.update(self._task, completed=step, headline=headline(self._shown))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _progress(columns: Sequence[Any], console: Console) -> Progress:
+    from rich.console import Group
+    from rich.progress import Progress
+    from rich.text import Text
+
+    class TwoLines(Progress):
+        def get_renderables(self) -> Any:
+            table = self.make_tasks_table(self.tasks)
+            yield Group(table, *(Text(task.fields["headline"], style="dim") for task in self.tasks))
+
+    return TwoLines(*columns, console=console)
+
+
+def console_sink(total_steps: int, console: Console | None = None) -> Sink:
+    """A live bar if the console is a terminal, plain lines otherwise."""
+    from rich.console import Console
+
+    console = console or Console()
+    return ProgressSink(total_steps, console) if console.is_terminal else PlainSink(total_steps, console)

@@ -1,0 +1,35 @@
+"""Both sides' log-probs of every token of a batch, on disk: what `dvp-lab signature --run` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.learn.evidence import Evidence
+from dvp_trainer.learn.weight_files import save_tensors
+
+FOLDER = "tokens"
+
+
+def write_tokens(evidence: Evidence, out_dir: Path, step: int) -> None:
+    """out_dir/tokens/step-NNNNNNNN.safetensors: the fields of `Evidence`."""
+    folder = out_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in vars(evidence).items()}
+    save_tensors(tensors, folder / f"step-{step:08d}.safetensors")
+
+
+def read_tokens(out_dir: Path) -> Iterator[Evidence]:
+    """In order of steps. Raises ConfigError if there is none, or one that is damaged."""
+    files = sorted((out_dir / FOLDER).glob("step-*.safetensors"))
+    if not files:
+        raise ConfigError(f"run {out_dir}: no {FOLDER}/step-*.safetensors; train it with --report.tokens-interval 1")
+    for file in files:
+        try:
+            yield Evidence(**load_file(file))
+        except (SafetensorError, OSError, TypeError) as error:
+            raise ConfigError(f"{file}: not a complete record of a batch: {error}") from None

@@ -1,0 +1,1 @@
+"""What a run goes on from: checkpoints, and the ledgers that they cut."""

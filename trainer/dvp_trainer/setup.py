@@ -1,0 +1,244 @@
+"""Opens a run: everything from the lease to the reward processes, and closes it again in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.weights import WeightRoute
+from dvp_rl.engines.threads import num_threads
+from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.replicas import ReplicaRegistry
+from dvp_rl.transport.roles import Role
+from dvp_rl.transport.submission import Submission
+from dvp_rl.weights.registry import WeightRegistry
+from dvp_rl.weights.transfers import Transfers
+
+from .config import EvalSettings, TrainSettings
+from .data.prompts import Columns, Order, Prompts, load_prompts
+from .data.reward_pool import RewardPool
+from .data.rewards import needs_answer
+from .data.scoring import PromptTokens, Scorer, encode_prompt
+from .learn.step import Learner, open_learner
+from .learn.world import World
+from .loop import Run
+from .options import Overlong
+from .publish.publisher import Publisher
+from .publish.sender import Sender
+from .queue.evaluator import Evaluator
+from .queue.feeder import Feeder
+from .report.prometheus import PrometheusSink, exporting
+from .report.sinks import JsonlSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
+from .resume.checkpoint import Checkpoints, Progress, unreadable
+from .resume.ledger import SUBMITTED
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_run(settings: TrainSettings, world: World | None = None) -> AsyncIterator[Run]:
+    """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running."""
+    async with exporting(settings.metrics) as exporter, _assemble(settings, None, world or World()) as run:
+        await run.feeder.restore(run.resumed_from)
+        resumed_step = run.step if run.step else None
+        run.reporter = open_reporter(settings, resumed_step, exporter)
+        try:
+            async with _beside(run.beat(), run.feeder.run(), *run.sending()):
+                if settings.evaluate.interval and resumed_step is None:
+                    run.reporter.log(0, await run.evaluate())
+                    await run.save()  # it is the best so far, and `dvp-train eval` may ask for it
+                yield run
+        finally:
+            run.reporter.close()
+            run.feeder.close()
+
+
+@asynccontextmanager
+async def open_evaluation(settings: EvalSettings, world: World | None = None) -> AsyncIterator[Run]:
+    """The same with the weights of one checkpoint announced, and nothing fed to the queue."""
+    if settings.data.heldout is None:
+        raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
+    async with _assemble(settings, settings.checkpoint_at, world or World()) as run:
+        run.finished = run.step >= settings.steps
+        async with _beside(run.beat(), *run.sending()):
+            yield run
+
+
+@asynccontextmanager
+async def _beside(*background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs these until the body is done; if one fails, the body is cancelled and its error leaves."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in background]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+@asynccontextmanager
+async def _assemble(
+    settings: TrainSettings, which: Literal["best", "last"] | int | None, world: World
+) -> AsyncIterator[Run]:
+    """Cheap checks come first, so that a user's mistake shows before a lease is taken or a model loaded."""
+    settings.weights.read_token()
+    tokenizer = load_tokenizer(settings.model.path)
+    prompts, heldout = open_prompts(settings, tokenizer)
+    checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
+    set_up_torch(settings)
+    reward = settings.reward
+    async with AsyncExitStack() as stack:
+        url = settings.broker.url.get_secret_value()
+        broker = await stack.enter_async_context(
+            await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=settings.broker.stall_timeout_s)
+        )
+        pool = await stack.enter_async_context(
+            RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib)
+        )
+        lease = TrainerLease(
+            broker,
+            f"dvp-train in {settings.out_dir}",
+            ttl_s=settings.broker.lease_s,
+            above=checkpoints.newest_token(),
+        )
+        fence = await stack.enter_async_context(lease.held())
+        checkpoints.claim(fence)
+
+        learner = await asyncio.to_thread(open_learner, settings, tokenizer.pad_id, world)
+        progress = await asyncio.to_thread(restore, settings, checkpoints, learner, prompts, which)
+        replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
+        publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence)
+        sender = None
+        if settings.weights.route is WeightRoute.DISTRIBUTED:
+            sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
+        await publisher.publish(progress.updates, after=progress.seq)
+        shaped = Scorer(pool, tokenizer, reward)
+        plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}))
+        tokens = PromptTokens(prompts, tokenizer)
+        yield Run(
+            settings=settings,
+            learner=learner,
+            feeder=Feeder(settings, tokens, shaped, submission, groups, publisher, fence),
+            publisher=publisher,
+            sender=sender,
+            evaluator=Evaluator(settings, heldout, plain, submission, groups, publisher, fence) if heldout else None,
+            checkpoints=checkpoints,
+            replicas=replicas,
+            resumed_from=progress,
+            step=progress.step,
+            updates=progress.updates,
+            samples=progress.samples,
+            best=progress.best,
+        )
+
+
+def follow(settings: TrainSettings, world: World) -> None:
+    """A rank that does not lead: its part of the model, and what the leader orders."""
+    tokenizer = load_tokenizer(settings.model.path)
+    set_up_torch(settings)
+    learner = open_learner(settings, tokenizer.pad_id, world)
+    for order in world.orders():
+        try:
+            learner.obey(order)
+        except OSError as error:  # the leader ends, too, with what to do about it
+            raise UnavailableError(f"rank {world.rank}: {order.name}: {error}") from error
+
+
+def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
+    """Training and held-out rows; every row is read once, so that a bad one stops the run before it starts."""
+    data = settings.data
+    columns = Columns(data.prompt_column, data.answer_column)
+    train = load_prompts(
+        data.train,
+        split=data.train_split,
+        subset=data.subset,
+        columns=columns,
+        needs_answer=needs_answer(settings.reward.name),
+        order=Order.SHUFFLED if data.shuffle else Order.SEQUENTIAL,
+        seed=settings.seed,
+        limit=data.limit,
+        max_prompt_tokens=data.max_prompt_tokens,
+        count_tokens=lambda prompt: len(encode_prompt(tokenizer, prompt)),
+    )
+    if data.heldout is None:
+        return train, None
+    heldout = load_prompts(
+        data.heldout,
+        split=data.heldout_split,
+        subset=data.subset,
+        columns=columns,
+        needs_answer=needs_answer(settings.reward.name),
+    )
+    return train, heldout
+
+
+def set_up_torch(settings: TrainSettings) -> None:
+    reproducible = settings.deterministic or settings.model.fixed_shape is not None
+    torch.set_num_threads(num_threads(settings.threads, reproducible=reproducible))
+    torch.manual_seed(settings.seed)
+    if settings.deterministic:
+        # CUDA's matrix products are deterministic only so; cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def restore(
+    settings: TrainSettings,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    prompts: Prompts,
+    which: Literal["best", "last"] | int | None,
+) -> Progress:
+    """Loads a checkpoint into the learner; a fresh Progress if there is none and none was asked for."""
+    found = checkpoints.load(which if isinstance(which, int) else None)
+    if found is not None and which == "best" and found[0].best is not None:
+        found = checkpoints.load(found[0].best[0])
+    if found is None:
+        if which is not None:
+            raise ConfigError(f"out_dir {settings.out_dir}: no checkpoint there to evaluate")
+        if (settings.out_dir / SUBMITTED).exists():
+            logger.warning(
+                "no checkpoint in %s: the run begins at step 0, and its ledgers are emptied", checkpoints.root
+            )
+        return Progress(data_fingerprint=prompts.fingerprint)
+    progress, state = found
+    if not settings.resume:
+        raise ConfigError(
+            f"out_dir {settings.out_dir} holds a checkpoint of step {progress.step} and resume is off; "
+            "name another out_dir and run_id, or move the folder away"
+        )
+    if progress.data_fingerprint != prompts.fingerprint:
+        raise ConfigError(
+            f"data.train {settings.data.train} (with its order, limit and seed) is not what the checkpoint of step "
+            f"{progress.step} was trained on: fingerprint {prompts.fingerprint}, expected {progress.data_fingerprint}. "
+            "Restore the data set, or start a new run"
+        )
+    try:
+        learner.load(state)
+    except ConfigError:
+        raise
+    except Exception as error:  # PyTorch raises many types for a damaged folder
+        raise unreadable(state.parent, error) from error
+    logger.info("resumed from %s at step %d", checkpoints.folder(progress.step), progress.step)
+    return progress
+
+
+def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: PrometheusSink | None) -> Reporter:
+    out: Path = settings.out_dir
+    sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step), console_sink(settings.steps)]
+    if exporter is not None:
+        sinks.append(exporter)
+    if settings.report.tensorboard:
+        sinks.append(TensorboardSink(out / "tensorboard", resumed_step=resumed_step))
+    if settings.report.wandb_project is not None:
+        sinks.append(WandbSink(settings.report.wandb_project, settings.run_id, out / "wandb"))
+    return Reporter(sinks)
