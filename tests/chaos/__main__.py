@@ -131,7 +131,7 @@ def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, determinis
     with (
         Disk(layout.out, RUN_MIB) as run_disk,
         Disk(folder / "broker", BROKER_MIB) as broker_disk,
-        # Its log is on another disk: a broker without descriptors would fill its own with it.
+        # The log is not on the broker's disk: without descriptors the broker logs enough to fill it.
         EmbeddedBroker(
             data,
             aof=True,

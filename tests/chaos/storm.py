@@ -108,7 +108,7 @@ class Storm:
                 assert system.broker.pid is not None
                 with no_files(system.broker.pid):
                     await asyncio.sleep(self._briefly())
-                # It says nothing else meanwhile, 50 MB of it in a second.
+                # The broker logs nothing meanwhile but that it cannot accept, as fast as it can.
                 os.truncate(system.broker.log, 0)
             case ["full", "disk", _]:
                 with self._disks.broker.full():

@@ -16,11 +16,8 @@ from tests.verdict import OK, SOME_FAILED
 ROOT = Path(__file__).parents[2]
 PARTS = ("services", "trainer", "tests", "deploy", "pyproject.toml", "README.md")
 TRANSPORT = "tests/integration/transport"
-PRELUDE, COMMIT, LOOP = (
-    "services/dvp_rl/transport/lua/prelude.lua",
-    "services/dvp_rl/transport/lua/commit.lua",
-    "trainer/dvp_trainer/loop.py",
-)
+LUA = "services/dvp_rl/transport/lua"
+PRELUDE, COMMIT, LOOP = f"{LUA}/prelude.lua", f"{LUA}/commit.lua", "trainer/dvp_trainer/loop.py"
 DECODER, MONITOR = "services/dvp_rl/engines/decoder.py", "services/dvp_rl/monitor/app.py"
 
 
