@@ -71,9 +71,10 @@ class Traffic:
             else:
                 await self.ask(f"client-{self._number}", long=self._number % 3 == 0)
         if self.submitting and self._number % 20 == 0:
-            await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": "", "data": "damaged"})
-            # As many as a broker that lost its last writes may count, though they have ended.
-            await broker.redis.sadd(broker.keys.in_flight, *(f"ended-{number}" for number in range(8)))
+            async with broker.call():
+                await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": "", "data": "damaged"})
+                # As many as a broker that lost its last writes may count, though they have ended.
+                await broker.redis.sadd(broker.keys.in_flight, *(f"ended-{number}" for number in range(8)))
         for job_id in list(self.open):
             await self.look(broker, job_id)
         if self.submitting and self._number % 5 == 0:

@@ -259,15 +259,16 @@ def _reserve(port: int) -> ReservedPort:
 
 async def _kill(leader: asyncio.subprocess.Process) -> None:
     """It holds nothing that is worth the 5 s that it takes over SIGTERM. Its processes end with it; what is left of the
-    group after a moment is killed too."""
+    group after a moment is killed, too, and may take as long to be gone."""
     with suppress(ProcessLookupError):
         leader.kill()
     await leader.wait()
     with suppress(ProcessLookupError):
-        for _ in range(int(GRACE_S / POLL_S)):
-            os.killpg(leader.pid, 0)
-            await asyncio.sleep(POLL_S)
-        os.killpg(leader.pid, signal.SIGKILL)
+        for final in (0, signal.SIGKILL):
+            os.killpg(leader.pid, final)
+            for _ in range(int(GRACE_S / POLL_S)):
+                await asyncio.sleep(POLL_S)
+                os.killpg(leader.pid, 0)
 
 
 def _how(process: asyncio.subprocess.Process) -> str:

@@ -314,13 +314,13 @@ async def test_close_fails_what_is_in_flight(folders: dict[str, Path], make_engi
         await engine.generate(make_job())
 
 
-async def test_nan_logits_fail_only_their_job(
-    tmp_path: Path, oracles: dict[str, Oracle], folders: dict[str, Path], make_engine: MakeEngine
-) -> None:
-    """The embedding of token 50 is NaN: a job that reads it fails, its neighbours and its heirs to the row do not."""
+async def test_nan_logits_fail_only_their_job(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """The embedding of token 50 is NaN, and its logit 0, far below the threshold: nobody draws it. A job that reads it
+    fails, its neighbours and its heirs to the row do not."""
     folder = make_model(tmp_path / "nan", "qwen3", spread=2.0, context=1024)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][50] = float("nan")
+    weights["lm_head.weight"][50] = 0.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     engine = await make_engine(folder, max_batch=8)
     sane = [make_job(f"sane{i}", n=2, log_min_p=-1.0, max_tokens=60, seed=i) for i in range(4)]
@@ -332,12 +332,10 @@ async def test_nan_logits_fail_only_their_job(
         assert isinstance(failure, EngineError)
     assert "sick0" in str(outcomes[2])
     assert "position 2" in str(outcomes[2])
+    oracle = Oracle(folder)
     for job, samples in zip(sane, outcomes[:2] + outcomes[5:], strict=True):
-        if isinstance(samples, EngineError):  # it drew token 50 itself
-            assert "not finite" in str(samples)
-            continue
-        oracles["qwen3"].check_all(job, samples)
-    assert sum(not isinstance(o, BaseException) for o in outcomes) >= 2
+        assert not isinstance(samples, BaseException)
+        oracle.check_all(job, samples)
 
 
 @pytest.mark.parametrize(("engine_kind", "family"), ENGINES_AND_FAMILIES)
