@@ -151,7 +151,7 @@ def logprob_error(learner: Learner, folder: Path) -> float:
     seen = learner.look(sequences)
     assert seen is not None
     expected = oracle_logprobs(folder, sequences)
-    rows = zip(seen.rows.tolist(), seen.train_logprobs, seen.mask, strict=True)
+    rows = zip(seen.rows.tolist(), seen.train.logprobs, seen.mask, strict=True)
     return max(float((own[mask].double() - expected[row]).abs().max()) for row, own, mask in rows)
 
 

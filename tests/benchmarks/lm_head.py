@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from dvp_rl.dvp.lm_head import head_logprobs
 from dvp_rl.dvp.policy import constrained_logprobs
-from dvp_trainer.learn.lm_head import head_logprobs
 
 RESULTS = Path(__file__).parent / "results" / "lm_head.json"
 SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)

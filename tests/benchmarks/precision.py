@@ -92,9 +92,9 @@ def measure(policy: Policy, sequences: list[TrainSequence]) -> Mismatch:
     beside, device = policy.arrangement.beside, torch.device("cpu")
     for micro in micro_batches(sequences, max_tokens=8192, beside=beside, pad_id=0, device=device):
         own, mask = policy(micro), micro.mask
-        gaps.append((micro.infer_logprobs[mask] - own.logprobs)[own.inside])
+        gaps.append((micro.infer.logprobs[mask] - own.logprobs)[own.inside])
         inside.append(own.inside)
-        other.append(own.kept_count != micro.infer_kept_count[mask])
+        other.append(own.kept_count != micro.infer.kept_count[mask])
     delta = torch.cat(gaps).double()
     size = delta.abs()
     return Mismatch(

@@ -110,7 +110,7 @@ def _check_replica(settings: CheckSettings, policy: Policy) -> Iterator[Line]:
             shape=policy.shape,
         ):
             own = policy(micro)
-            ours, theirs = own.logprobs[own.inside], micro.infer_logprobs[micro.mask][own.inside]
+            ours, theirs = own.logprobs[own.inside], micro.infer.logprobs[micro.mask][own.inside]
             gaps.append((ours - theirs).abs().double())
             num_outside += int((~own.inside).sum())
     gap = torch.cat(gaps)

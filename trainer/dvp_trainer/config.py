@@ -13,13 +13,13 @@ from dvp_rl.contract.sampling import LOG_RHO, Sampling
 from dvp_rl.contract.shape import ShapeText
 from dvp_rl.contract.weights import RUN_ID, WeightRoute
 from dvp_rl.dvp.denominators import Denominator
-from dvp_rl.dvp.options import Bounds, Level, Mode
+from dvp_rl.dvp.options import Baseline, Bounds, Level, Mode
 from dvp_rl.http.settings import Listening, WeightReader
 from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.settings import Section, Settings
 from dvp_rl.tracing import TraceUrl
 
-from .options import Baseline, OnError, Overlong
+from .options import OnError, Overlong
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

@@ -4,7 +4,10 @@ Source: arXiv 2512.23087, "Taming the Tail: Stable LLM Reinforcement Learning vi
 
     policy        the constrained policy of one side: set, log-probs, kept mass
     sampler       draws from it
-    correction    what the mismatch of two sides does to a sequence: token veto, importance weight
+    lm_head       the same from hidden states, without [tokens, vocabulary] in memory
+    evidence      what both sides say about the same tokens
+    correction    token veto and importance weights from the mismatch of the two sides
+    advantages    rewards minus a baseline
     denominators  what the sum over sequences is divided by
     objective     the scalar whose gradient is the estimator
     metrics       how far the two sides are apart

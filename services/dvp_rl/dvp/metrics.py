@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from .correction import Correction, level_ratios
+from .evidence import Evidence
 from .options import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float
+
+
+PRUNED_MASS = 0.999
+"""`pruned/share` counts the positions where the engine kept at most this much of the probability."""
 
 
 @dataclass(frozen=True)
 class MetricBatch:
-    """One training batch of N sequences, all on one device. Entries off the mask mean nothing."""
+    """One training batch of N sequences, all on one device."""
 
-    train_logprobs: Float[Tensor, "N T"]
-    infer_logprobs: Float[Tensor, "N T"]
-    inside: Bool[Tensor, "N T"]
-    """The sampled token is a member of the trainer's safe set."""
-    mask: Bool[Tensor, "N T"]
-    """Model-generated tokens."""
+    seen: Evidence
     advantages: Float[Tensor, " N"]
     rewards: Float[Tensor, " N"]
     correction: Correction
@@ -40,12 +40,6 @@ class MetricBatch:
     """At which the correction's weights are."""
     cap: float
     """C of the correction, for the predicted keep rates."""
-    train_kept_mass: Float[Tensor, "N T"]
-    train_kept_count: Int[Tensor, "N T"]
-    infer_kept_mass: Float[Tensor, "N T"]
-    infer_kept_count: Int[Tensor, "N T"]
-    entropy_constrained: Float[Tensor, "N T"] | None = None
-    entropy_full: Float[Tensor, "N T"] | None = None
 
 
 class MisHealth(NamedTuple):
@@ -111,21 +105,21 @@ def _divergence(batch: MetricBatch) -> dict[str, Tensor]:
         "mismatch/k3_kl": (ratio - 1 - log_r).mean(),
         "mismatch/chi2_token": ratio.square().mean() - 1,
         "mismatch/chi2_seq": sequence.square().mean() - 1,
-        "mismatch/ppl_train": (-batch.train_logprobs.detach().double()[valid].mean()).exp(),
-        "mismatch/ppl_infer": (-batch.infer_logprobs.double()[valid].mean()).exp(),
+        "mismatch/ppl_train": (-batch.seen.train.logprobs.double()[valid].mean()).exp(),
+        "mismatch/ppl_infer": (-batch.seen.infer.logprobs.double()[valid].mean()).exp(),
         "mismatch/ppl_ratio": kl.exp(),
         "mismatch/ratio_max": _extreme(ratio, torch.max),
         "mismatch/ratio_min": _extreme(ratio, torch.min),
         "mismatch/skew": skew.mean(),
         "mismatch/skew_positive": skew[advantages > 0].mean(),
         "mismatch/skew_negative": skew[advantages < 0].mean(),
-        "mismatch/outside_rate": (batch.mask & ~batch.inside).sum() / batch.mask.sum(),
+        "mismatch/outside_rate": (batch.seen.mask & ~batch.seen.train.inside).sum() / batch.seen.mask.sum(),
     }
 
 
 def _weights(batch: MetricBatch) -> dict[str, Tensor | float]:
     """Of w before rejection, at the correction's level."""
-    valid, units = _valid(batch), _units(batch.mask, batch.level)
+    valid, units = _valid(batch), _units(batch.seen.mask, batch.level)
     log_ratios = batch.correction.log_ratios.double()
     w = level_ratios(log_ratios, valid, batch.level).expand_as(valid)[_units(valid, batch.level)]
     kept_weight = batch.correction.ratios.where(batch.correction.kept, 0.0)[units].double().mean()
@@ -143,7 +137,7 @@ def _weights(batch: MetricBatch) -> dict[str, Tensor | float]:
 
 def _rejection(batch: MetricBatch) -> dict[str, Tensor]:
     """Shares of sequences (of tokens for MIS at token level), out of those with a model token."""
-    real, units = batch.mask.any(-1), _units(batch.mask, batch.level)
+    real, units = batch.seen.mask.any(-1), _units(batch.seen.mask, batch.level)
     veto = batch.correction.veto
     rejected = ~batch.correction.kept & ~veto.dropped.unsqueeze(-1)
     shares = {f"veto/{reason}": flags[real].double().mean() for reason, flags in veto._asdict().items()}
@@ -154,28 +148,33 @@ def _rejection(batch: MetricBatch) -> dict[str, Tensor]:
 
 
 def _pruning(batch: MetricBatch) -> dict[str, Tensor]:
-    """Kept mass and count at all model tokens, entropies, and the two bounds on |J_mp - J|."""
-    mask, metrics = batch.mask, dict[str, Tensor]()
-    sides = {
-        "train": (batch.train_kept_mass, batch.train_kept_count),
-        "infer": (batch.infer_kept_mass, batch.infer_kept_count),
+    """What pruning removed: kept masses and counts at all model tokens, the log-probs of both sides with and without
+    pruning (log pi = log pi_mp + log Z for a token inside), and the two bounds on |J_mp - J|."""
+    mask, inside, infer = batch.seen.mask, batch.seen.mask & batch.seen.train.inside, batch.seen.infer
+    infer_mass = infer.kept_mass[mask].double()
+    metrics = {
+        "pruned/share": (infer_mass <= PRUNED_MASS).double().mean(),
+        "pruned/mass": (1 - infer_mass).mean(),
+        # A Monte Carlo estimate over the engine's own samples.
+        "entropy/constrained": -infer.logprobs[mask].double().mean(),
     }
-    for side, (mass, count) in sides.items():
-        known = mass[mask & ~mass.isnan()].double()
+    for side, own in {"train": batch.seen.train, "infer": infer}.items():
+        known = own.kept_mass[mask & ~own.kept_mass.isnan()].double()
         metrics[f"kept/mass_mean_{side}"] = known.mean()
         metrics[f"kept/mass_min_{side}"] = _extreme(known, torch.min)
-        metrics[f"kept/count_mean_{side}"] = count[mask].double().mean()
-    for kind, entropy in (("constrained", batch.entropy_constrained), ("full", batch.entropy_full)):
-        if entropy is not None:
-            metrics[f"entropy/{kind}"] = entropy[mask & ~entropy.isnan()].double().mean()
+        metrics[f"kept/count_mean_{side}"] = own.kept_count[mask].double().mean()
+        constrained = own.logprobs[inside].double()
+        metrics[f"logprob/{side}_constrained"] = constrained.mean()
+        metrics[f"logprob/{side}_full"] = (constrained + own.kept_mass[inside].double().log()).mean()
+    metrics["mismatch/kl_unmasked"] = metrics["logprob/infer_full"] - metrics["logprob/train_full"]
     return metrics | _bias_bounds(batch)
 
 
 def _bias_bounds(batch: MetricBatch) -> dict[str, Tensor]:
     """bound: R_max T (1 - Z_min) (Prop. 5.5), doubled where rewards may be negative. bound_measured:
     (max R - min R) E[sum_t (1 - Z_t)]. Z is the trainer's; T, Z and R are those of the batch."""
-    known = batch.mask & ~batch.train_kept_mass.isnan()
-    pruned = (1 - batch.train_kept_mass.double()).where(known, 0.0)
+    known = batch.seen.mask & ~batch.seen.train.kept_mass.isnan()
+    pruned = (1 - batch.seen.train.kept_mass.double()).where(known, 0.0)
     rewards = batch.rewards.double()
     low, high = _extreme(rewards, torch.min), _extreme(rewards, torch.max)
     sides = torch.where(low < 0, 2.0, 1.0)
@@ -187,7 +186,7 @@ def _bias_bounds(batch: MetricBatch) -> dict[str, Tensor]:
 
 
 def _valid(batch: MetricBatch) -> Bool[Tensor, "N T"]:
-    return batch.mask & batch.inside & ~batch.correction.log_ratios.isnan()
+    return batch.seen.mask & batch.seen.train.inside & ~batch.correction.log_ratios.isnan()
 
 
 def _units(mask: Bool[Tensor, "N T"], level: Level) -> Bool[Tensor, "N T"]:

@@ -16,11 +16,11 @@ from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.job import Job, Sink, job_id
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.shape import Shape
+from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
-from dvp_trainer.learn.evidence import Evidence
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
 from tests.kit.models import FAMILIES, make_model
@@ -83,17 +83,17 @@ class Setup(NamedTuple):
 
 def largest_difference(seen: Evidence) -> float:
     """Of log-probs."""
-    return float((seen.train_logprobs - seen.infer_logprobs)[seen.mask].abs().max())
+    return float((seen.train.logprobs - seen.infer.logprobs)[seen.mask].abs().max())
 
 
 def agree(seen: Evidence) -> bool:
     """In all that both sides say of the model tokens."""
     mask = seen.mask
     return (
-        bool(seen.inside[mask].all())
+        bool(seen.train.inside[mask].all())
         and largest_difference(seen) == 0.0
-        and torch.equal(seen.train_kept_mass[mask], seen.infer_kept_mass[mask])
-        and torch.equal(seen.train_kept_count[mask].long(), seen.infer_kept_count[mask].long())
+        and torch.equal(seen.train.kept_mass[mask], seen.infer.kept_mass[mask])
+        and torch.equal(seen.train.kept_count[mask].long(), seen.infer.kept_count[mask].long())
     )
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dvp_rl.dvp.correction import correct
+from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.dvp.metrics import MetricBatch, effective_sample_size, mis_health, mismatch_metrics, set_overlap
 from dvp_rl.dvp.options import Level, Mode
-from dvp_rl.dvp.policy import safe_set
+from dvp_rl.dvp.policy import Constrained, safe_set
 
 N, T, CAP = 40, 7, 1.3
 
@@ -31,24 +32,30 @@ def make_batch(level: Level = Level.SEQUENCE, mode: Mode = Mode.MIS, shape: tupl
         train[6, 0], inside[6, 0] = -12.0, True
         train = train.where(mask, math.nan)
     mass = [0.8 + 0.2 * torch.rand(shape, generator=generator) for _ in range(2)]
+    mass[1] = mass[1].where(mass[1] < 0.95, 1.0)
     mass[0] = mass[0].where(train.isfinite() | ~mask, math.nan)
+    counts = [torch.randint(1, 99, shape, generator=generator, dtype=torch.int32) for _ in range(2)]
+    seen = Evidence(
+        torch.arange(n),
+        mask,
+        Constrained(train, mass[0], counts[0], inside),
+        Constrained(infer, mass[1], counts[1], torch.ones_like(inside)),
+    )
     return MetricBatch(
-        train_logprobs=train,
-        infer_logprobs=infer,
-        inside=inside,
-        mask=mask,
+        seen,
         advantages=torch.randn(n, generator=generator),
         rewards=torch.rand(n, generator=generator),
         correction=correct(train, infer, inside, mask, level=level, mode=mode, cap=CAP),
         level=level,
         cap=CAP,
-        train_kept_mass=mass[0],
-        train_kept_count=torch.randint(1, 99, shape, generator=generator, dtype=torch.int32),
-        infer_kept_mass=mass[1],
-        infer_kept_count=torch.randint(1, 99, shape, generator=generator, dtype=torch.int32),
-        entropy_constrained=torch.rand(shape, generator=generator),
-        entropy_full=torch.rand(shape, generator=generator),
     )
+
+
+def seen_with(batch: MetricBatch, **train: Tensor) -> MetricBatch:
+    """The same batch with other train-side fields and the correction that follows from them."""
+    seen = dataclasses.replace(batch.seen, train=batch.seen.train._replace(**train))
+    correction = correct(seen.train.logprobs, seen.infer.logprobs, seen.train.inside, seen.mask)
+    return dataclasses.replace(batch, seen=seen, correction=correction)
 
 
 def as_float64(tensor: Tensor) -> np.ndarray:
@@ -59,10 +66,11 @@ class Tokens:
     """The same batch as plain lists: `rows[i]` are the token positions of sequence i that count."""
 
     def __init__(self, batch: MetricBatch) -> None:
-        self.l = as_float64(batch.train_logprobs - batch.infer_logprobs)
-        self.model = [[t for t in range(T) if batch.mask[i, t]] for i in range(N)]
+        self.l = as_float64(batch.seen.train.logprobs - batch.seen.infer.logprobs)
+        self.model = [[t for t in range(T) if batch.seen.mask[i, t]] for i in range(N)]
         self.rows = [
-            [t for t in row if batch.inside[i, t] and not math.isnan(self.l[i, t])] for i, row in enumerate(self.model)
+            [t for t in row if batch.seen.train.inside[i, t] and not math.isnan(self.l[i, t])]
+            for i, row in enumerate(self.model)
         ]
         self.pairs = [(i, t) for i, row in enumerate(self.rows) for t in row]
         self.model_pairs = [(i, t) for i, row in enumerate(self.model) for t in row]
@@ -82,15 +90,20 @@ def test_divergence() -> None:
     flat, ratio = tokens.flat, np.exp(tokens.flat)
     advantages = np.array([float(batch.advantages[i]) for i, _ in tokens.pairs])
     sequence = np.array(tokens.weights(Level.SEQUENCE, tokens.rows))
-    outside = [pair for pair in tokens.model_pairs if not batch.inside[pair]]
+    outside = [pair for pair in tokens.model_pairs if not batch.seen.train.inside[pair]]
     assert 0 < len(outside) < len(tokens.model_pairs)
+    full = {}
+    for name in ("train", "infer"):
+        side = getattr(batch.seen, name)
+        inside = [pair for pair in tokens.model_pairs if batch.seen.train.inside[pair]]
+        full[name] = np.mean([float(side.logprobs[pair]) + math.log(float(side.kept_mass[pair])) for pair in inside])
     expected = {
         "kl": -flat.mean(),
         "k3_kl": (ratio - 1 - flat).mean(),
         "chi2_token": (ratio**2).mean() - 1,
         "chi2_seq": (sequence**2).mean() - 1,
-        "ppl_train": math.exp(-np.mean([float(batch.train_logprobs[pair]) for pair in tokens.pairs])),
-        "ppl_infer": math.exp(-np.mean([float(batch.infer_logprobs[pair]) for pair in tokens.pairs])),
+        "ppl_train": math.exp(-np.mean([float(batch.seen.train.logprobs[pair]) for pair in tokens.pairs])),
+        "ppl_infer": math.exp(-np.mean([float(batch.seen.infer.logprobs[pair]) for pair in tokens.pairs])),
         "ppl_ratio": math.exp(-flat.mean()),
         "ratio_max": ratio.max(),
         "ratio_min": ratio.min(),
@@ -98,6 +111,7 @@ def test_divergence() -> None:
         "skew_positive": (-(ratio - 1) * advantages)[advantages > 0].mean(),
         "skew_negative": (-(ratio - 1) * advantages)[advantages < 0].mean(),
         "outside_rate": len(outside) / len(tokens.model_pairs),
+        "kl_unmasked": full["infer"] - full["train"],
     }
     assert {name for name in got if name.startswith("mismatch/")} == {f"mismatch/{name}" for name in expected}
     for name, value in expected.items():
@@ -125,7 +139,7 @@ def test_veto_and_rejection(level: Level, mode: Mode) -> None:
     for i, row in enumerate(tokens.model):
         if any(math.isnan(tokens.l[i, t]) for t in row):
             reasons.append("nan")
-        elif any(not batch.inside[i, t] for t in row):
+        elif any(not batch.seen.train.inside[i, t] for t in row):
             reasons.append("outside")
         elif any(tokens.l[i, t] < math.log(1e-4) for t in row):
             reasons.append("numerical")
@@ -150,16 +164,19 @@ def test_pruning_and_entropy() -> None:
     batch = make_batch()
     tokens, got = Tokens(batch), mismatch_metrics(batch)
     for side in ("train", "infer"):
-        mass = [float(getattr(batch, f"{side}_kept_mass")[pair]) for pair in tokens.model_pairs]
+        mass = [float(getattr(batch.seen, side).kept_mass[pair]) for pair in tokens.model_pairs]
         known = [m for m in mass if not math.isnan(m)]
         assert len(known) == len(mass) - (side == "train")
         assert got[f"kept/mass_mean_{side}"] == pytest.approx(np.mean(known))
         assert got[f"kept/mass_min_{side}"] == pytest.approx(min(known))
-        counts = [int(getattr(batch, f"{side}_kept_count")[pair]) for pair in tokens.model_pairs]
+        counts = [int(getattr(batch.seen, side).kept_count[pair]) for pair in tokens.model_pairs]
         assert got[f"kept/count_mean_{side}"] == pytest.approx(np.mean(counts))
-    for kind in ("constrained", "full"):
-        values = [float(getattr(batch, f"entropy_{kind}")[pair]) for pair in tokens.model_pairs]
-        assert got[f"entropy/{kind}"] == pytest.approx(np.mean(values))
+    mass = [float(batch.seen.infer.kept_mass[pair]) for pair in tokens.model_pairs]
+    assert got["pruned/mass"] == pytest.approx(1 - np.mean(mass))
+    assert got["pruned/share"] == pytest.approx(np.mean([m <= 0.999 for m in mass]))
+    assert 0 < got["pruned/share"] < 1
+    drawn = [float(batch.seen.infer.logprobs[pair]) for pair in tokens.model_pairs]
+    assert got["entropy/constrained"] == pytest.approx(-np.mean(drawn))
 
 
 @pytest.mark.parametrize("shift", [0.0, -0.5, -3.0])
@@ -169,7 +186,7 @@ def test_bias_bounds(shift: float) -> None:
     tokens, got = Tokens(batch), mismatch_metrics(batch)
     rewards = as_float64(batch.rewards)
     pruned = [
-        [1 - float(batch.train_kept_mass[i, t]) for t in row if not batch.train_kept_mass[i, t].isnan()]
+        [1 - float(batch.seen.train.kept_mass[i, t]) for t in row if not batch.seen.train.kept_mass[i, t].isnan()]
         for i, row in enumerate(tokens.model)
     ]
     sides = 2 if rewards.min() < 0 else 1
@@ -220,9 +237,8 @@ def test_on_policy_is_clean() -> None:
     batch = make_batch()
     same = torch.full((N, T), -1.0)
     inside = torch.ones(N, T, dtype=torch.bool)
-    correction = correct(same, same, inside, batch.mask)
-    batch = dataclasses.replace(batch, train_logprobs=same, infer_logprobs=same, inside=inside, correction=correction)
-    got = mismatch_metrics(batch)
+    infer = dataclasses.replace(batch.seen, infer=batch.seen.infer._replace(logprobs=same))
+    got = mismatch_metrics(seen_with(dataclasses.replace(batch, seen=infer), logprobs=same, inside=inside))
     zero = ("kl", "k3_kl", "chi2_token", "chi2_seq", "skew", "outside_rate")
     assert all(got[f"mismatch/{name}"] == 0 for name in zero)
     assert got["weight/ess"] == got["mis/kept_weight"] == got["mismatch/ppl_ratio"] == 1
@@ -238,7 +254,9 @@ def test_an_empty_batch_has_no_metrics(shape: tuple[int, int], level: Level) -> 
 @pytest.mark.parametrize("level", list(Level))
 def test_a_batch_with_nothing_kept_is_still_measured(level: Level) -> None:
     batch = make_batch(level)
-    correction = correct(batch.train_logprobs, batch.infer_logprobs, batch.inside, batch.mask, log_veto=99.0)
+    correction = correct(
+        batch.seen.train.logprobs, batch.seen.infer.logprobs, batch.seen.train.inside, batch.seen.mask, log_veto=99.0
+    )
     got = mismatch_metrics(dataclasses.replace(batch, correction=correction))
     assert got["veto/total"] == 1
     assert got["mis/kept_weight"] == 0
@@ -248,16 +266,10 @@ def test_a_batch_with_nothing_kept_is_still_measured(level: Level) -> None:
 def test_a_batch_with_every_token_outside_reports_that_alone() -> None:
     batch = make_batch()
     nowhere = torch.zeros(N, T, dtype=torch.bool)
-    correction = correct(batch.train_logprobs, batch.infer_logprobs, nowhere, batch.mask)
-    got = mismatch_metrics(dataclasses.replace(batch, inside=nowhere, correction=correction))
+    got = mismatch_metrics(seen_with(batch, inside=nowhere))
     assert got["mismatch/outside_rate"] == 1
     assert "mismatch/kl" not in got
     assert all(math.isfinite(value) for value in got.values())
-
-
-def test_entropies_are_optional() -> None:
-    batch = dataclasses.replace(make_batch(), entropy_constrained=None, entropy_full=None)
-    assert not any(name.startswith("entropy/") for name in mismatch_metrics(batch))
 
 
 def test_set_overlap() -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.dvp.policy import constrained_logprobs
 from dvp_trainer.lab.recorded import Noise, Tokens, recorded_signature
-from dvp_trainer.learn.evidence import Evidence
 from dvp_trainer.report.token_log import read_tokens, write_tokens
 
 N, T, V, S, LOG_MIN_P = 64, 40, 50, 0.2, -9.0
@@ -26,17 +27,7 @@ def evidence(seed: int) -> Evidence:
     own, theirs = (constrained_logprobs(z, tokens, log_min_p=LOG_MIN_P, temperature=1.0) for z in (train, infer))
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, -1] = False
-    return Evidence(
-        rows=torch.arange(N),
-        mask=mask,
-        train_logprobs=own.logprobs,
-        infer_logprobs=theirs.logprobs,
-        inside=own.inside,
-        train_kept_mass=own.kept_mass,
-        train_kept_count=own.kept_count,
-        infer_kept_mass=theirs.kept_mass,
-        infer_kept_count=theirs.kept_count,
-    )
+    return Evidence(torch.arange(N), mask, own, theirs)
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -44,8 +35,8 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     for step, part in enumerate(written, start=9):
         write_tokens(part, tmp_path, step)
     for before, after in zip(written, read_tokens(tmp_path), strict=True):
-        for name, tensor in vars(before).items():
-            assert torch.equal(getattr(after, name), tensor)
+        for name, tensor in before.tensors().items():
+            assert torch.equal(after.tensors()[name], tensor)
 
 
 def test_the_prediction_is_met_where_the_noise_is_gaussian(tmp_path: Path) -> None:
@@ -68,4 +59,13 @@ def test_a_run_without_a_record_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "step-00000001.safetensors").write_bytes(b"half")
     with pytest.raises(ConfigError, match="not a complete record"):
+        recorded_signature(tmp_path)
+
+
+def test_a_record_of_an_older_version_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    tensors = evidence(0).tensors()
+    older = {name: tensor for name, tensor in tensors.items() if name != "infer_inside"}
+    save_file(older, tmp_path / "tokens" / "step-00000001.safetensors")
+    with pytest.raises(ConfigError, match=r"step-00000001.safetensors: .* 'infer_inside'"):
         recorded_signature(tmp_path)

@@ -136,8 +136,8 @@ def test_the_train_logprobs_equal_the_oracle(
     pairs = [(s.group.prompt_ids, sample) for s in batch.groups for sample in s.group.samples]
     for row, (prompt, sample) in enumerate(pairs):
         expected = oracle_logprobs(oracle, prompt.tolist(), sample.token_ids.tolist(), log_min_p, temperature).detach()
-        inside = seen.inside[row][seen.mask[row]]
-        actual = seen.train_logprobs[row][seen.mask[row]].double()
+        inside = seen.train.inside[row][seen.mask[row]]
+        actual = seen.train.logprobs[row][seen.mask[row]].double()
         assert torch.equal(inside, expected.isfinite())
         assert bool(inside.any())
         assert float((actual - expected)[inside].abs().max()) < 5e-5

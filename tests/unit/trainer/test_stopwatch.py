@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dvp_trainer.data.batch import Batch, ScoredGroup
-from dvp_trainer.loop import Coverage, Stopwatch
+from dvp_trainer.report.stopwatch import Coverage, Stopwatch
 from tests.kit.records import make_sample, make_scored
 
 

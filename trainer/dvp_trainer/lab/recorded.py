@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dvp_trainer.learn.evidence import Evidence
+from dvp_rl.dvp.evidence import Evidence
 from dvp_trainer.report.token_log import read_tokens
 
 from .mismatch import EDGES, SIGMAS, Estimate, difference, ratio
@@ -37,9 +37,10 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, evidence: Evidence) -> Tokens:
-        mask = evidence.mask & evidence.inside
-        train = evidence.train_logprobs.double() + evidence.train_kept_mass.double().log()
-        infer = evidence.infer_logprobs.double() + evidence.infer_kept_mass.double().log()
+        mask = evidence.mask & evidence.train.inside
+        train, infer = (
+            side.logprobs.double() + side.kept_mass.double().log() for side in (evidence.train, evidence.infer)
+        )
         return cls(mask, (train - infer).where(mask, 0.0), train, infer)
 
 
@@ -88,7 +89,7 @@ def recorded_signature(run: Path) -> Study:
     evidence = list(read_tokens(run))
     batches = [Tokens.of(part) for part in evidence]
     drawn = sum(int(part.mask.sum()) for part in evidence)
-    outside = sum(int((part.mask & ~part.inside).sum()) for part in evidence)
+    outside = sum(int((part.mask & ~part.train.inside).sum()) for part in evidence)
     noise = Noise.of(batches)
     rows = list(_rows(batches, noise))
     return Study(

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dvp_rl.contract.shape import Shape
+from dvp_rl.dvp.policy import Constrained
 from dvp_trainer.data.batch import TrainSequence
 
 from .arrangement import Beside, lay_out
 from .layout import Layout, Tokens, fixed
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Int
     from torch import Tensor
 
 
@@ -32,10 +34,8 @@ class MicroBatch:
     """The completion; 0 where padded."""
     mask: Bool[Tensor, "b T"]
     """True on model tokens."""
-    infer_logprobs: Float[Tensor, "b T"]
-    """log pi_infer_mp; 0 where padded. Likewise kept mass 1 and kept count 1 where padded."""
-    infer_kept_mass: Float[Tensor, "b T"]
-    infer_kept_count: Int[Tensor, "b T"]
+    infer: Constrained
+    """[b, T] fields of the engine. Where padded: log-prob 0, kept mass 1, kept count 1, inside."""
 
     @classmethod
     def collate(cls, sequences: list[TrainSequence], layout: Layout) -> MicroBatch:
@@ -49,8 +49,12 @@ class MicroBatch:
             token_ids[row, :t], mask[row, :t] = sample.token_ids, True
             logprobs[row, :t], mass[row, :t], count[row, :t] = sample.logprobs, sample.kept_mass, sample.kept_count
         rows = np.array([sequence.index for sequence in sequences])
-        arrays = (torch.from_numpy(array).to(device) for array in (rows, token_ids, mask, logprobs, mass, count))
-        return cls(next(arrays), layout, *arrays)
+
+        def tensor(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        infer = Constrained(tensor(logprobs), tensor(mass), tensor(count), tensor(np.ones(shape, bool)))
+        return cls(tensor(rows), layout, tensor(token_ids), tensor(mask), infer)
 
     def idle(self) -> MicroBatch:
         """The same without a model token: forward and backward run, and add nothing."""

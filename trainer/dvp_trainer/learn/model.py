@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.shape import Shape
+from dvp_rl.dvp.lm_head import head_logprobs
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs, split_rows
 from dvp_rl.engines.compute_dtype import compute_in, rounded
 from dvp_rl.engines.context import rope_limit
@@ -26,7 +27,6 @@ from dvp_rl.engines.reference import EAGER, attend_by, attending, gap, some_toke
 from dvp_trainer.config import ModelSection, TrainSettings
 
 from .arrangement import Arrangement, Beside, arrange
-from .lm_head import head_logprobs
 from .micro_batch import MicroBatch
 from .world import World
 

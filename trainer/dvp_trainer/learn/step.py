@@ -9,7 +9,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,19 +17,20 @@ import torch
 from transformers import PreTrainedModel
 
 from dvp_rl.contract.shape import Shape
+from dvp_rl.dvp.advantages import advantages
 from dvp_rl.dvp.correction import Correction, correct
 from dvp_rl.dvp.denominators import denominator
+from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.dvp.metrics import MetricBatch, mismatch_metrics
 from dvp_rl.dvp.objective import surrogate_loss
+from dvp_rl.dvp.options import Baseline
 from dvp_rl.dvp.policy import Constrained
 from dvp_rl.weights.folder import folder_digest
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch, TrainSequence
-from dvp_trainer.options import Baseline, Overlong
+from dvp_trainer.options import Overlong
 
-from .advantages import advantages
 from .arrangement import Beside
-from .evidence import Evidence, TrainLogprobs, pruning_metrics
 from .lora import add_lora
 from .micro_batch import MicroBatch, micro_batches, share
 from .model import Policy, check_rope, full, load_model, shard
@@ -166,7 +166,7 @@ class Learner:
         seen, num_kept, num_corrected, loss_sum = [], 0.0, 0.0, 0.0
         for micro in self._micro_batches(sequences):
             own = self.train_logprobs(micro)
-            evidence = Evidence.of(micro, own)
+            evidence = _evidence(micro, own)
             correction = self.correct(evidence)
             loss = surrogate_loss(own.logprobs, correction.weights, A[micro.rows], micro.mask, 1.0)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ class Learner:
             num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
             num_corrected += float(micro.mask.any(1).sum())
             loss_sum += float(loss.detach())
-        whole = Evidence.gather(seen, self.world)
+        whole = self._whole(seen)
         num_kept, num_corrected, loss_sum = self.world.sum(num_kept, num_corrected, loss_sum)
         if num_kept == 0:
             return Update(whole, 0.0, None)
@@ -182,23 +182,22 @@ class Learner:
         D = denominator(policy, total=total, corrected=int(num_corrected), kept=int(num_kept))
         return Update(whole, loss_sum / D, self._apply(D))
 
-    def train_logprobs(self, micro: MicroBatch) -> TrainLogprobs:
+    def train_logprobs(self, micro: MicroBatch) -> Constrained:
+        """The trainer's side of a micro-batch, padded back to [b, T]."""
         own: Constrained = self.policy(micro)
 
         def spread(values: Tensor, padding: float) -> Tensor:
             return torch.full_like(micro.mask, padding, dtype=values.dtype).masked_scatter(micro.mask, values)
 
-        return TrainLogprobs(
-            spread(own.logprobs, 0.0), spread(own.kept_mass, 1.0), spread(own.kept_count, 1), spread(own.inside, True)
-        )
+        return Constrained(*(spread(values, padding) for values, padding in zip(own, (0.0, 1.0, 1, True), strict=True)))
 
     def correct(self, evidence: Evidence) -> Correction:
         """Token veto, then importance weights."""
         rule = self.settings.correction
         return correct(
-            evidence.train_logprobs,
-            evidence.infer_logprobs,
-            evidence.inside,
+            evidence.train.logprobs,
+            evidence.infer.logprobs,
+            evidence.train.inside,
             evidence.mask,
             level=rule.level,
             mode=rule.mode,
@@ -229,8 +228,8 @@ class Learner:
     @torch.no_grad()
     def look(self, sequences: list[TrainSequence]) -> Evidence | None:
         """Both sides' log-probs before anything changes; None without sequences."""
-        parts = [Evidence.of(micro, self.train_logprobs(micro)) for micro in self._micro_batches(sequences)]
-        return Evidence.gather(parts, self.world)
+        parts = [_evidence(micro, self.train_logprobs(micro)) for micro in self._micro_batches(sequences)]
+        return self._whole(parts)
 
     # --- details ----------------------------------------------------------------------------------------------------
 
@@ -260,6 +259,18 @@ class Learner:
         for _ in range(idle):
             yield next(cut(sequences[:1])).idle()
 
+    def _whole(self, parts: list[Evidence]) -> Evidence | None:
+        """The parts of all ranks; None if there are none. Either every rank has parts or no rank has."""
+        if not parts:
+            return None
+        own = Evidence.join(parts)
+        if self.world.size == 1:
+            return own
+        ranks = {name: self.world.gather(tensor) for name, tensor in own.tensors().items()}
+        return Evidence.join(
+            [Evidence.of({name: of_rank[rank] for name, of_rank in ranks.items()}) for rank in range(self.world.size)]
+        )
+
     def _apply(self, D: float) -> float | None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
@@ -288,7 +299,7 @@ class Learner:
         rewards = batch.rewards.flatten().to(self.device)
         metrics |= mismatch_metrics(
             MetricBatch(
-                **{field.name: getattr(first, field.name) for field in fields(first) if field.name != "rows"},
+                seen=first,
                 advantages=A[first.rows],
                 rewards=rewards[first.rows],
                 correction=self.correct(first),
@@ -296,11 +307,16 @@ class Learner:
                 cap=self.settings.correction.cap,
             )
         )
-        metrics |= pruning_metrics(first)
         if before is not None:
-            drift = (before.train_logprobs - during.train_logprobs)[before.mask & before.inside & during.inside]
+            drift = (before.train.logprobs - during.train.logprobs)[
+                before.mask & before.train.inside & during.train.inside
+            ]
             metrics["drift/kl"] = float(drift.mean()) if drift.numel() else 0.0
         return metrics
+
+
+def _evidence(micro: MicroBatch, own: Constrained) -> Evidence:
+    return Evidence(micro.rows, micro.mask, own._replace(logprobs=own.logprobs.detach()), micro.infer)
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

@@ -9,17 +9,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dvp_rl.contract.errors import ConfigError
-from dvp_trainer.learn.evidence import Evidence
+from dvp_rl.dvp.evidence import Evidence
 from dvp_trainer.learn.weight_files import save_tensors
 
 FOLDER = "tokens"
 
 
 def write_tokens(evidence: Evidence, out_dir: Path, step: int) -> None:
-    """out_dir/tokens/step-NNNNNNNN.safetensors: the fields of `Evidence`."""
+    """out_dir/tokens/step-NNNNNNNN.safetensors: `Evidence.tensors`."""
     folder = out_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in vars(evidence).items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in evidence.tensors().items()}
     save_tensors(tensors, folder / f"step-{step:08d}.safetensors")
 
 
@@ -30,6 +30,6 @@ def read_tokens(out_dir: Path) -> Iterator[Evidence]:
         raise ConfigError(f"run {out_dir}: no {FOLDER}/step-*.safetensors; train it with --report.tokens-interval 1")
     for file in files:
         try:
-            yield Evidence(**load_file(file))
-        except (SafetensorError, OSError, TypeError) as error:
+            yield Evidence.of(load_file(file))
+        except (SafetensorError, OSError, KeyError) as error:
             raise ConfigError(f"{file}: not a complete record of a batch: {error}") from None

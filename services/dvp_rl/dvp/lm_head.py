@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dvp_rl.dvp.policy import Constrained, Setting, as_rows, constrain, membership, split_rows
+from .policy import Constrained, Setting, as_rows, constrain, membership, split_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dvp_trainer.learn.advantages import STD_EPS, _warn_single, advantages, uniform_groups
-from dvp_trainer.options import Baseline
+from dvp_rl.dvp.advantages import STD_EPS, _warn_single, advantages, uniform_groups
+from dvp_rl.dvp.options import Baseline
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.25, 0.5, -1.0, 2.0]]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from dvp_rl.dvp.lm_head import head_logprobs
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
 from dvp_rl.engines.model_folder import has_linear_head
-from dvp_trainer.learn.lm_head import head_logprobs
 from tests.kit.models import make_model
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97

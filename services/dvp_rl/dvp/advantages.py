@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dvp_trainer.options import Baseline
+from .options import Baseline
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
