@@ -13,11 +13,11 @@ TRL_STAMP := .trl/.installed
 
 install: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml trainer/lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("%s is Python %d.%d: make PYTHON=... names a 3.11 or newer" % (sys.executable, *v[:2]))'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements.lock
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e .
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e . -e trainer/lab
 	touch $@
 
 # Passwords and tokens for docker compose, drawn once.
@@ -44,12 +44,12 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dv
 demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
-# Every figure of trainer/dvp_trainer/lab/results.
+# Every study of trainer/lab/results; `dvp-lab page` draws one again.
 lab: install sglang-cpu
-	$(BIN)/dvp-lab signature --out trainer/dvp_trainer/lab/results
-	$(BIN)/dvp-lab overlap --out trainer/dvp_trainer/lab/results
-	$(BIN)/dvp-lab rho --out trainer/dvp_trainer/lab/results
-	$(BIN)/dvp-lab collapse --out trainer/dvp_trainer/lab/results
+	$(BIN)/dvp-lab signature --out trainer/lab/results
+	$(BIN)/dvp-lab overlap --out trainer/lab/results
+	$(BIN)/dvp-lab rho --out trainer/lab/results
+	$(BIN)/dvp-lab collapse --out trainer/lab/results
 
 # Three at once, also on two cores: most of them wait for processes and clocks. ARGS=-n0 for one, with a debugger.
 test: install

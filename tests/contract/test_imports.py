@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "transformers", "redis", "fastapi", "httpx")
-PACKAGES = ("deploy.demo", "dvp_rl.monitor", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_trainer.lab")
+PACKAGES = ("deploy.demo", "dvp_rl.monitor", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_lab")
 PROGRAMS = ("dvp_rl.monitor.cli", *(f"{package}.__main__" for package in PACKAGES))
 
 
@@ -31,7 +31,7 @@ def test_programs_answer_help_without_torch(program: str) -> None:
 def test_the_commands_of_the_lab_do_so_too(arguments: list[str]) -> None:
     program = f"""
 from contextlib import suppress
-from dvp_trainer.lab.__main__ import app
+from dvp_lab.__main__ import app
 with suppress(SystemExit):
     app({arguments!r})
 """

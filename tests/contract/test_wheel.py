@@ -12,8 +12,13 @@ import pytest
 from tests.kit.processes import ROOT, environment
 from tests.kit.wait import WITHIN_S
 
-PACKAGES = {"dvp_rl": ROOT / "services", "dvp_trainer": ROOT / "trainer"}
-PROGRAMS = ("dvp_rl.monitor.cli", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_trainer.lab")
+LAB = ROOT / "trainer" / "lab"
+WHEELS = {
+    ROOT: {"dvp_rl": ROOT / "services", "dvp_trainer": ROOT / "trainer"},
+    LAB: {"dvp_lab": LAB},
+}
+"""Each project's packages and the folder that holds them."""
+PROGRAMS = ("dvp_rl.monitor.cli", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_lab")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -30,20 +35,22 @@ def files(root: Path, package: str) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_two_packages_of_the_projects_own_name(tmp_path: Path) -> None:
-    """Installed into an environment that has nothing else."""
+@pytest.mark.parametrize("project", WHEELS, ids=["dvp-rl", "dvp-lab"])
+def test_a_wheel_holds_packages_of_the_projects_own_name(tmp_path: Path, project: Path) -> None:
+    """The wheel is installed into an environment that has nothing else. The lab does not ship with the product."""
+    packages = WHEELS[project]
     pip = (sys.executable, "-m", "pip", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT, cwd=tmp_path)
+    run(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, project, cwd=tmp_path)
     run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     python = tmp_path / "environment" / "bin" / "python"
     run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
 
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
-    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == PACKAGES.keys()
-    for package, root in PACKAGES.items():
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == packages.keys()
+    for package, root in packages.items():
         assert files(site, package) == files(root, package), "Lua and pages, too"
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((project / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts.keys() <= {path.name for path in python.parent.iterdir()}
 
 

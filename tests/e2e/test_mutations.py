@@ -87,7 +87,7 @@ MUTANTS = {
 
 def run(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    path = os.pathsep.join(str(tree / folder) for folder in ("services", "trainer", "."))
+    path = os.pathsep.join(str(tree / folder) for folder in ("services", "trainer", "trainer/lab", "."))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dvp_trainer.lab import chain
-from dvp_trainer.lab.budget import Budget, RuledRun, rewards
-from dvp_trainer.lab.rules import NOTHING_PRUNED, Rule
-from dvp_trainer.lab.training import Mismatch
+from dvp_lab import chain
+from dvp_lab.budget import Budget, RuledRun, rewards
+from dvp_lab.rules import NOTHING_PRUNED, Rule
+from dvp_lab.training import Mismatch
 
 
 @pytest.fixture(scope="module")

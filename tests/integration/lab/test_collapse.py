@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from dvp_trainer.lab.collapse import SMALL, collapse
-from dvp_trainer.lab.page import write_study
+from dvp_lab.collapse import SMALL, collapse
+from dvp_lab.page import write_page
+from dvp_lab.study import Study
 
 
 @pytest.mark.slow
 def test_the_study_in_small(tmp_path: Path) -> None:
     said = []
     study = collapse(tmp_path / "work", replace(SMALL, jobs=2), lambda done, total, what: said.append(what))
-    page = write_study(study, tmp_path)
+    page = write_page(Study.load(study.save(tmp_path)), tmp_path)
     numbers = json.loads((tmp_path / "collapse.json").read_text())
     arms, mapped, screened = numbers["tables"]
     assert len(screened["rows"]) == SMALL.candidates

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from dvp_lab.engines import Engine
+from dvp_lab.mismatch import EDGES, measure
+from dvp_lab.overlap import RULES, overlap
+from dvp_lab.page import write_page
+from dvp_lab.precision import Format, rounded
+from dvp_lab.rho import FIXED, MATCHED, SLOPES, rho
+from dvp_lab.rules import NOTHING_PRUNED, Rule
+from dvp_lab.signature import signature
+from dvp_lab.sources import Trainer, opened, traces, until_end
+from dvp_lab.study import Study
+from dvp_lab.subject import Subject, file_subject
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.dvp.policy import constrained_logprobs
-from dvp_trainer.lab.engines import Engine
-from dvp_trainer.lab.mismatch import EDGES, measure
-from dvp_trainer.lab.overlap import RULES, overlap
-from dvp_trainer.lab.page import write_study
-from dvp_trainer.lab.precision import Format, rounded
-from dvp_trainer.lab.rho import FIXED, MATCHED, SLOPES, rho
-from dvp_trainer.lab.rules import NOTHING_PRUNED, Rule
-from dvp_trainer.lab.signature import signature
-from dvp_trainer.lab.sources import Trainer, opened, traces, until_end
-from dvp_trainer.lab.subject import Subject, file_subject
 from tests.kit.models import EOS_ID, make_model
 
 EVERY = len(EDGES) - 1
@@ -69,7 +70,7 @@ def test_signature_of_several_engines(subject: Subject, tmp_path: Path) -> None:
     )
     assert said == [(0, 2, "transformers-fp8-kv"), (1, 2, "gaussian")]
     assert [finding.holds for finding in study.findings[:3]] == [True, None, True], "bounds and order"
-    write_study(study, tmp_path)
+    write_page(Study.load(study.save(tmp_path)), tmp_path)
     tables = json.loads((tmp_path / "signature.json").read_text())["tables"]
     assert [row[0] for row in tables[0]["rows"]] == HERE[-2:]
     assert [row[-1] for row in tables[0]["rows"]] == [0, 0], "tokens beyond the exact range"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dvp_lab.recorded import Tokens
 from dvp_rl.transport.broker import Broker
-from dvp_trainer.lab.recorded import Tokens
 from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.report.token_log import read_tokens
 from tests.kit.runs import HELDOUT, config, replica, train

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dvp_trainer.lab import chain
-from dvp_trainer.lab.cells import Outcome, run_cells
-from dvp_trainer.lab.collapse import CELLS, LOG_MIN_P, Fate, Pair, candidates, choose
-from dvp_trainer.lab.precision import Format
-from dvp_trainer.lab.training import NOTHING_PRUNED, Mismatch, Run, Sampler
+from dvp_lab import chain
+from dvp_lab.cells import Outcome, run_cells
+from dvp_lab.collapse import CELLS, LOG_MIN_P, Fate, Pair, candidates, choose
+from dvp_lab.precision import Format
+from dvp_lab.training import NOTHING_PRUNED, Mismatch, Run, Sampler
 from dvp_trainer.learn.model import load_model
 
 

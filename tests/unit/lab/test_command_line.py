@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dvp_lab.__main__ import app
+from dvp_lab.training import Run
 from dvp_rl.contract.errors import ConfigError
-from dvp_trainer.lab.__main__ import app
-from dvp_trainer.lab.training import Run
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,8 @@ from dvp_trainer.lab.training import Run
         (["overlap", "--prompts", "deploy/demo/heldout.jsonl"], "--model and --prompts belong together"),
         (["signature", "--model", "absent", "--prompts", "absent.jsonl"], "absent"),
         (["signature", "--run", "absent"], "train it with --report.tokens-interval 1"),
+        (["page", "absent.json"], "absent.json: No such file"),
+        (["page", "deploy/demo/model/config.json"], "config.json: not the JSON of a study"),
     ],
 )
 def test_a_mistake_is_said(argv: list[str], said: str, tmp_path: Path) -> None:

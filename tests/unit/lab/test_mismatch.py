@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from dvp_trainer.lab.mismatch import EDGES, Mismatch, exact_range, first_order_bound, half_range, measure
-from dvp_trainer.lab.sources import Samples, Trace
+from dvp_lab.mismatch import EDGES, Mismatch, exact_range, first_order_bound, half_range, measure
+from dvp_lab.sources import Samples, Trace
 
 N, T, V = 48, 24, 200
 EVERY = len(EDGES) - 1

@@ -4,8 +4,11 @@ import json
 import math
 from pathlib import Path
 
-from dvp_trainer.lab.page import text, write_study
-from dvp_trainer.lab.study import Chart, Finding, Series, Study, Table
+from typer.testing import CliRunner
+
+from dvp_lab.__main__ import app
+from dvp_lab.page import text, write_page
+from dvp_lab.study import Chart, Finding, Series, Study, Table
 
 STUDY = Study(
     name="example",
@@ -38,10 +41,15 @@ STUDY = Study(
 
 
 def test_json_png_and_page_say_the_same(tmp_path: Path) -> None:
-    """And say it again in the same bytes."""
-    page = write_study(STUDY, tmp_path / "new").read_text(encoding="utf-8")
-    assert write_study(STUDY, tmp_path / "again").read_text(encoding="utf-8") == page
-    numbers = json.loads((tmp_path / "new" / "example.json").read_text(encoding="utf-8"))
+    """Drawn again from the JSON, the page has the same bytes."""
+    file = STUDY.save(tmp_path / "new")
+    saved = file.read_text(encoding="utf-8")
+    page = write_page(Study.load(file), tmp_path / "new").read_text(encoding="utf-8")
+    assert Study.load(file).save(tmp_path / "again").read_text(encoding="utf-8") == saved
+    result = CliRunner().invoke(app, ["page", str(file), "--out", str(tmp_path / "again")], catch_exceptions=False)
+    assert f"written: {tmp_path / 'again' / 'example.html'}" in result.output
+    assert (tmp_path / "again" / "example.html").read_text(encoding="utf-8") == page
+    numbers = json.loads(saved)
     assert numbers["tables"][0]["rows"] == [["third", 0.33333], ["none", None], ["nan", None]]
     assert (tmp_path / "new" / "example.png").read_bytes().startswith(b"\x89PNG")
     assert "A &amp; B" in page

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dvp_lab.recorded import Noise, Tokens, recorded_signature
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.dvp.policy import constrained_logprobs
-from dvp_trainer.lab.recorded import Noise, Tokens, recorded_signature
 from dvp_trainer.report.token_log import read_tokens, write_tokens
 
 N, T, V, S, LOG_MIN_P = 64, 40, 50, 0.2, -9.0

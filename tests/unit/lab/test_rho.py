@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dvp_trainer.lab.mismatch import Estimate
-from dvp_trainer.lab.rho import Row, matching, propose
-from dvp_trainer.lab.rules import NOTHING_PRUNED, Rule
-from dvp_trainer.lab.sets import Outcome, Sets, sets_of
+from dvp_lab.mismatch import Estimate
+from dvp_lab.rho import Row, matching, propose
+from dvp_lab.rules import NOTHING_PRUNED, Rule
+from dvp_lab.sets import Outcome, Sets, sets_of
 from tests.unit.lab.test_sets import sampled
 
 

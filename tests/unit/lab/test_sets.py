@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from dvp_trainer.lab.rules import NOTHING_PRUNED, Rule
-from dvp_trainer.lab.sets import joined, mass_per_nat, seen_of, sets_of
-from dvp_trainer.lab.sources import Samples, Trace
+from dvp_lab.rules import NOTHING_PRUNED, Rule
+from dvp_lab.sets import joined, mass_per_nat, seen_of, sets_of
+from dvp_lab.sources import Samples, Trace
 
 N, T, V = 40, 12, 400
 

@@ -17,11 +17,10 @@ from dvp_rl.cpus import usable_cpus
 from dvp_rl.settings import forget_variables, user_errors
 
 from .engines import Engine
-from .page import write_study
-from .study import Study
 
 # torch and transformers load inside the commands, so that --help and a mistyped option do not wait for them.
 if TYPE_CHECKING:
+    from .study import Study
     from .subject import Progress as Tell
     from .subject import Subject
 
@@ -157,6 +156,19 @@ def collapse_command(
     _write(study, out)
 
 
+@app.command(name="page")
+def page_command(
+    files: Annotated[list[Path], typer.Argument(help="JSON files of studies.", metavar="FILE.json...")],
+    out: Out = DEFAULT_OUT,
+) -> None:
+    """Draw the PNG and the page of a study again, from its JSON."""
+    from .page import write_page
+    from .study import Study
+
+    for study in map(Study.load, files):
+        Console().print(f"written: {write_page(study, out)}", highlight=False, soft_wrap=True)
+
+
 def available() -> list[Engine]:
     """All engines that can run here: SGLang only where `make sglang-cpu` has built one."""
     from dvp_rl.engines.sglang_server import CHECKOUT_PYTHON
@@ -181,11 +193,14 @@ def _subject(model: Path | None, prompts: Path | None, count: int, seed: int, te
 
 
 def _write(study: Study, folder: Path) -> None:
-    page = write_study(study, folder)
+    from .page import write_page
+    from .study import Study
+
+    study = Study.load(study.save(folder))
     for finding in study.findings:
         verdict = {True: "[green]holds[/]", False: "[red]does not hold[/]", None: "figure"}[finding.holds]
         Console().print(f"{verdict}  {finding.statement}  [bold]{finding.figures}[/]", highlight=False, soft_wrap=True)
-    Console().print(f"written: {page}", highlight=False, soft_wrap=True)
+    Console().print(f"written: {write_page(study, folder)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

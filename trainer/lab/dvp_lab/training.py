@@ -10,26 +10,25 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
 from dvp_rl.contract.job import Sink, job_id
 from dvp_rl.contract.sampling import Sampling
-from dvp_rl.dvp.sampler import Draw, sample
+from dvp_rl.dvp.sampler import Draw
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
 
 from . import chain
-from .precision import Format, RoundedCache, round_weights, rounded
+from .decoding import decode, new_cache
+from .precision import Format, round_weights
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -75,17 +74,15 @@ class Sampler:
     @torch.inference_mode()
     def draw(self, prompts: Int[Tensor, "N P"], tokens: int, random: torch.Generator) -> Draw:
         """[N, T] each."""
-        kv = self.mismatch.kv
-        cache = DynamicCache() if kv is None else RoundedCache(partial(rounded, format=kv))
-        ids, drawn = prompts, list[Draw]()
-        for _ in range(tokens):
-            out = self._model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-            states = out.last_hidden_state[:, -1]
-            logits = self._model.lm_head(states) + self._error(states)
-            uniforms = torch.rand(len(prompts), generator=random, dtype=torch.float64)
-            drawn.append(sample(logits, uniforms, log_min_p=self.rule(logits), temperature=1.0))
-            ids = drawn[-1].token_ids[:, None]
-        return Draw(*(torch.stack(part, 1) for part in zip(*drawn, strict=True)))
+        cache = new_cache(self.mismatch.kv)
+
+        def next_logits(ids: Tensor) -> Tensor:
+            states = self._model.base_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+            logits: Tensor = self._model.lm_head(states[:, -1]) + self._error(states[:, -1])
+            return logits
+
+        uniforms = (torch.rand(len(prompts), generator=random, dtype=torch.float64) for _ in range(tokens))
+        return decode(next_logits, prompts, self.rule, uniforms)[0]
 
     def _error(self, states: Float[Tensor, "N H"]) -> Float[Tensor, "N V"] | float:
         """sqrt(2) s sin(W h), W fixed: of standard deviation s, the same whenever the same context comes again, and no

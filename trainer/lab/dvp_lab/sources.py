@@ -9,7 +9,6 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from dvp_rl.contract.errors import ConfigError
-from dvp_rl.dvp.sampler import sample
 from dvp_rl.engines.compute_dtype import compute_in
 from dvp_rl.engines.model_folder import load_model
 from dvp_rl.engines.sglang_server import Launch, LocalServer, default_python
@@ -27,8 +25,9 @@ from dvp_rl.engines.tokenizer import load_config, load_tokenizer
 from dvp_trainer.config import ModelSection
 from dvp_trainer.learn.model import load_model as trainer_model
 
+from .decoding import decode, new_cache
 from .engines import Engine
-from .precision import Format, RoundedCache, round_weights, rounded
+from .precision import Format, round_weights
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -106,21 +105,19 @@ class Transformers:
 
     @torch.inference_mode()
     def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples:
-        cache = DynamicCache() if self._kv is None else RoundedCache(partial(rounded, format=self._kv))
         random = torch.Generator().manual_seed(seed)
         uniforms = torch.rand(len(prompts), num_tokens, dtype=torch.float64, generator=random)
-        ids, start = prompts, 0
-        steps: list[tuple[Tensor, Tensor, Tensor]] = []
-        for uniform in uniforms.unbind(1):
-            z = self._step(ids, start, cache)
-            z = z + self._noise * torch.randn(z.shape, generator=random)
-            drawn = sample(z, uniform, log_min_p=rule(z), temperature=1.0)
-            start, ids = start + ids.shape[1], drawn.token_ids[:, None]
-            steps.append((drawn.token_ids, drawn.logprobs, z))
-        token_ids, logprobs, logits = (torch.stack(column, 1) for column in zip(*steps, strict=True))
-        return Samples(token_ids, until_end(token_ids, self._eos_ids), logprobs, logits)
+        cache = new_cache(self._kv)
 
-    def _step(self, ids: Tensor, start: int, cache: DynamicCache) -> Float[Tensor, "N V"]:
+        def next_logits(ids: Tensor) -> Tensor:
+            z = self._step(ids, cache)
+            return z + self._noise * torch.randn(z.shape, generator=random)
+
+        drawn, logits = decode(next_logits, prompts, rule, uniforms.unbind(1))
+        return Samples(drawn.token_ids, until_end(drawn.token_ids, self._eos_ids), drawn.logprobs, logits)
+
+    def _step(self, ids: Tensor, cache: DynamicCache) -> Float[Tensor, "N V"]:
+        start = cache.get_seq_length()
         positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape)
         out = self._model(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1

@@ -12,7 +12,7 @@ Declared before the runs of the table that this makes:
     table       all arms at that cell, with seeds that were used for nothing before
     goal        naive collapses in 4 of 5 seeds or more, DVP + MIS in none
 
-What came before the declaration is said in HISTORY, and on the page.
+The lab's README tells what came before the declaration.
 """
 
 from __future__ import annotations
@@ -44,43 +44,6 @@ left misleads: in the pilot DVP + MIS collapsed then, too."""
 WINDOW = 20
 COLLAPSED = 0.5
 GOAL_SHARE = 0.8
-HISTORY = (
-    "A pilot of some thirty runs looked for a task, learning rates and strengths of mismatch at which anything "
-    "happens. Neither the error field nor int4 weights did harm alone: a policy that samples with an error learns to "
-    "do well with it. It is staleness that destabilises.",
-    "The learning rate rises over the first steps in all arms. In the pilot, without that, DVP + MIS collapsed, too, "
-    "in cells like these.",
-    "An earlier map was cut for time from twelve cells to seven when five were known. A table with seeds 1 and 2 at "
-    "its cell of the largest difference in reward (T 16) was stopped after nine runs: naive, and min-p in rollout "
-    "only, lost a third of their best reward and more, but did not meet the criterion. Then the rule for the cell was "
-    "changed.",
-    "The earlier map of seven cells (now among these) led to an earlier table, at field 0.5, 8 steps old, lr 0.0015, "
-    "T 32, with seeds 6 to 10, which missed the goal: collapsed were naive 2 of 5, TIS 2, MIS 1, min-p in rollout only "
-    "4, DVP 0, DVP + MIS 1 (its ratios over 32 tokens left it a sixth of its weight), no mismatch 0. At T 16 DVP + MIS "
-    "had kept nearly all its weight, and naive, with seeds 1 and 2, lost a third and more of its best reward.",
-    "So this map goes on from there, to higher learning rates and more staleness at shorter lengths. The rule for the "
-    "cell was made stricter: the control has to hold, and rewards count, as a run that learns nothing keeps its best.",
-    "A second table, at the cell that the map alone puts first (field 0.5, 12 steps old, lr 0.0015, T 16), with seeds "
-    "11 to 15, missed the goal, too: all five naive runs ended at 0.06 to 0.53 after 0.64 to 0.65, but only two of "
-    "them below half of their best; DVP + MIS ended at 0.95, DVP at 0.98, TIS at 0.89, MIS at 0.83, no mismatch at "
-    "0.99. One seed is a poor judge of a cell: since then candidates of the map are compared with further seeds, and "
-    "only then is the table made.",
-    "A third table, at the cell that this chose (int4 weights, 8 steps old, lr 0.0015, T 32), was stopped when its "
-    "naive runs were known, seeds 16 to 20: all had fallen from 0.66 to 0.23 .. 0.38, three of them below half of "
-    "their best.",
-    "Map and two candidates were made once more with 500 steps. Naive runs with staleness stayed where they were after "
-    "250, between 0.13 and 0.56; DVP + MIS, which after 250 steps stood above 0.90 in eight cells, fell below 0.80 in "
-    "four of these, once to 0.08. What holds here holds for the length of these runs.",
-    "Until then a run had collapsed if it ended below half of its own best. Naive runs with staleness never get far: "
-    "they fall from 0.65 to about half of that, where that criterion is a coin toss, while the same runs without "
-    "mismatch end at 0.99. So it was replaced by the one above. That was after the fact: the map and most candidates "
-    "at 250 steps were known. The fourth table, with seeds 21 to 25, came to the cell of the second: naive 5 of 5, "
-    "min-p in rollout only 5, no other arm any; by the former criterion naive 3, DVP + MIS 0.",
-    "A criterion that was chosen on known runs has to be tried on unknown ones. So map, candidates and table were then "
-    "all made again from nothing, with seeds that had been used for nothing (26, 27 to 30, 31 to 35), and with "
-    "criterion, rule, cells and arms as they were. That was declared before it ran, it was run once, and it is what "
-    "this page shows.",
-)
 AVERAGED = ("mismatch/kl", "veto/total", "mis/fraction", "mis/kept_weight", "kept/mass_mean_infer", "grad/norm")
 
 
@@ -329,7 +292,7 @@ def _study(
                 f"{collapsed[NAIVE.label]} of {seeds}",
             ),
             Finding(
-                "by the former criterion, half of a run's own best (see the notes on when it was replaced)",
+                "by the former criterion, half of a run's own best (the lab's README says when it was replaced)",
                 None,
                 f"naive {lost_half[NAIVE.label]} of {seeds}, DVP + MIS {lost_half[DVP_MIS.label]} of {seeds}",
             ),
@@ -350,7 +313,7 @@ def _study(
             "The mismatch is put in on purpose and is far larger than that of a healthy engine.",
             "Rewards are those of the samples that each arm trains on, under its own sampling policy.",
             "Where arms prune, samples come from a pruned policy: their reward starts higher.",
-            *HISTORY,
+            "Criterion and cells come from runs that were known; trainer/lab/README.md tells the history.",
         ),
     )
 

@@ -1,21 +1,19 @@
-"""Writes a study: NAME.json, NAME.png (all charts) and NAME.html (one file without links, light and dark)."""
+"""Draws a study as PNG and HTML."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dvp_trainer.report import drawing
 from dvp_trainer.report.drawing import LINE, MUTED, NUM_SERIES, dress, ink, svg, variable
 
 from .study import Chart, Series, Study
 
 TEMPLATE = "page.html.j2"
-DIGITS = 5
 PAPER = ("#1f5fbf", "#c2410c", "#0f766e", "#8b3fa8", "#8a6d00", "#5c626b")
 """Colours of the PNG: the page's light ones."""
 PAPER_MUTED, PAPER_LINE = "#3a3f46", "#d0d4d9"
@@ -24,11 +22,9 @@ PNG_COLUMNS, PNG_DPI = 2, 80
 INKS = tuple(map(ink, range(NUM_SERIES)))
 
 
-def write_study(study: Study, folder: Path) -> Path:
-    """Returns the page's path."""
+def write_page(study: Study, folder: Path) -> Path:
+    """Writes NAME.png (all charts) and NAME.html (one file without links, light and dark). Returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = json.dumps(_rounded(asdict(study)), indent=1, ensure_ascii=False, allow_nan=False)
-    (folder / f"{study.name}.json").write_text(numbers + "\n", encoding="utf-8")
     _write_png(study, folder / f"{study.name}.png")
     page = folder / f"{study.name}.html"
     page.write_text(_render(study), encoding="utf-8")
@@ -39,9 +35,8 @@ def _render(study: Study) -> str:
     import jinja2
     from markupsafe import Markup
 
-    here = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([here, here.parent / "report"]),
+        loader=jinja2.FileSystemLoader([Path(file).parent for file in (__file__, drawing.__file__)]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
@@ -71,17 +66,6 @@ def text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _rounded(value: Any) -> Any:
-    """To what is meant by the numbers: short, and the same on the next run. Not finite is null."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    if hasattr(value, "_asdict"):
-        return _rounded(value._asdict())
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
