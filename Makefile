@@ -1,7 +1,7 @@
-# Everything runs in .venv; a second run skips the installation. PIP_FLAGS is handed to every pip install.
+# Everything runs in .venv; a second run skips the installation. PIP_FLAGS is passed to every pip install.
 PYTHON ?= python3
 PIP_FLAGS ?=
-# What the demo generates with: transformers or sglang.
+# Engine of the demo's replicas: transformers or sglang.
 ENGINE ?= transformers
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -14,13 +14,13 @@ TRL_STAMP := .trl/.installed
 install: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml trainer/lab/pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("%s is Python %d.%d: make PYTHON=... names a 3.11 or newer" % (sys.executable, *v[:2]))'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("%s is Python %d.%d: 3.11 or newer is required; choose it with make PYTHON=..." % (sys.executable, *v[:2]))'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements.lock
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e . -e trainer/lab
 	touch $@
 
-# Passwords and tokens for docker compose, drawn once.
+# Generates passwords and tokens for docker compose, once.
 secrets:
 	deploy/secrets.sh
 
@@ -44,38 +44,38 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dv
 demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
-# Every study of trainer/lab/results; `dvp-lab page` draws one again.
+# Runs every study of trainer/lab/results again; `dvp-lab page` draws a stored one.
 lab: install sglang-cpu
 	$(BIN)/dvp-lab signature --out trainer/lab/results
 	$(BIN)/dvp-lab overlap --out trainer/lab/results
 	$(BIN)/dvp-lab rho --out trainer/lab/results
 	$(BIN)/dvp-lab collapse --out trainer/lab/results
 
-# Three at once, also on two cores: most of them wait for processes and clocks. ARGS=-n0 for one, with a debugger.
+# Three processes even on two cores: most tests wait for processes and clocks. For a debugger: ARGS=-n0.
 test: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 test-slow: install sglang-cpu
 	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
-# What needs longer than a CI should take. Every one has a smaller sibling among the others.
+# Tests that take too long for CI. Each has a smaller counterpart among the others.
 test-long: install sglang-cpu
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) chaos soak
 
-# The tests while every core is busy; ARGS="fast" for one group.
+# Runs the tests while every core is busy; ARGS="fast" selects one group.
 test-stress: install sglang-cpu
 	$(BIN)/python -m tests.stress $(ARGS)
 
-# All tests but the long ones, for .ci/run: what fails is run once more, alone, and named FLAKY if it passes then.
+# All tests but the long ones, for .ci/run. A failed test is rerun alone and reported as FLAKY if it passes.
 verdict: install sglang-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 
-# A storm of 1,000 kills, outages and troubles on a real Redis; every group and token is accounted for. An hour and more.
+# A storm of 1,000 kills, outages and troubles on a real Redis; every group and token is accounted for. Takes over an hour.
 chaos: install
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-# Half an hour under load with kills: memory, descriptors, keys and folders have to stay where they are.
+# Half an hour under load with kills: memory, descriptors, keys and folders must not grow.
 soak: install
 	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
@@ -88,7 +88,7 @@ check: install
 bench: install sglang-cpu
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-# TRL's GRPOTrainer beside the whole system, in an environment of its own.
+# Compares the whole system with TRL's GRPOTrainer, which has its own environment.
 bench-trl: install $(TRL_STAMP)
 	$(BIN)/python -m tests.benchmarks.against_trl $(ARGS)
 	$(BIN)/python -m tests.benchmarks.tables

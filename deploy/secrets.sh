@@ -1,5 +1,5 @@
 #!/bin/sh
-# Draws what a deployment keeps secret. What is there already stays as it is.
+# Generates the secrets of a deployment. Existing ones stay as they are.
 #
 # deploy/secrets.sh [FOLDER]                  for docker compose; FOLDER holds a .env.example, as the repository does
 #     FOLDER/.env                             the example, with passwords
@@ -45,7 +45,7 @@ manifests() {
 
 if [ "${1-}" = --kubernetes ]; then
     namespace=${2-}
-    [ -n "$namespace" ] || { echo "secrets.sh: --kubernetes wants a namespace" >&2; exit 1; }
+    [ -n "$namespace" ] || { echo "secrets.sh: --kubernetes needs a namespace" >&2; exit 1; }
     manifests=$(manifests) || exit  # all of them or none
     echo "$manifests"
     exit
@@ -54,7 +54,7 @@ fi
 CDPATH='' cd -- "${1:-.}"
 [ -e .env ] || [ -r .env.example ] || { echo "$PWD: no .env.example here" >&2; exit 1; }
 
-# Only you pass .secrets; in a container, which sees what is below it, anybody may read.
+# Only you can enter .secrets; in a container, which sees only folders below it, any user may read them.
 umask 077
 mkdir -p .secrets
 chmod 700 .secrets
@@ -71,13 +71,13 @@ done
 given=.env
 [ -e .env ] || given=.env.example
 if grep -q "$(printf '\r')" "$given"; then
-    echo "$PWD/$given: lines end with a carriage return, which would become part of what they set" >&2
+    echo "$PWD/$given: lines end with a carriage return, which would become part of the values" >&2
     exit 1
 fi
 lines() {
     while IFS= read -r line || [ -n "$line" ]; do printf '%s\n' "$line"; done < "$given"
     [ -r .env.example ] || return 0
-    # An .env that is older than the example.
+    # Passwords that an .env older than the example lacks.
     while IFS= read -r line; do
         case $line in
         [A-Z]*_PASSWORD=) grep -Eq "^[[:space:]]*(export[[:space:]]+)?${line%=}[[:space:]]*=" "$given" || echo "$line" ;;

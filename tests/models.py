@@ -1,8 +1,8 @@
-"""The families of models that were tried, tiny and random, and what becomes of them here.
+"""Model families tested as tiny random models, and how training and the transformers engine handle each.
 
-    python -m tests.models      tries all and prints the table of README.md
+    python -m tests.models      tests all and prints the table of README.md
 
-Each row is tried in CI (tests/unit/trainer/test_arrangement.py, tests/integration/engines/test_families.py).
+Each row is tested in CI (tests/unit/trainer/test_arrangement.py, tests/integration/engines/test_families.py).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ LONGROPE = {
 }
 PACKED, PADDED, PADDED_EAGER = "packed", "padded", "padded, eager attention"
 NO_FLOAT64 = {"xglm"}
-"""Their code has constants of float32."""
+"""Families whose code has float32 constants."""
 ALONE, ALONE_EAGER, REFUSED = "alone", "alone, eager attention", "refused"
 SERVED, UP_TO, NOT_SERVED = "serves it", "serves it up to its window", "refuses it"
 
 
 class Case(NamedTuple):
-    """A family, what is special about it, and what was found."""
+    """A family, its special feature, and how training and the engine handle it."""
 
     family: str
     trained: str
@@ -102,7 +102,7 @@ CASES = [
 
 
 def make_sequences(longest: int) -> list[TrainSequence]:
-    """Three prompts of other lengths, two completions each; some cross a window and some do not."""
+    """Three prompts of different lengths, two completions each; some cross a window and some do not."""
     rng, sequences = np.random.default_rng(1), list[TrainSequence]()
     for P in (3, longest // 2, longest):
         prompt = rng.integers(5, VOCAB, P)
@@ -113,7 +113,7 @@ def make_sequences(longest: int) -> list[TrainSequence]:
 
 
 def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
-    """One that prunes nothing, unless `sections` of the settings say otherwise."""
+    """A learner that prunes nothing, unless `sections` of the settings say otherwise."""
     settings = TrainSettings.model_validate(
         {
             "run_id": "unit",
@@ -130,7 +130,7 @@ def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
 
 
 def oracle_logprobs(folder: Path, sequences: list[TrainSequence]) -> list[torch.Tensor]:
-    """[T] of each in float64: by the plain formula, without cache or padding, one after the other."""
+    """Log-probs [T] of each sequence in float64: the plain formula, one sequence at a time, no cache or padding."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     if model.config.model_type in NO_FLOAT64:
         model = model.float()
@@ -146,7 +146,7 @@ def oracle_logprobs(folder: Path, sequences: list[TrainSequence]) -> list[torch.
 
 
 def logprob_error(learner: Learner, folder: Path) -> float:
-    """Nats: the largest difference between log-probs in training and the oracle's."""
+    """Largest difference between log-probs in training and the oracle's, in nats."""
     sequences = make_sequences(WINDOW + 4)
     seen = learner.look(sequences)
     assert seen is not None
@@ -156,7 +156,7 @@ def logprob_error(learner: Learner, folder: Path) -> float:
 
 
 async def engine_serves(folder: Path, **settings: Any) -> bool:
-    """False if it is refused by name. Raises AssertionError if a number in a sample is not the oracle's."""
+    """False if the engine refuses the model. Raises AssertionError if a sample's number differs from the oracle's."""
     try:
         engine = TransformersEngine(folder, threads=1, max_batch=8, **settings)
         await engine.start()
@@ -177,7 +177,7 @@ async def served(folder: Path) -> str:
 
 
 def table(cases: Iterable[Case]) -> str:
-    """Markdown, in the order in which results come first."""
+    """A Markdown table with one row per outcome, in order of first occurrence."""
     rows: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for case in cases:
         rows[case.trained, case.served].append(case.name)
@@ -187,7 +187,7 @@ def table(cases: Iterable[Case]) -> str:
 
 
 def try_all() -> Iterable[tuple[Case, float]]:
-    """What was found now, and the error of the log-probs in training."""
+    """Each case with its actual outcome, and the error of the log-probs in training."""
     for case in CASES:
         with tempfile.TemporaryDirectory() as name:
             folder = write_small_model(Path(name) / "model", case.family, **case.overrides)

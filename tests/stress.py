@@ -1,4 +1,4 @@
-"""Runs the tests while every core is busy and memory is walked over: a test that only waits long enough fails here.
+"""Runs the tests while every core and the memory are busy: a test that merely waits for a fixed time fails here.
 
 python -m tests.stress              all groups of tests.verdict
 python -m tests.stress fast         some of them
@@ -12,7 +12,7 @@ import os
 from tests import verdict
 
 WALKED_BYTES = 512 << 20
-"""By each burner: more than any cache holds."""
+"""Bytes that each burner walks over: more than any cache holds."""
 PAGE_BYTES = 4096
 
 

@@ -1,7 +1,7 @@
-"""Runs all tests, in groups, and decides. A test that fails is run once more, alone, in a process of its own.
+"""Runs all tests in groups and decides on the change. A failed test is rerun once, alone, in its own process.
 
-If it passes then it counts as flaky: a defect to be mended next, which does not refuse the change at hand. More than
-MAX_FLAKY refuse it.
+A test that passes the rerun counts as flaky: a defect to be fixed next, but no reason to refuse the change. More than
+MAX_FLAKY flaky tests refuse it.
 
     python -m tests.verdict              all groups
     python -m tests.verdict fast e2e     some of them
@@ -23,10 +23,10 @@ from typing import Self
 
 MAX_FLAKY = 3
 MAX_RETRIED = 10
-"""More failures in one group are not chance."""
+"""Most failed tests of one group that are rerun; more are not chance."""
 NUM_SLOWEST = 10
 BY_FILE = ("--dist", "loadfile")
-"""In several processes. A test that kills its own process fails alone: xdist starts another for the rest."""
+"""Options for several processes. A test that kills its process fails alone: xdist starts another for the rest."""
 SLOW = ("-n", "2", "-m", "slow and not long")
 SLOW_BY_FILE = (*SLOW, *BY_FILE, "--no-loadscope-reorder")
 SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
@@ -34,7 +34,7 @@ GROUPS = {
     "fast": ("-n", "3", *BY_FILE),
     "slow": (*SLOW_BY_FILE, *(f"--ignore={folder}" for folder in ("tests/e2e", *SGLANG))),
     "sglang": (*SLOW_BY_FILE, *SGLANG),
-    # Test by test: chaos, the only one of its file, takes as long as several others.
+    # Distributed by test instead of by file: chaos, the only test of its file, takes as long as several others.
     "e2e": (*SLOW, "--dist", "worksteal", "tests/e2e"),
 }
 OK, SOME_FAILED = 0, 1
@@ -43,14 +43,14 @@ OK, SOME_FAILED = 0, 1
 
 @dataclass
 class Outcomes:
-    """Of one group, or of all so far."""
+    """Outcomes of the tests of one group, or of all groups so far."""
 
     by_test: dict[str, str] = field(default_factory=dict)
-    """Node id to passed, failed or skipped."""
+    """Passed, failed or skipped, by node id."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Node id to the time of its set-up, call and teardown."""
+    """Time of set-up, call and teardown together, by node id."""
     broken: list[str] = field(default_factory=list)
-    """Not the failure of one test: a module that cannot be imported, a group that found nothing or did not end well."""
+    """Failures beyond one test: a module that cannot be imported, a group without tests or with a bad exit code."""
     flaky: list[str] = field(default_factory=list)
 
     @property
@@ -63,7 +63,7 @@ class Outcomes:
 
     @classmethod
     def read(cls, log: Path) -> Self:
-        """What pytest-reportlog wrote."""
+        """Outcomes in a log of pytest-reportlog; none if the file is missing."""
         outcomes = cls()
         for line in log.read_text().splitlines() if log.exists() else ():
             entry = json.loads(line)
@@ -98,10 +98,10 @@ def run_group(options: Sequence[str]) -> Outcomes:
     if code != OK and not (code == SOME_FAILED and outcomes.failed):
         outcomes.broken.append(f"pytest {' '.join(options)}: exit code {code}")
     if len(outcomes.failed) > MAX_RETRIED:
-        say(f"{len(outcomes.failed)} tests failed: none is run again")
+        say(f"{len(outcomes.failed)} tests failed: none is rerun")
         return outcomes
     for test in outcomes.failed:
-        say(f"once more, alone: {test}")
+        say(f"rerun alone: {test}")
         if pytest("-m", "", test) == OK:
             outcomes.by_test[test] = "passed"
             outcomes.flaky.append(test)
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("group", nargs="*", help=f"any of {', '.join(GROUPS)}")
     names = parser.parse_args().group or list(GROUPS)
     if unknown := set(names) - set(GROUPS):
-        parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
+        parser.error(f"no such group: {', '.join(unknown)}; the groups are {', '.join(GROUPS)}")
     outcomes = Outcomes()
     for name in names:
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""`python -m deploy.demo`: watch a small language model learn to add, through every real part.
+"""`python -m deploy.demo`: watch a small language model learn to add, with every part of the system real.
 
 embedded Valkey  <-->  replica-1, replica-2 (dvp-rollout, bf16)
         ^-------------->  trainer (dvp-train, fp32)
@@ -35,12 +35,12 @@ from .summary import Replica, Summary, find_faults, reconcile, summarize, to_tab
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("config.toml")
 READY_TIMEOUT_S = 300.0
-"""A SGLang server alone takes a minute on a busy machine."""
+"""Longest wait for all replicas, in seconds. An SGLang server alone takes a minute on a busy machine."""
 SWAP_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 5.0
 MAX_BATCH = 256
 ZERO_MISMATCH = {"model.fixed_shape": "64x16", "batch.max_staleness": 0}
-"""Of the trainer. A sum and its answer have at most 12 tokens."""
+"""Trainer options of --zero-mismatch. A sum with its answer has at most 12 tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class Server:
 
 
 def main(
-    seed: Annotated[int, typer.Option(min=0, help="Order of the prompts, and every sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of all samples.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: see config.toml.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the run; an earlier one is moved aside.")] = Path("runs/demo"),
-    engine: Annotated[EngineName, typer.Option(help="What the replicas generate with.")] = EngineName.TRANSFORMERS,
+    engine: Annotated[EngineName, typer.Option(help="Engine of the replicas.")] = EngineName.TRANSFORMERS,
     replicas: Annotated[int, typer.Option(min=1, max=16)] = 2,
     zero_mismatch: Annotated[
-        bool, typer.Option("--zero-mismatch", help="Both sides compute the same bits, at a forward per token.")
+        bool, typer.Option("--zero-mismatch", help="Bit-identical log-probs on both sides, at one forward per token.")
     ] = False,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest time for the training.")] = 1800.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Timeout of the training, in seconds.")] = 1800.0,
 ) -> None:
     """Trains a small language model on sums, with two rollout replicas, a broker and a trainer on this machine."""
     with user_errors("demo"), interruptible():
@@ -90,7 +90,7 @@ def main(
 def load_settings(
     seed: int, steps: int | None, out: Path, *, config: Path = CONFIG, options: Mapping[str, object] | None = None
 ) -> TrainSettings:
-    """The trainer's own settings, so that both sides of the demo agree on them."""
+    """The settings that the trainer will load, so that replicas are started to match."""
     own = {"seed": seed, "out_dir": out.absolute()} | ({} if steps is None else {"steps": steps})
     return TrainSettings.load(flags(own | dict(options or {})), config)
 
@@ -104,7 +104,7 @@ class Demo:
     console: Console
     config: Path = CONFIG
     options: Mapping[str, object] = field(default_factory=dict)
-    """Of the trainer, beside `config`."""
+    """Trainer options beside `config`."""
 
     @property
     def zero_mismatch(self) -> bool:
@@ -112,11 +112,11 @@ class Demo:
 
     @property
     def dtype(self) -> str:
-        """Of the replicas."""
+        """dtype of the replicas."""
         return "float32" if self.zero_mismatch else "bfloat16"
 
     def run(self) -> int:
-        """The exit code: 0 if the model learned, nothing was lost and every replica served what was pushed."""
+        """Runs the demo and returns its exit code: 0 if `find_faults` finds no fault in the summary."""
         started = time.monotonic()
         with claim(self.settings.out_dir) as folder:
             replicas = self.train(folder)
@@ -129,7 +129,7 @@ class Demo:
         return 1 if faults else 0
 
     def train(self, folder: RunFolder) -> list[Replica]:
-        """Starts everything, waits for the trainer to end, stops everything. What the replicas served last."""
+        """Starts everything, waits for the trainer to end, stops everything. Returns what each replica served last."""
         self.announce(folder)
         with EmbeddedBroker(folder.path / "broker") as broker, Fleet(folder.logs) as fleet:
             names = [f"replica-{number}" for number in range(1, self.num_replicas + 1)]
@@ -176,11 +176,13 @@ class Demo:
         return Server(fleet.start(name, command, cwd=REPOSITORY, env={"DVP_ROLLOUT__REDIS_URL": broker_url}), port_file)
 
     def start_trainer(self, fleet: Fleet, broker_url: str) -> Child:
-        """Its standard output is the launcher's: that is the progress people see."""
+        """Starts the trainer. Its standard output is the launcher's, where the user watches its progress."""
         settings = self.settings
         own = {name: getattr(settings, name) for name in ("seed", "steps", "out_dir")}
         command = argv("dvp_trainer", self.config, **own, **self.options)
-        return fleet.start("trainer", command, cwd=REPOSITORY, env={"DVP_TRAIN__BROKER__URL": broker_url}, show=True)
+        return fleet.start(
+            "trainer", command, cwd=REPOSITORY, env={"DVP_TRAIN__BROKER__REDIS_URL": broker_url}, show=True
+        )
 
     def conclude(self, folder: RunFolder, replicas: list[Replica], wall_s: float) -> Summary:
         metrics, progress = read_metrics(folder.metrics), folder.progress()
@@ -200,7 +202,7 @@ class Demo:
 
 
 def argv(module: str, *positional: object, **options: object) -> list[str]:
-    """A command of this repository in this interpreter."""
+    """The command line of a module of this repository in this interpreter."""
     return [sys.executable, "-m", module, *map(str, positional), *flags(options)]
 
 

@@ -1,4 +1,4 @@
-"""Child processes that end together: a death nobody asked for ends all of them, and so does leaving the fleet."""
+"""Child processes that end together: an unexpected death of one ends all of them, as does leaving the fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dvp_rl.contract.errors import UnavailableError
 
 POLL_S = 0.1
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Grace period between SIGTERM and SIGKILL, in seconds."""
 LAST_LINES = 15
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +29,7 @@ class Child:
     log: Path
 
     def obituary(self) -> str:
-        """How it ended, and its last words."""
+        """How the process ended, and the last lines of its log."""
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
@@ -37,8 +37,8 @@ class Child:
 
 
 class Fleet:
-    """`with Fleet(logs) as fleet:`. Every child has a session of its own, so that Ctrl-C reaches only the launcher,
-    which then stops them in order."""
+    """Context manager that stops its children. Each has its own session, so that Ctrl-C reaches only the launcher,
+    which then stops them properly."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -48,7 +48,7 @@ class Fleet:
     def start(
         self, name: str, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], show: bool = False
     ) -> Child:
-        """`show`: standard output goes to the launcher's own instead of the log."""
+        """Starts a child. `show` sends its standard output to the launcher's own instead of the log."""
         log = self._logs / f"{name}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -65,25 +65,26 @@ class Fleet:
         return child
 
     def wait_for(self, child: Child, timeout_s: float) -> None:
-        """Until `child` ends, as it may from here on. Raises UnavailableError if not well, or if another one ends."""
+        """Waits until `child` ends. Raises UnavailableError if it fails, and in the cases of `wait_until`."""
         self._awaited.append(child)
         self.wait_until(lambda: child.process.poll() is not None, f"{child.name} has ended", timeout_s)
         if child.process.returncode != 0:
             raise UnavailableError(child.obituary())
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Polls. Raises UnavailableError after `timeout_s`, or if a child ends meanwhile that nobody has waited for."""
+        """Polls `condition`. Raises UnavailableError after `timeout_s`, or if a child ends that nobody waits for."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for child in self._children:
                 if child not in self._awaited and child.process.poll() is not None:
                     raise UnavailableError(child.obituary())
             if time.monotonic() > deadline:
-                raise UnavailableError(f"waited {timeout_s:g} s until {what}, in vain; the logs are in {self._logs}")
+                raise UnavailableError(f"timed out after {timeout_s:g} s waiting until {what}; see {self._logs}")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """SIGTERM to each, SIGKILL after GRACE_S to whatever is left of their sessions. Not to be interrupted."""
+        """Sends SIGTERM to each child, and SIGKILL after GRACE_S to all that is left of their process groups.
+        STOP_SIGNALS are ignored meanwhile."""
         with undisturbed():
             running = [child.process for child in self._children if child.process.poll() is None]
             for process in running:
@@ -93,7 +94,7 @@ class Fleet:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
             for child in self._children:
-                # The group outlives its leader while a worker of the leader's still runs.
+                # The process group outlives its leader while one of the leader's workers still runs.
                 with suppress(ProcessLookupError):
                     os.killpg(child.process.pid, signal.SIGKILL)
                 child.process.wait()
@@ -109,7 +110,7 @@ class Fleet:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No signal that can be ignored interrupts the block."""
+    """Ignores STOP_SIGNALS during the block."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         yield
@@ -120,7 +121,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that leaving is the same either way."""
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, like Ctrl-C, so that all of them end the block the same way."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in STOP_SIGNALS}
     try:
         yield

@@ -1,11 +1,11 @@
 """Makes the demo's model folder and its data: `python -m deploy.demo.make_model`.
 
 The model is an ordinary Hugging Face folder: a two-layer Qwen3 with one token per character. It is warm-started by
-supervised training on sums of which many are wrong, so that it knows how to add but answers right only about one time
-in three. That is what reinforcement learning then has to mend: every prompt has right and wrong samples. The rare
-random slips leave a flat tail at most positions, which a scaled min-p prunes.
+supervised training on sums with many wrong answers, so that it knows how to add but is right only about one time in
+three. Every prompt therefore has right and wrong samples for reinforcement learning to work on. The rare random slips
+leave a flat tail at most positions, which a scaled min-p prunes.
 
-Same seed and same number of threads, same files.
+The same seed and number of threads make the same files.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Sum(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """How often the warm start is shown which answer; the rest is a random slip of one digit."""
+    """Shares of the answers shown during the warm start; the rest are random slips of one digit."""
 
     right: float = 0.30
     near_miss: float = 0.50
-    """Off by 1 or by 10: the mistakes of a carry."""
+    """Off by 1 or by 10, as carry mistakes are."""
 
     def answer(self, task: Sum, rng: random.Random) -> str:
         draw = rng.random()
@@ -62,7 +62,7 @@ class Teacher(NamedTuple):
 
 
 def split_sums(rng: random.Random) -> tuple[list[Sum], list[Sum]]:
-    """(train, held-out). No held-out sum occurs in train, in neither order of its terms."""
+    """(train, held-out). No held-out sum occurs in train, in either order of its terms."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(pairs)
 
@@ -141,7 +141,7 @@ def batches(
 
 
 def warm_start(network: Qwen3ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float) -> float:
-    """Cross entropy on the answers, one-cycle learning rate. Returns the last loss in nats per token."""
+    """Trains with cross-entropy on the answers, one-cycle learning rate. Returns the last loss in nats per token."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=0.05, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
     loss = torch.tensor(0.0)
@@ -164,7 +164,7 @@ def warm_start(network: Qwen3ForCausalLM, data: Iterator[Batch], steps: int, lea
 def score(
     network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: Sequence[Sum], *, temperature: float
 ) -> float:
-    """Share of prompts whose one sampled (temperature 0: greedy) answer is right. Full vocabulary, nothing pruned."""
+    """Share of prompts answered correctly by one sample (temperature 0: greedily), without pruning the vocabulary."""
     encoded = tokenizer([task.prompt for task in sums], padding=True, padding_side="left", return_tensors="pt")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     output = network.generate(

@@ -35,7 +35,7 @@ class RunFolder:
         return self.path / "summary.json"
 
     def progress(self) -> dict[str, Any]:
-        """What the newest checkpoint says of itself. Raises ConfigError if there is none."""
+        """progress.json of the newest checkpoint. Raises ConfigError if there is no checkpoint."""
         files = sorted(self.path.glob("checkpoints/step-*/progress.json"))
         if not files:
             raise ConfigError(f"{self.path}: the trainer left no checkpoint; see {self.logs}/trainer.log")
@@ -43,31 +43,32 @@ class RunFolder:
         return progress
 
     def submitted(self, progress: dict[str, Any]) -> list[str]:
-        """Job ids that the checkpoint knows as submitted."""
+        """Ids of the jobs that the checkpoint records as submitted."""
         return _job_ids(self.path / "submitted.jsonl", progress["submitted_length"])
 
     def consumed(self, progress: dict[str, Any]) -> list[str]:
-        """Job ids that the checkpoint covers: trained, or given up for a reason that the file names."""
+        """Ids of the jobs that the checkpoint covers: trained, or given up for a reason that the file states."""
         return _job_ids(self.path / "consumed.jsonl", progress["consumed_length"])
 
 
 @contextmanager
 def claim(path: Path) -> Iterator[RunFolder]:
-    """An empty folder at `path`; an earlier run there is moved to `<path>.previous`, over the one before.
+    """Claims an empty folder at `path`. An earlier run there moves to `<path>.previous` and replaces the one before it.
 
-    Raises ConfigError if another launcher uses the folder, or if what lies there is no run of the demo.
+    Raises ConfigError if another launcher uses the folder, if one of the two folders is not a run of the demo, or if
+    the file system refuses.
     """
     path = path.absolute()
     previous = path.with_name(f"{path.name}.previous")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the folder, which is going to be moved. The system lifts the lock, however the launcher ends.
+        # The lock lies beside the folder, which is moved. The kernel releases it however the launcher ends.
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             _lock(lock.fileno(), path)
             for folder in (path, previous):
                 if folder.exists() and not _is_run(folder):
                     raise ConfigError(
-                        f"--out {path}: {folder} is no run of the demo; move it away or name another folder"
+                        f"--out {path}: {folder} is not a run of the demo; move it away or name another folder"
                     )
             if path.exists():
                 shutil.rmtree(previous, ignore_errors=True)
@@ -91,6 +92,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _job_ids(ledger: Path, length: int) -> list[str]:
-    """Of the first `length` bytes: lines after the checkpoint belong to nobody."""
+    """Job ids in the first `length` bytes; the checkpoint does not cover later lines."""
     with ledger.open("rb") as file:
         return [json.loads(line)["job_id"] for line in file.read(length).splitlines()]

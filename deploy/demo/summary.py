@@ -1,4 +1,4 @@
-"""What a run amounts to: pure functions from what it left behind to the numbers, and to what is wrong with them."""
+"""Summary of a run: pure functions from the records it left behind to its figures and faults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.table import Table
 from dvp_rl.contract.weights import WeightVersion
 
 ENDS = 5
-"""Steps at either end of the run whose mean is its first and last reward."""
+"""Steps at each end of the run over which its first and last reward are averaged."""
 MIN_PRUNED = 0.05
-"""Share of positions that must prune before one can say that DVP was at work."""
+"""Least share of positions that must prune for a run to demonstrate DVP."""
 
 
 class Books(NamedTuple):
@@ -24,10 +24,10 @@ class Books(NamedTuple):
 
 
 def reconcile(submitted: Iterable[str], consumed: Iterable[str], awaited: Iterable[str] = ()) -> Books:
-    """Holds what was asked for against what became of it.
+    """Compares the submitted jobs with what became of them.
 
-    Every job submitted has ended once, or is awaited still (generated ahead when the run ended). `lost`: neither.
-    `duplicated`: ended more often than asked for, be it twice or without having been submitted.
+    Every submitted job must have ended once or still be awaited (generated ahead when the run ended). `lost` jobs did
+    neither. `duplicated` jobs ended more often than submitted: twice, or without having been submitted.
     """
     asked = Counter(set(submitted))
     ended = Counter(consumed) + Counter(awaited)
@@ -41,13 +41,13 @@ class Replica(NamedTuple):
 
     @property
     def seq(self) -> int:
-        """0: the folder it was started with; above that, weights that the trainer pushed."""
+        """Sequence number of the version: 0 for the initial folder or no answer, above 0 for weights of the trainer."""
         return WeightVersion.parse(self.last_version).seq if self.last_version else 0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json. Means over all steps unless said otherwise."""
+    """Contents of summary.json. Means are over all steps unless stated otherwise."""
 
     seed: int
     steps: int
@@ -55,24 +55,24 @@ class Summary:
     """Mean over the first ENDS steps."""
     reward_last: float
     heldout_first: float | None
-    """Before the first step."""
+    """Score before the first step."""
     heldout_last: float | None
     log_min_p: float
     pruned_share: float
-    """Positions at which pruning took at least a thousandth of the probability."""
+    """Share of positions at which pruning took at least a thousandth of the probability."""
     kl: float
     """Mismatch KL(infer || train) per token."""
     largest_log_ratio: float
-    """Of all tokens: |log pi_train - log pi_infer|."""
+    """Largest |log pi_train - log pi_infer| of all tokens."""
     veto: float
-    """Share of sequences."""
+    """Share of sequences vetoed."""
     mis: float
-    """Share of sequences."""
+    """Share of sequences over the MIS bound."""
     samples_trained: int
     versions_published: int
     replicas: tuple[Replica, ...]
     samples_per_second: float
-    """Of training: start-up is not in it, evaluation is."""
+    """Throughput of training, with evaluation but without start-up."""
     lost: int
     duplicated: int
     wall_s: float
@@ -119,7 +119,7 @@ def summarize(
 
 
 def find_faults(summary: Summary, *, zero_mismatch: bool = False) -> list[str]:
-    """Why this run shows nothing, or worse; empty if it does what the demo promises."""
+    """Reasons why the run does not show what the demo promises; empty if it does."""
     idle = [replica.id for replica in summary.replicas if replica.seq == 0]
     checks = {
         f"the reward did not rise: {summary.reward_first:.3f} to {summary.reward_last:.3f}": (
@@ -128,9 +128,9 @@ def find_faults(summary: Summary, *, zero_mismatch: bool = False) -> list[str]:
         f"{summary.lost} jobs were submitted and never came back": summary.lost > 0,
         f"{summary.duplicated} jobs were consumed more often than submitted": summary.duplicated > 0,
         f"never served weights that the trainer pushed: {', '.join(idle)}": bool(idle),
-        f"only {summary.pruned_share:.1%} of the positions prune, at least {MIN_PRUNED:.0%} should: raise "
+        f"only {summary.pruned_share:.1%} of the positions prune, but at least {MIN_PRUNED:.0%} should: raise "
         "sampling.log_min_p": summary.pruned_share < MIN_PRUNED,
-        f"log-probs differ by up to {summary.largest_log_ratio:.2g}, and should not at all": (
+        f"log-probs differ by up to {summary.largest_log_ratio:.2g}, but should be identical": (
             zero_mismatch and summary.largest_log_ratio != 0.0
         ),
     }
@@ -168,5 +168,5 @@ def _values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """0 of nothing: a run without steps has no reward, and fails for it."""
+    """Mean; 0 for no values, so that a run without steps fails for its missing reward."""
     return sum(values) / len(values) if values else 0.0

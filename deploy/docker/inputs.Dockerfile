@@ -1,4 +1,4 @@
-# What a run reads, as an image: on Kubernetes there is no folder to mount. The context is the root of the repository;
+# The inputs of a run as an image, because Kubernetes has no folder to mount. The build context is the repository root;
 # FOLDER holds configuration, model and data, and keeps its path:
 #     docker build -f deploy/docker/inputs.Dockerfile -t dvp-rl/inputs --build-arg FOLDER=deploy/demo .
 FROM debian:bookworm-slim

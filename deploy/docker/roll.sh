@@ -4,8 +4,8 @@ set -eu
 case "${1:-}" in -h | --help)
   echo "usage: deploy/docker/roll.sh [SERVICE]    default: rollout"
   echo
-  echo "Replaces the replicas by new ones, of the code and settings as they are now, one after another, while jobs run:"
-  echo "each gives back what it cannot finish, and the next one goes when its successor is ready."
+  echo "Replaces the replicas one after another, while jobs run, by new ones with the current code and settings:"
+  echo "each returns unfinished jobs to the queue, and the next one is stopped only when the replacement is ready."
   exit 0
 esac
 
@@ -20,7 +20,7 @@ count=$(echo "$old" | wc -l)
 
 docker compose build "$service"
 for container in $old; do
-  # Waits for stop_grace_period.
+  # Waits up to stop_grace_period.
   docker stop "$container"
   docker rm "$container"
   docker compose up --detach --wait --no-recreate --scale "$service=$count" "$service"

@@ -1,11 +1,11 @@
-# A replica whose engine is SGLang on GPUs. The context is the root of the repository:
+# A replica with SGLang on GPUs. The build context is the repository root:
 #     docker build -f deploy/docker/sglang.Dockerfile -t dvp-rl/rollout-sglang .
 #     docker run --gpus all --shm-size 32g -e DVP_ROLLOUT__TOKEN -v ./models:/models:ro -p 127.0.0.1:8000:8000 \
 #       dvp-rl/rollout-sglang --model /models/Qwen3-0.6B
 #
-# SGLang's own image brings CUDA and every version that SGLang pins, torch among them. Nothing of that is moved: the
-# plugin is installed without dependencies, and the rollout service, which needs no torch for this engine, has an
-# environment of its own. The two talk over loopback.
+# SGLang's own image brings CUDA and every version that SGLang pins, torch among them. None of them is changed: the
+# plugin is installed without dependencies, and the rollout service, which needs no torch for this engine, has its own
+# environment. The two communicate over loopback.
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 
 FROM python:3.11-slim AS wanted
@@ -27,7 +27,7 @@ COPY --from=plugin /wheels /tmp/wheels
 # Also a check: the plugin refuses a version of SGLang that it was not tested with.
 RUN python3 -m pip install --no-cache-dir --no-deps /tmp/wheels/*.whl \
   && python3 -c "from dvp_sglang.sglang_plugin.plugin import register; register()"
-# Whichever interpreter the image calls python3, under one name.
+# A fixed name for the interpreter that the image calls python3.
 RUN printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v python3)" > /usr/local/bin/sglang-python \
   && chmod 755 /usr/local/bin/sglang-python
 
@@ -40,7 +40,7 @@ RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin dvp && instal
 WORKDIR /app
 COPY services/dvp_rl dvp_rl
 USER dvp
-# Unlike SGLang's port, which stays on loopback, this one is published; it wants DVP_ROLLOUT__TOKEN.
+# Unlike SGLang's port, which stays on loopback, this one is published and requires DVP_ROLLOUT__TOKEN.
 ENV DVP_ROLLOUT__ENGINE=sglang DVP_ROLLOUT__SGLANG__PYTHON=/usr/local/bin/sglang-python DVP_ROLLOUT__DEVICE=cuda \
   DVP_ROLLOUT__DTYPE=bfloat16 DVP_ROLLOUT__HOST=0.0.0.0
 EXPOSE 8000

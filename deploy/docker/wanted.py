@@ -1,6 +1,6 @@
-"""`python wanted.py pyproject.toml EXTRA...`: what the project needs with these extras, one requirement per line.
+"""`python wanted.py pyproject.toml EXTRA...` prints the project's requirements with these extras, one per line.
 
-The images install dependencies before the code is there, so that a change of code does not install torch again.
+The images install dependencies before the code is copied, so that a code change does not reinstall torch.
 """
 
 import sys

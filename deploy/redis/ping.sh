@@ -1,10 +1,10 @@
 #!/bin/sh
-# ping.sh alive: whether the broker answers at all, so that a restart would mend nothing. ping.sh ready: whether clients may
-# ask it. An error is an answer, too.
+# ping.sh alive: succeeds if the broker answers at all, so that a restart would not help. ping.sh ready: succeeds if clients
+# may send commands, even if some get errors.
 case $(redis-cli ping 2>&1) in
-# All is well; its disk is full, and the monitor has to tell; a script takes long.
+# Healthy; disk full, which the monitor has to report; busy with a long script.
 PONG* | MISCONF* | BUSY*) exit 0 ;;
-# It reads its append-only file, and would begin anew.
+# It is loading its append-only file; a restart would start that over.
 LOADING*) [ "$1" = alive ] ;;
 *) exit 1 ;;
 esac

@@ -1,16 +1,15 @@
 #!/bin/sh
-# Starts the broker as compose and Kubernetes run it. From the environment: REDIS_PASSWORD of the user `default`, who may do
-# everything; ROLLOUT_REDIS_PASSWORD and so on of the users in users.conf (one without a password is left out);
-# REDIS_MAXMEMORY and REDIS_APPENDFSYNC. The configuration goes in through standard input: a command line is for everybody
-# to read.
+# Starts the broker for compose and Kubernetes. Environment: REDIS_PASSWORD of the user `default`, who may do everything;
+# ROLLOUT_REDIS_PASSWORD and so on of the users in users.conf (a user without a password is left out); REDIS_MAXMEMORY and
+# REDIS_APPENDFSYNC. The configuration is passed through standard input, because everybody can read a command line.
 set -eu
 folder=$(CDPATH='' cd -- "${0%/*}" && pwd)
 
-# A line of the configuration is words.
+# Values must not break the configuration line that they become words of.
 check() {
     case $2 in
     '' | *[!A-Za-z0-9._~-]*)
-        echo "start.sh: $1 must be letters, digits and . _ ~ - only, and at least one" >&2
+        echo "start.sh: $1 must consist of letters, digits and . _ ~ - and not be empty" >&2
         exit 1
         ;;
     esac
@@ -30,11 +29,11 @@ users() {
 check REDIS_PASSWORD "${REDIS_PASSWORD-}"
 users=$(users)
 
-# A backup (redis-cli --rdb) becomes the base of the append-only file: the server would not read it beside one.
+# A backup (redis-cli --rdb) becomes the base of the append-only file; otherwise the server would not read it.
 base=appendonly.aof.1.base.rdb
 if [ -e restore.rdb ] || [ -e restoring/$base ]; then
     if [ -e appendonlydir ]; then
-        echo "start.sh: $PWD holds restore.rdb, and a queue already (appendonlydir): remove one of them" >&2
+        echo "start.sh: $PWD holds both restore.rdb and a queue (appendonlydir): remove one of them" >&2
         exit 1
     fi
     mkdir -p restoring

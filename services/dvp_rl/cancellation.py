@@ -1,8 +1,8 @@
-"""Cancellation that lets libraries clean up.
+"""Task cancellation that lets libraries clean up.
 
-`Task.cancel` strikes at whatever await a task is in, and libraries close connections in their ordinary course, too:
-before a request httpcore closes those that were idle for too long, one after the other. Cut short there, it leaves the
-rest open and in nobody's hands until garbage is collected.
+`Task.cancel` interrupts a task at whatever it awaits, which may be a library's own cleanup: before each request,
+httpcore closes expired idle connections one by one. If it is interrupted there, the rest stay open and unowned until
+garbage collection.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ CANCEL_AGAIN_S = 0.25
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels and waits until they are gone, also if the caller is cancelled meanwhile. What they raise was logged
-    where it happened. A task that nobody waits for may still be cleaning up when its event loop ends, and is then cut
-    short."""
+    """Cancels the tasks and waits until they have ended, even if the caller is cancelled meanwhile. Their exceptions
+    are not raised: they were logged where they occurred. A task that nobody awaits may still be cleaning up when its
+    event loop ends, and is then cut short."""
     pending, cancelled = set(tasks), False
     while pending:
         for task in pending:
             task.cancel()
         try:
-            # Again after a while: an awaited reply that arrives at the same moment can swallow a cancellation.
+            # Cancel again after a while: an awaited reply that arrives at the same moment can swallow a cancellation.
             _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         except asyncio.CancelledError:
             cancelled = True
@@ -37,8 +37,8 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finished(work: Coroutine[Any, Any, T], hasten: Callable[[], object] = lambda: None) -> T:
-    """The result of `work`. A cancellation calls `hasten`, waits for the end of the work and is raised then: the work
-    needs a bound of its own."""
+    """The result of `work`. A cancellation calls `hasten` and is raised once the work has ended, so the work needs a
+    time limit of its own."""
     task, cancelled = asyncio.create_task(work), False
     while not task.done():
         try:
@@ -48,13 +48,13 @@ async def finished(work: Coroutine[Any, Any, T], hasten: Callable[[], object] = 
             hasten()
     if cancelled:
         if not task.cancelled():
-            task.exception()  # asked for, so that asyncio does not report it
+            task.exception()  # retrieved, so that asyncio does not report it
         raise asyncio.CancelledError
     return task.result()
 
 
 async def shielded(work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work()`. A cancellation ends it in AnyIO's way: what httpx shields is finished first."""
+    """The result of `work()`. A cancellation ends it through AnyIO, so that what httpx shields finishes first."""
     scope = anyio.CancelScope()
 
     async def scoped() -> T:

@@ -1,6 +1,6 @@
-"""Logging, configured once per process: text for people, JSON by switch.
+"""Logging, configured once per process: text by default, JSON on request.
 
-Every line carries what identifies the process: run, replica, weight version. Prompts never enter a log.
+Every line carries the process's run, replica and weight version, as far as it has them. Prompts are never logged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ MAX_ALIKE = 20
 ALIKE_S = 60.0
 MAX_KEY_CHARS = 80
 FROM_OUTSIDE = ("asyncio", "uvicorn", "dvp_rl.http")
-"""Strangers can make these loggers speak: asyncio reports every connection that it cannot accept. At most MAX_ALIKE of
-their lines that begin alike are written in ALIKE_S seconds. What the machine refused is written without a traceback."""
+"""Loggers whose lines outsiders can trigger: asyncio, for example, reports every connection that it cannot accept. Of
+their lines that begin alike, at most MAX_ALIKE are written per ALIKE_S seconds, and refusals by the operating system
+are written without a traceback."""
 
 
 class LogFormat(StrEnum):
@@ -38,7 +39,7 @@ class LogLevel(StrEnum):
 
 @dataclass
 class LogContext:
-    """Shared with the formatter: assign `version` after a swap and every later line shows it."""
+    """Context of all log lines, shared with the formatter: assign `version` after a swap, and later lines show it."""
 
     run: str = ""
     replica: str = ""
@@ -79,7 +80,7 @@ class JsonFormatter(logging.Formatter):
 
 @dataclass
 class _Alike:
-    """Lines that begin alike."""
+    """Counts of lines that begin alike."""
 
     begin: float
     num_written: int = 0
@@ -87,7 +88,7 @@ class _Alike:
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Nobody can fill a disk through it. What it leaves out it counts."""
+    """Limits the lines of FROM_OUTSIDE, so that nobody can fill the disk, and reports how many it left out."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -98,7 +99,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
             return
         self._report(ended_by=time.monotonic() - ALIKE_S)
-        # asyncio puts everything into the message; its first line says what happened.
+        # asyncio puts all details into the message; its first line says what happened.
         begin = "".join(str(record.msg).splitlines()[:1])
         if record.exc_info and record.exc_info[1] and is_refusal(record.exc_info[1]):
             record.msg, record.args = f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}", ()
@@ -123,7 +124,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(log_format: LogFormat = LogFormat.TEXT, log_level: LogLevel = LogLevel.INFO) -> LogContext:
-    """Logs to stderr from here on. Other people's loggers are kept at warning."""
+    """Sends logs to stderr and returns their context. Third-party loggers are limited to warnings and errors."""
     context = LogContext()
     formatter = JsonFormatter(context) if log_format is LogFormat.JSON else TextFormatter(context)
     handler = LimitedHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's own."""
+"""Recognizes loopback addresses."""
 
 from __future__ import annotations
 

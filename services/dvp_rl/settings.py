@@ -1,9 +1,9 @@
-"""What every command's settings have in common.
+"""Base classes of every command's settings.
 
     command line (--redis-url)  >  environment (DVP_<APP>__REDIS_URL)  >  TOML file (redis_url)  >  defaults
 
-Sections nest in all three: `--queue.url`, `DVP_TRAIN__QUEUE__URL`, `[queue] url`. A key nobody knows is an error at
-every level. Settings are built once, in a `__main__`, and passed down:
+Sections nest in all three: `--queue.url`, `DVP_TRAIN__QUEUE__URL`, `[queue] url`. Unknown keys are errors at every
+level. Settings are built once, in a `__main__`, and passed down:
 
     class RolloutSettings(Settings):
         model_config = SettingsConfigDict(env_prefix="DVP_ROLLOUT__", cli_prog_name="dvp-rollout")
@@ -46,7 +46,8 @@ PASSWORDS = (
     re.compile(r"([^/:@\s'\"]+:)[^/@\s]+(?=@)"),
     re.compile(r"([?&]\w*pass\w*=)[^&\s]*", re.IGNORECASE),
 )
-"""In URLs, malformed ones and those without a scheme, too: what is between user and host, what a query names so."""
+"""Passwords in URLs, also malformed ones and those without a scheme: the part between user and host, and query
+parameters with "pass" in their name."""
 
 
 class Section(BaseModel):
@@ -56,7 +57,7 @@ class Section(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Subclasses set `env_prefix` and `cli_prog_name`, and document each field in a docstring below it."""
+    """Settings of one command. Subclasses set `env_prefix` and `cli_prog_name`, and document fields in docstrings."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -75,7 +76,7 @@ class Settings(BaseSettings):
     config: Path | None = None
     """TOML file with any of these settings."""
     dry_run: bool = False
-    """Print the settings as resolved, secrets masked, and exit."""
+    """Print the resolved settings, with secrets masked, and exit."""
 
     @classmethod
     def settings_customise_sources(
@@ -86,12 +87,12 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """pydantic-settings puts the command line in front. `init_settings` is the TOML file."""
+        """Sources by precedence; pydantic-settings puts the command line first. `init_settings` is the TOML file."""
         return env_settings, init_settings
 
     @classmethod
     def load(cls, argv: Sequence[str], toml_file: Path | None = None) -> Self:
-        """Reads every source. `--dry-run` prints and exits 0, `--help` too. Raises ConfigError."""
+        """Reads all sources. `--dry-run` and `--help` print and exit with code 0. Raises ConfigError."""
         _refuse_unknown_variables(cls)
         values = _read_toml(cls, toml_file or _config_option(cls, argv))
         try:
@@ -112,16 +113,16 @@ class Settings(BaseSettings):
 
 
 def forget_variables() -> None:
-    """For commands that bring their own settings: what a shell exports for a service (DVP_...) reaches neither them nor
-    the processes they start."""
+    """Removes all DVP_... environment variables. Commands that bring their own settings call it, so that what a shell
+    exports for a service reaches neither them nor the processes they start."""
     for name in [name for name in os.environ if name.upper().startswith("DVP_")]:
         del os.environ[name]
 
 
 @contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turns this project's errors, and what the machine refuses, into one message on stderr and exit code 2; Ctrl-C
-    into exit code 130."""
+    """Turns this project's errors and refusals by the operating system into one message on stderr and exit code 2;
+    turns Ctrl-C into exit code 130."""
     try:
         yield
     except (DvpError, OSError) as error:
@@ -134,7 +135,7 @@ def user_errors(program: str) -> Iterator[None]:
 
 
 def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
-    """Shows StrEnum members in --help by value, as everywhere else; pydantic-settings shows their names."""
+    """Shows StrEnum members in --help by value, as everywhere else; pydantic-settings alone shows their names."""
     choices = options.get("metavar")
     if isinstance(choices, str) and choices.startswith("{"):
         options["metavar"] = choices.lower()
@@ -143,7 +144,7 @@ def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) 
 
 
 def _config_option(cls: type[Settings], argv: Sequence[str]) -> Path | None:
-    """--config has to be known before the other sources are merged."""
+    """The TOML file named by --config or the environment; it must be known before the sources are merged."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", default=os.environ.get(f"{cls.model_config['env_prefix']}CONFIG") or None)
     try:
@@ -172,7 +173,7 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
     prefix = cls.model_config["env_prefix"].rstrip("_") + "_"
     known = [cls.model_config["env_prefix"] + name for name in _variables(cls)]
     for name in os.environ:
-        # Values below a free-form dictionary have names that no model lists.
+        # No model lists the keys of a free-form dictionary.
         inside = any(name.upper().startswith(root[:-1]) for root in known if root.endswith("*"))
         if name.upper().startswith(prefix) and name.upper() not in known and not inside:
             names = [root for root in known if not root.endswith("*")]
@@ -195,7 +196,7 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _closest(name: str, known: Any) -> str:
-    """`; did you mean a or b?`, or everything there is when nothing is close."""
+    """A hint for an unknown name: `; did you mean a or b?`, or all known names if none is close."""
     known = list(known)
     near = get_close_matches(name, known, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
@@ -211,7 +212,7 @@ def _explain_flag(cls: type[Settings], message: str) -> str:
 
 
 def _explain(cls: type[Settings], error: ValidationError) -> str:
-    """One line per bad setting: name, what is allowed, the value seen (never a secret)."""
+    """One line per invalid setting: its name, what is allowed, and the value (never a secret)."""
     lines = []
     for item in error.errors(include_url=False, include_context=False):
         path = [str(part) for part in item["loc"]]
@@ -229,7 +230,7 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
 
 
 def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """True for a section with a secret in it, too."""
+    """True if `path` leads to a secret, or to a section that contains one."""
     for part in path:
         field = model.model_fields.get(part)
         if field is None:
@@ -249,7 +250,7 @@ def _siblings(model: type[BaseModel], path: Sequence[str]) -> list[str]:
 
 
 def _masked(value: Any) -> Any:
-    """Secrets mask themselves; a password inside a URL is masked here."""
+    """Masks passwords inside URLs. Secrets have masked themselves already."""
     if isinstance(value, dict):
         return {key: _masked(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -258,7 +259,7 @@ def _masked(value: Any) -> Any:
 
 
 def masked(text: str) -> str:
-    """Without the passwords of URLs."""
+    """The text with the passwords of URLs masked."""
     for password in PASSWORDS:
         text = password.sub(r"\1**********", text)
     return text
@@ -278,7 +279,7 @@ def _to_toml(table: dict[str, Any], path: str = "") -> str:
 
 
 def _literal(value: Any) -> str:
-    """JSON's strings, numbers, booleans and arrays are TOML's; only objects differ."""
+    """The value as TOML, which writes strings, numbers, booleans and arrays as JSON does; only objects differ."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list):

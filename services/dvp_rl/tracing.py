@@ -1,11 +1,11 @@
-"""OpenTelemetry traces of one sample's way, if `trace_url` names a collector and the extra `otel` is installed.
+"""OpenTelemetry traces of each sample's path. They need a collector in `trace_url` and the extra `otel`.
 
     sample (trainer)
       submit -> wait in queue -> generate -> commit -> reward -> train -> publish
 
-A job's metadata carries the trace as W3C `traceparent`, and its group brings it back; a client may put its own there.
-OTEL_TRACES_SAMPLER=parentbased_traceidratio with OTEL_TRACES_SAMPLER_ARG=0.01 takes one sample in a hundred. Times of
-different machines are those of their clocks.
+A job's metadata carries the trace as W3C `traceparent`, and its group returns it; a client may supply its own.
+OTEL_TRACES_SAMPLER=parentbased_traceidratio with OTEL_TRACES_SAMPLER_ARG=0.01 traces one sample in a hundred. Each
+machine takes the times from its own clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 TIMEOUT_S = 5
-"""Of one message to the collector, which nobody waits for, and of the last one at the end, which the process does."""
+"""Timeout of one export to the collector, in seconds. Only the last one delays anything: the end of the process."""
 
 PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -38,7 +38,7 @@ _provider: TracerProvider | None = None
 
 @contextmanager
 def configured(service: str, url: str | None, **attributes: str) -> Iterator[None]:
-    """Spans of this process go to the collector at `url` (OTLP over HTTP) until the block ends; None: there are none.
+    """Sends this process's spans to the collector at `url` (OTLP over HTTP) until the block ends. None: no tracing.
 
     Raises ConfigError if the extra is not installed.
     """
@@ -71,7 +71,7 @@ def _make_provider(service: str, url: str, attributes: Mapping[str, str]) -> Tra
 
 
 class Trace:
-    """The trace of one job, from here until `end`."""
+    """The trace of one job, from construction until `end`."""
 
     def __init__(self, job_id: str) -> None:
         self._span: Span | None = None
@@ -80,7 +80,7 @@ class Trace:
 
     @property
     def carrier(self) -> dict[str, str]:
-        """What goes into the job's metadata."""
+        """Entries for the job's metadata; empty if tracing is disabled."""
         carrier: dict[str, str] = {}
         if self._span is not None:
             PROPAGATOR.inject(carrier, set_span_in_context(self._span))
@@ -94,7 +94,8 @@ class Trace:
 
 @contextmanager
 def span(name: str, carriers: Iterable[Mapping[str, Any]], *, since: float | None = None) -> Iterator[None]:
-    """The block as one span in each trace that these metadata belong to; `since` (Unix seconds): it began earlier."""
+    """Records the block as one span in each trace named by the metadata in `carriers`. `since`: earlier start of the
+    span, in Unix seconds."""
     if _provider is None:
         yield
         return
@@ -109,7 +110,7 @@ def span(name: str, carriers: Iterable[Mapping[str, Any]], *, since: float | Non
 
 
 def _parent(carrier: Mapping[str, Any]) -> Context | None:
-    """None if there is no trace to belong to; metadata come from anybody."""
+    """The trace named by the metadata, None if it is missing or invalid: anybody can write metadata."""
     traceparent = carrier.get("traceparent")
     if not isinstance(traceparent, str):
         return None

@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other; each is also a module of its own with options (`--help`)."""
+"""Runs every benchmark, one after another; each is also a module with its own options (`--help`)."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""Samples per second and reward of the whole system against TRL's GRPOTrainer, in one run and interleaved.
+"""Samples per second and reward of the whole system compared with TRL's GRPOTrainer, interleaved in one run.
 
     make bench-trl [ARGS=--small]
 
-Same model, prompts, n, lengths, reward, learning rate, betas, clipping, number of samples and machine, and advantages
-divided by the group's standard deviation, which is TRL's default. What does not map stays as each ships it. Ours: a
-replica in bfloat16 with rho = e^-13, a trainer beside it, veto and masked importance sampling; float32 with
-max_staleness 1 and, beside it (`ours_on_policy`), 0; at the heavier point bfloat16 and 0 only. TRL: one process with as
-many threads as there are cores, in float32 or with bfloat16 autocast, whichever is faster in a first whole run of each;
-no pruning, DAPO's loss. Gradient checkpointing, its default, is off: that would cost it a forward pass.
+Both sides share model, prompts, n, lengths, reward, learning rate, betas, clipping, number of samples and machine, and
+divide advantages by the group's standard deviation, which is TRL's default. Settings without a counterpart keep their
+defaults. Ours: a replica in bfloat16 with rho = e^-13, a trainer beside it, veto and masked importance sampling; the
+trainer in float32 with max_staleness 1 and, separately (`ours_on_policy`), 0; at the heavier point in bfloat16 with 0
+only. TRL: one process with as many threads as cores, in float32 or with bfloat16 autocast, whichever is faster in a
+first whole run of each; no pruning, DAPO's loss. Gradient checkpointing, its default, is off, because it would cost TRL
+a forward pass.
 
-A speed is over the first half of the steps, but for a few: later there are prompts that are solved, which cost us no
-training. Rewards are means over a quarter of the steps each, with a 95 % interval over seeds; both sides have then seen
-equally many samples. Steps, and the heavier point's max_staleness, were chosen after shorter runs in which ours ended
-below TRL's: the last quarter speaks of the end of the learning, the quarters before it of the way there.
+Speeds are means over the first half of the steps after a warm-up: later, solved prompts cost us no training. Rewards
+are means over a quarter of the steps each, with a 95 % interval over seeds; both sides have then seen equally many
+samples. The number of steps, and the heavier point's max_staleness, were chosen after shorter runs in which ours ended
+below TRL's: the last quarter shows the end of the learning, the quarters before it the way there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PYTHON = REPOSITORY / ".trl/bin/python"
 RESULTS = Path(__file__).parent / "results" / "trl.json"
 GOAL = 1.5
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""Two-sided Student's t by number of seeds."""
+"""Two-sided 95 % quantiles of Student's t, by number of seeds."""
 BETAS = (0.9, 0.999)
 PROMPTS, PROMPT_TOKENS = 512, 16
 CONFIG = """
@@ -65,11 +66,11 @@ class Point:
     steps: int
     lr: float = 1e-3
     threads: int = 1
-    """Of our trainer."""
+    """Threads of our trainer."""
     compute_dtype: str = "float32"
-    """Of our trainer."""
+    """compute_dtype of our trainer."""
     max_staleness: int = 1
-    """Of our trainer."""
+    """max_staleness of our trainer."""
     n: int = 8
 
     @property
@@ -78,8 +79,8 @@ class Point:
 
 
 HEAVY = Point(512, 256, 64, 20, lr=1e-4, threads=2, compute_dtype="bfloat16", max_staleness=0)
-"""On-policy: one step of a model of this size changes the probability of 256 tokens by several orders of magnitude, and
-masked importance sampling keeps little of samples that are a step old."""
+"""On-policy, because one step of a model of this size changes the probability of 256 tokens by several orders of
+magnitude, and masked importance sampling keeps little of samples that are a step old."""
 POINTS = (Point(128, 24, 64, 80), Point(128, 24, 256, 80), HEAVY)
 SMALL = Point(64, 8, 16, 2 * WARM_UP + 4)
 
@@ -87,11 +88,11 @@ SMALL = Point(64, 8, 16, 2 * WARM_UP + 4)
 class Result(NamedTuple):
     samples_per_second: float
     rewards: list[float]
-    """By quarter of the run."""
+    """Mean reward by quarter of the run."""
 
     @classmethod
     def of(cls, point: Point, step_s: list[float], rewards: list[float]) -> Result:
-        """From the time and the mean reward of every step."""
+        """The result, from the time and the mean reward of every step."""
         timed = step_s[WARM_UP : max(len(step_s) // 2, WARM_UP + 1)]
         ends = [len(rewards) * quarter // 4 for quarter in range(5)]
         return cls(point.batch / fmean(timed), [fmean(rewards[start:end]) for start, end in pairwise(ends)])
@@ -189,7 +190,7 @@ def run_point(point: Point, seeds: int) -> dict[str, Any]:
 
 
 def summarize(results: list[Result]) -> dict[str, Any]:
-    """Median speed, and of each quarter's reward the mean and half the width of its interval."""
+    """Median speed, and the mean and half the interval's width of each quarter's reward."""
     seeds, quarters = len(results), list(zip(*(result.rewards for result in results), strict=True))
     return {
         "samples_per_second": median(result.samples_per_second for result in results),
@@ -210,8 +211,8 @@ def describe(side: str, results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny point and one seed; nothing written")
-    parser.add_argument("--seeds", type=int, default=5, help="as many runs of each side; they replace what is written")
-    parser.add_argument("--only", type=int, choices=range(len(POINTS)), help="one point; the others stay as written")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each side; they replace the written results")
+    parser.add_argument("--only", type=int, choices=range(len(POINTS)), help="only this point; other results stay")
     given = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit(f"{PYTHON} is missing: `make bench-trl` makes it")

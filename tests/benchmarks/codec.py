@@ -1,4 +1,4 @@
-"""Milliseconds to encode and decode one group of 8 samples x 2,304 tokens, against the same record as JSON.
+"""Milliseconds to encode and decode one group of 8 samples x 2,304 tokens, compared with the same record as JSON.
 
 python -m tests.benchmarks.codec
 """

@@ -1,10 +1,10 @@
-"""How the cost of one optimizer step grows with the length of its sequences, and with the samples of one prompt.
+"""How the cost of one optimizer step grows with the length of its sequences, and with the samples per prompt.
 
-Tokens are those of all sequences, prompts included for every sample. `attention` is the share of PyTorch's attention
-kernels; what is left must cost the same per token at any length, which `rest` shows relative to the first line.
-`padded` is the same step with sequences padded to rows, sorted by length, as it is done for models that cannot pack.
-Completions are uniform in length, from half of the longest on. Each line is a process of its own with one thread, whose
-CPU time is what counts; packed and padded steps alternate in it, and the best of the repeats stands.
+Tokens are those of all sequences, with the prompt counted for every sample. `attention` is the share of PyTorch's
+attention kernels; the remainder must cost the same per token at any length, which `rest` shows relative to the first
+line. `padded` is the same step with sequences sorted by length and padded to rows, as for models that cannot pack.
+Lengths of completions are uniform between half the longest and the longest. Each line is measured in its own process
+with one thread, by CPU time; packed and padded steps alternate in it, and the best of the repeats counts.
 
     python -m tests.benchmarks.cost [--quick]
 """
@@ -38,13 +38,13 @@ from tests.kit.records import make_sample, make_scored
 
 RESULTS = Path(__file__).parent / "results" / "cost.json"
 TOKENS, HIDDEN, VOCAB = 32_768, 128, 2048
-"""Of one step, so that every line has the same work but for attention."""
+"""Tokens of one step, the same in every line so that only attention differs; and sizes of the model."""
 
 
 @dataclass(frozen=True)
 class Case:
     length: int
-    """Of prompt and longest completion together."""
+    """Tokens of the prompt and the longest completion together."""
     prompt: int
     n: int
     tokens: int = TOKENS
@@ -82,7 +82,7 @@ def make_learner(folder: Path) -> Learner:
             "model": {"path": folder},
             "data": {"train": "unused.jsonl"},
             "reward": {"name": "exact_match"},
-            # Every sequence counts, whatever the made-up log-probs of its engine.
+            # Every sequence counts, whatever its made-up engine log-probs.
             "correction": {"veto": None, "mode": "unit"},
         }
     )
@@ -126,7 +126,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
             best[layout] = min(best[layout], seconds(learner, batch))
     use(learner, packed=True)
     share = attention_share(learner, batch)
-    tokens = sum(sequence.num_tokens for sequence in batch.sequences_with_signal())
+    tokens = sum(sequence.num_tokens for sequence in batch.sequences())
     return asdict(case) | {
         "sequence_tokens": tokens,
         "tokens_per_s": tokens / best["packed"],

@@ -1,7 +1,7 @@
-"""Tokens per second of the engine against Transformers `generate` with its best cache, as ratios of one run.
+"""Tokens per second of the engine compared with Transformers `generate` with its best cache, as ratios of one run.
 
-Same model, batch, min_p, lengths (no end token is ever drawn) and dtype. Both sides run alternately; the
-best of the repeats counts. Only the engine also computes constrained log-probs, kept mass and kept count.
+Both sides share model, batch, min_p, lengths (no end token is ever drawn) and dtype. They run alternately; the best of
+the repeats counts. Only the engine also computes constrained log-probs, kept mass and kept count.
 
     python -m tests.benchmarks.engine [--quick]
 """
@@ -89,7 +89,7 @@ def measure_engine(folder: Path, case: Case) -> Callable[[], float]:
 
 
 def measure_generate(folder: Path, case: Case, cache: str) -> Callable[[], float]:
-    """The same for `generate`; its inputs repeat each prompt, as it has no shared prefill across prompts."""
+    """The same for `generate`. Its inputs repeat each prompt for every sample, because it does not share prefills."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, case.dtype)).eval()
     rows = [ids for ids in _prompts(case) for _ in range(case.batch // case.prompts)]
     inputs = torch.tensor(rows)

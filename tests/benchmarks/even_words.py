@@ -1,4 +1,4 @@
-"""A reward that a model learns from nothing within a few steps, for both sides of the comparison with TRL."""
+"""A reward that a model learns from scratch within a few steps, for both sides of the comparison with TRL."""
 
 from __future__ import annotations
 

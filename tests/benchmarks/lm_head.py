@@ -2,15 +2,15 @@
 
 plain     logits of all tokens at once, then the same constrained log-probs
 chunked   the same in chunks of rows, logits computed again in the backward (torch.utils.checkpoint)
-floor     nothing but the three dense products: hidden W', G W, G' hidden
-liger     Liger's fused kernel of the whole vocabulary's cross-entropy, token by token; on a GPU, if it is installed
-cce       cut-cross-entropy's, which leaves small gradients out; the same, in half precision only
+floor     only the three dense products: hidden W', G W, G' hidden
+liger     Liger's fused kernel for the whole vocabulary's cross-entropy per token; on a GPU, if it is installed
+cce       cut-cross-entropy's kernel, which skips small gradients; likewise, in half precision only
 
-Times are medians of alternating repeats in one process, ratios medians of those within a repeat. Memory is the peak
-of what PyTorch's allocator handed out during the call, without the gradient of the weight.
+Times are medians of alternating repeats in one process, ratios medians of the ratios within a repeat. Memory is the
+peak of PyTorch's allocator during the call, without the gradient of the weight.
 
     python -m tests.benchmarks.lm_head [--quick] [--dtype bfloat16] [--device cuda]
-    python -m tests.benchmarks.lm_head --crossing       every row sparse against every row dense, for MAX_SHARE
+    python -m tests.benchmarks.lm_head --crossing       compares all rows sparse with all rows dense, for MAX_SHARE
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)
 AROUND_CROSSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
 GOALS = {"ours / floor where at most 0.1 % is kept": 0.6, "ours / chunked": 1.1, "memory, ours / plain": 1 / 8}
 CHUNK = 2**23
-"""Logits of `chunked` in memory at a time: 32 MiB."""
+"""Number of logits that `chunked` has in memory at a time: 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Inputs:
     weight: Tensor
     token_ids: Tensor
     log_min_p: Tensor
-    """[tokens]: what keeps the wanted share of each row."""
+    """[tokens]: the threshold that keeps the wanted share of each row."""
     upstream: Tensor
 
 
@@ -139,7 +139,7 @@ KINDS: dict[str, Side] = {"sparse": partial(ours, max_share=1.0), "dense": parti
 
 
 def sides_for(size: Size) -> dict[str, Side]:
-    """SIDES, and what this device can run of FUSED and has installed."""
+    """SIDES, and those of FUSED that are installed and run on this device."""
     fits = {"liger": size.device != "cpu", "cce": size.device != "cpu" and size.dtype != "float32"}
     return SIDES | {name: FUSED[name] for name, package in PACKAGES.items() if fits[name] and find_spec(package)}
 
@@ -159,7 +159,7 @@ def wait_for(inputs: Inputs) -> None:
 
 
 def run_alternately(sides: dict[str, Side], inputs: Inputs, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat; one before them warms up."""
+    """Seconds of each repeat, by side, after a warm-up round."""
     rounds = [[run_once(side, inputs) for side in sides.values()] for _ in range(repeats + 1)]
     return dict(zip(sides, map(list, zip(*rounds[1:], strict=True)), strict=True))
 
@@ -169,7 +169,7 @@ def ratio(above: list[float], below: list[float]) -> float:
 
 
 def measure_memory(side: Side, inputs: Inputs) -> float:
-    """MiB that PyTorch's allocator holds at the peak above the start, the weight's gradient aside."""
+    """Peak memory of PyTorch's allocator above its start, without the weight's gradient, in MiB."""
     inputs.hidden.grad = inputs.weight.grad = None
     if inputs.hidden.is_cuda:
         before = torch.cuda.memory_allocated()
@@ -223,7 +223,7 @@ def find_crossing(size: Size, shares: tuple[float, ...], repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary, and nothing written")
-    parser.add_argument("--crossing", action="store_true", help="where sparse and dense take as long; nothing written")
+    parser.add_argument("--crossing", action="store_true", help="where sparse and dense cost the same; nothing written")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--share", type=float, help="one kept share instead of all; nothing written")

@@ -1,10 +1,10 @@
-"""Samples per second and reward of the whole system on the demo, and where the time went: generation beside training
-(max_staleness 1) against strictly one after the other (max_staleness 0), in one run and interleaved.
+"""Samples per second, reward and use of time of the whole system on the demo: generation concurrent with training
+(max_staleness 1) compared with strict alternation (max_staleness 0), interleaved in one run.
 
     python -m tests.benchmarks.loop [--steps 30] [--repeats 3]
 
-`wait`, `train`, `publish` are shares of the trainer's step. `idle` is the share of the time in which a side stood
-still. Reward is the mean over a tenth of the run, of equal numbers of samples on both sides.
+`wait`, `train`, `publish` are shares of the trainer's step. `idle` is the share of the time in which a stage was idle.
+Rewards are means over tenths of the run, of equal numbers of samples on both sides.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def run(max_staleness: int, steps: int, seed: int, out: Path) -> Outcome:
 
 
 def rewards(outcome: Outcome) -> list[float]:
-    """At POINTS places along the run."""
+    """Mean rewards over POINTS equal parts of the run."""
     values = [record["reward/mean"] for record in outcome.records]
     size = max(1, len(values) // POINTS)
     return [fmean(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Medians over the repeats; of rewards the means."""
+    """Medians over the repeats; for rewards, means."""
     shares = {part: median(o.mean(f"time/{part}_s") / o.step_s for o in outcomes) for part in PARTS}
     idle = [outcome.idle() for outcome in outcomes]
     return {

@@ -34,10 +34,10 @@ RESULTS = Path(__file__).parent / "results" / "monitor.json"
 RUN_ID = "bench"
 PIPELINED = 2_000
 AHEAD_MS = 3_600_000
-"""Heartbeats are dated ahead, so that all replicas live and none has to say so while commands are counted."""
+"""Milliseconds by which heartbeats are dated ahead, so that replicas count as alive without further heartbeats."""
 TIMEOUT_S = 60.0
 PAGES = 10
-"""Pages of dead letters that are turned over."""
+"""Number of pages of dead letters that are turned."""
 PROBE = """
 window.probe = { lags: [], long: [] };
 new PerformanceObserver((list) => probe.long.push(...list.getEntries().map((entry) => entry.duration)))
@@ -62,13 +62,13 @@ new Promise((resolve) => {
 
 
 class Load(NamedTuple):
-    """What the monitor costs while so many watch."""
+    """Cost of the monitor with a number of viewers."""
 
     viewers: int
     commands_per_second: float
     commands_per_look: float
     monitor_cpu: float
-    """Seconds of CPU per second."""
+    """CPU seconds per second."""
 
 
 async def stage(broker: Broker, num_replicas: int, num_letters: int) -> None:
@@ -86,7 +86,7 @@ async def stage(broker: Broker, num_replicas: int, num_letters: int) -> None:
 
 
 def letter(position: int) -> dict[str, Any]:
-    """As bury in prelude.lua writes it."""
+    """Fields of a dead letter, as `bury` in prelude.lua writes them."""
     name = job_id(RUN_ID, position, 0)
     job = Job(job_id=name, run_id=RUN_ID, prompt_ids=list(range(64)), n=8, sink=Sink.TRAIN)
     error = f"CUDA error: an illegal memory access was encountered ({position})"
@@ -97,7 +97,7 @@ def letter(position: int) -> dict[str, Any]:
 
 
 class Monitor:
-    """A real dvp-monitor."""
+    """A real dvp-monitor process."""
 
     def __init__(self, process: psutil.Process, url: str) -> None:
         self.process, self.url = process, url
@@ -126,7 +126,7 @@ async def monitored(folder: Path, broker_url: str) -> AsyncIterator[Monitor]:
 
 @asynccontextmanager
 async def watching(monitor: Monitor) -> AsyncIterator[asyncio.Queue[None]]:
-    """One more viewer; an entry for each picture that reached it."""
+    """Adds a viewer; the queue gets an entry for each picture that reaches it."""
     pictures: asyncio.Queue[None] = asyncio.Queue()
 
     async def follow() -> None:
@@ -147,7 +147,7 @@ async def watching(monitor: Monitor) -> AsyncIterator[asyncio.Queue[None]]:
 
 
 async def measure(broker: Broker, monitor: Monitor, viewers: int, looks: int) -> Load:
-    """While so many watch; from one look at the broker to the same moment `looks` later."""
+    """Load with `viewers` viewers, from one look at the broker to the same moment `looks` looks later."""
     async with AsyncExitStack() as stack:
         seen = [await stack.enter_async_context(watching(monitor)) for _ in range(viewers)]
         for pictures in seen:
@@ -157,19 +157,19 @@ async def measure(broker: Broker, monitor: Monitor, viewers: int, looks: int) ->
         for _ in range(looks):
             await seen[0].get()
         elapsed, used_s = time.monotonic() - start, monitor.cpu_s() - cpu_s
-        # The count counts itself.
+        # The count includes the counting command.
         done = await num_commands(broker) - commands - 1
     return Load(viewers, done / elapsed, done / looks, used_s / elapsed)
 
 
 async def num_commands(broker: Broker) -> int:
-    """Those inside scripts included."""
+    """Commands that the broker has executed, those inside scripts included."""
     stats = await broker.redis.info("commandstats")
     return sum(int(entry["calls"]) for entry in stats.values())
 
 
 def look(browser: Browser, monitor: Monitor, arguments: argparse.Namespace) -> dict[str, float]:
-    """What the page costs its browser, in milliseconds: delays of a timer, and the time until a page is turned."""
+    """Cost of the page for its browser: timer delays and time to turn a page, in milliseconds, and long tasks."""
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=PROBE)
     browser.open(monitor.url)
     browser.until(f"document.querySelectorAll('#replicas tr').length === {arguments.replicas}")

@@ -1,8 +1,8 @@
-"""Mismatch between what an engine samples and what a trainer computes, in nats, for the precisions that each can have.
+"""Mismatch in nats between the log-probs of engine and trainer, for each combination of their precisions.
 
-One model in float32, as a trainer holds it. The engine samples with its KV cache from weights of its own dtype; the
-trainer reads the samples packed. `autocast` is PyTorch's, as trainers commonly use it. Random weights: the logits'
-spread of about 3 nats is that of a trained model, their context is not.
+The model is held in float32, as a trainer holds it. The engine samples with its KV cache and weights of its own dtype;
+the trainer reads the samples packed. `autocast` is PyTorch's, as trainers commonly use it. The weights are random: the
+logits' spread of about 3 nats is that of a trained model, their dependence on the context is not.
 
     python -m tests.benchmarks.precision [--quick]
 """
@@ -41,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Mismatch(NamedTuple):
-    """|log pi_infer_mp - log pi_train_mp| over sampled tokens inside of the trainer's set."""
+    """|log pi_infer_mp - log pi_train_mp| over sampled tokens inside the trainer's set."""
 
     mean: float
     p99: float
@@ -49,7 +49,7 @@ class Mismatch(NamedTuple):
     kl: float
     """Mean of log pi_infer - log pi_train: estimates KL(infer || train)."""
     outside: float
-    """Share of sampled tokens outside of the trainer's set."""
+    """Share of sampled tokens outside the trainer's set."""
     other_count: float
     """Share of positions where the two sets differ in size."""
 

@@ -1,7 +1,7 @@
-"""What one job costs the queue while 1,000 and while 1,000,000 wait: to enqueue, to claim and to commit.
+"""Cost of one job while 1,000 and while 1,000,000 jobs wait in the queue: to enqueue, claim, commit and acknowledge.
 
-Both queues lie on one broker, and the measurements take turns, so that a busy machine disturbs both alike. CPU of the
-broker per job tells what the broker does; the time per job includes this client.
+Both queues are on one broker and measured in turns, so that a busy machine disturbs both alike. CPU time per job is the
+broker's alone; the time per job includes this client.
 
     python -m tests.benchmarks.queue [--many 1000000] [--binary /usr/bin/redis-server]
 """
@@ -33,7 +33,7 @@ from tests.kit.records import make_group, make_sample
 RESULTS = Path(__file__).parent / "results" / "queue.json"
 FEW, MANY = 1_000, 1_000_000
 ROUNDS, JOBS = 40, 256
-"""Jobs enqueued, claimed and committed per round."""
+"""Number of rounds, and of jobs enqueued, claimed, committed and acknowledged per round."""
 CLAIM = 8
 """Jobs that a replica claims at once."""
 GOAL = 1.2
@@ -43,11 +43,11 @@ SAMPLE = make_sample([1], [-0.5])
 
 @dataclass
 class Costs:
-    """Per operation, one entry per round: microseconds per job."""
+    """Microseconds per job, by operation; `wall` has one entry per round."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     broker_cpu: dict[str, float] = field(default_factory=dict)
-    """Sum over the rounds: the clock of a process ticks too slowly for one."""
+    """Mean over all rounds: the CPU clock of a process ticks too slowly for one round."""
 
     @contextmanager
     def of(self, operation: str, broker: psutil.Process) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Costs:
 
 
 class Queue:
-    """A run with `waiting` jobs, and the three who work on it."""
+    """A run with `waiting` jobs, and the submitter, replica and trainer that work on it."""
 
     def __init__(self, broker: Broker, fence: int, waiting: int) -> None:
         self.waiting, self.costs = waiting, Costs()
@@ -126,7 +126,7 @@ async def measure(url: str, broker_pid: int, many: int) -> tuple[Costs, Costs, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--many", type=int, default=MANY, help="waiting jobs of the full queue")
-    parser.add_argument("--binary", type=Path, help="another redis-server or valkey-server than the embedded one")
+    parser.add_argument("--binary", type=Path, help="redis-server or valkey-server to use instead of the embedded one")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder), binary=given.binary) as broker:
         assert broker.pid is not None
@@ -134,7 +134,7 @@ def main() -> None:
     print(
         f"microseconds per job, median of {ROUNDS} rounds of {JOBS} jobs; {memory:.0f} bytes of broker memory per job"
     )
-    print(f"{'':<12} {FEW:>10,} {given.many:>10,} {'ratio':>6}   of it CPU of the broker")
+    print(f"{'':<12} {FEW:>10,} {given.many:>10,} {'ratio':>6}   CPU of the broker")
     ratios, rows = {}, {}
     for operation, few_us in few.wall.items():
         many_us = full.wall[operation]

@@ -1,11 +1,11 @@
-"""1, 2 and 4 ranks (FSDP2 over gloo) on one batch after the other: what each holds, and that the update is the same.
+"""1, 2 and 4 ranks (FSDP2 over gloo) on the same batches: memory of each rank, and equality of the updates.
 
     python -m tests.benchmarks.ranks [--small]
 
-`state` is what a rank holds of parameters and optimizer, `peak` its resident memory at the highest, PyTorch itself
-included. `moved` is the mean change of a weight in all steps, `apart` the mean and the largest difference from the
-weights that one rank made of the same batches. AdamW divides by the root of a second moment, so that rounding in a
-gradient near zero can be a whole step (lr) of a single weight; the mean tells whether it is the same update.
+`state` is what a rank holds of parameters and optimizer, `peak` its peak resident memory, PyTorch itself included.
+`moved` is the mean change of a weight over all steps, `apart` the mean and the largest difference from the weights that
+one rank made of the same batches. AdamW divides by the root of a second moment, so that rounding in a gradient near
+zero can move a single weight by a whole step (lr); the mean shows whether the update is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "ranks.json"
 MODEL = {"hidden": 512, "layers": 4, "vocab_size": 16_384}
 SMALL = {"hidden": 64, "layers": 3, "vocab_size": 96}
 TOLERANCE = 0.02
-"""Of `moved`."""
+"""Largest `apart_mean`, as a share of `moved`."""
 
 
 def flatten(weights: dict[str, torch.Tensor]) -> torch.Tensor:

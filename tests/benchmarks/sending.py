@@ -1,4 +1,4 @@
-"""Seconds from a replica's request for weights until a process waits for it: forked, against an interpreter of its own.
+"""Seconds from a replica's request for weights until a process is ready to send: forked, and as a new interpreter.
 
 python -m tests.benchmarks.sending
 """
@@ -17,13 +17,13 @@ from statistics import median
 
 import psutil
 
+from dvp_trainer.publish.send_process import Plan
 from dvp_trainer.publish.sender import forked, preload
-from dvp_trainer.publish.sending import Plan
 
 RESULTS = Path(__file__).parent / "results" / "sending.json"
 REPEATS = 10
 INTERPRETER = (
-    "import json, socket, sys; from dvp_trainer.publish.sending import Plan, serve; "
+    "import json, socket, sys; from dvp_trainer.publish.send_process import Plan, serve; "
     "serve(Plan(**json.loads(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))"
 )
 
@@ -43,7 +43,7 @@ def start(plan: Plan) -> None:
 
 
 def main() -> None:
-    # Imported here: each forked process imports this module once more, as it does that of dvp-train, which is light.
+    # Imported here, because each forked process imports the main module again; that of dvp-train is light.
     from tests.integration.trainer.sending import make_plan
 
     plan = make_plan(Path())

@@ -1,8 +1,8 @@
 """The SGLang engine, as ratios of one run.
 
-    pruned    constrained sampling by the plugin against stock min-p sampling, 64 samples at once
-    replica   a rollout replica, over HTTP and over the queue, against direct calls of the same server
-    swap      how long a weight swap interrupts generation, against reading the same bytes into memory
+    pruned    constrained sampling by the plugin compared with stock min-p sampling, 64 samples at once
+    replica   a rollout replica, over HTTP and over the queue, compared with direct calls of the same server
+    swap      how long a weight swap interrupts generation, compared with reading the same bytes into memory
 
 Both sides run alternately and the best of the repeats counts. No sample ends by itself. On a CPU the model is tiny, so
 that every fixed cost weighs far more than it does on a GPU. Needs `make sglang-cpu`.
@@ -87,7 +87,7 @@ def variable(name: str, value: str | None) -> Iterator[None]:
 
 
 def direct(client: SglangClient) -> Load:
-    """The engine's own requests, sent by nobody but this loop."""
+    """Sends the engine's requests directly from this loop."""
 
     async def load() -> int:
         bodies = [request_body(job, [os.urandom(8).hex() for _ in range(N)], NEW, {EOS_ID}) for job in jobs("b", "d")]
@@ -122,7 +122,7 @@ def over_queue(broker: Broker, fence: int) -> Load:
 
 
 async def compare(repeats: int, **loads: Load) -> dict[str, float]:
-    """Tokens per second of each."""
+    """Best tokens per second of each load."""
     for load in loads.values():
         await load()
     best = dict.fromkeys(loads, 0.0)
@@ -142,7 +142,7 @@ async def pruned(folder: Path, repeats: int) -> dict[str, float]:
 
 
 async def replica(folder: Path, repeats: int) -> dict[str, float]:
-    """The replica uses the server that direct calls go to."""
+    """Compares a replica with direct calls of the server that it uses."""
     scratch = Path(tempfile.mkdtemp())
     with EmbeddedBroker(scratch / "broker") as embedded:
         async with serving(folder) as server, await Broker.connect(embedded.url, "bench") as broker:
@@ -158,7 +158,8 @@ async def replica(folder: Path, repeats: int) -> dict[str, float]:
 
 
 async def swap(folders: list[Path], repeats: int) -> dict[str, float]:
-    """Seconds. The cache is warm on both sides; 64 samples are interrupted."""
+    """Shortest pause of a swap that interrupts 64 samples, and shortest read of its bytes, in seconds. Both use a warm
+    cache."""
     engine = SglangEngine(folders[0], Launch(python=default_python(), threads=1), version="bench:0:aa")
     await engine.start()
     try:

@@ -1,9 +1,9 @@
-"""What 1,000 waiting jobs of clients cost training, and what they get: steps and clients' samples per second without
-clients, with their share of the replica, and with all of it as their share.
+"""Cost of 1,000 waiting client jobs for training, and their throughput: steps and clients' samples per second without
+clients, with clients limited to their default share of the replica, and with clients allowed all of it.
 
 A real `dvp-rollout` with the fake engine (200 ms per sample, 32 at once), a real broker, and a trainer without a model:
-a step is 8 groups of 8 samples, and the next one is submitted when all have come. Alone, two rounds of the engine make
-a step.
+a step is 8 groups of 8 samples, and the next one is submitted when all have arrived. Without clients, a step takes two
+rounds of the engine.
 
     python -m tests.benchmarks.shares [--seconds 20] [--samples 16]
 """
@@ -34,7 +34,7 @@ SERVICE_S, MAX_BATCH = 0.2, 32
 GROUPS, SAMPLES = 8, 8
 CLIENT_JOBS = 1_000
 WARM_UP = 2
-"""Steps, with the clients there."""
+"""Warm-up steps, with the clients' jobs already waiting."""
 SHARE: float = RolloutSettings.model_fields["client_share"].default
 
 
@@ -44,7 +44,7 @@ class Rates(NamedTuple):
 
 
 class Trainer:
-    """Asks for a step, waits for all of it, asks for the next."""
+    """Submits the groups of one step at a time and waits for all of them."""
 
     def __init__(self, broker: Broker, fence: int) -> None:
         self._submission, self._groups = Submission(broker), GroupQueue(broker, fence=fence)
@@ -83,7 +83,7 @@ async def measure(url: str, client_jobs: int, samples: int, seconds: float) -> R
 
 
 async def _num_done(broker: Broker) -> int:
-    """Clients' jobs."""
+    """Number of clients' jobs that have ended."""
     return int(await broker.redis.zcard(broker.keys.client_expiry))
 
 
@@ -99,7 +99,7 @@ def run(share: float, client_jobs: int, samples: int, seconds: float, folder: Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="measured for each share")
-    parser.add_argument("--samples", type=int, default=16, help="of one client's job")
+    parser.add_argument("--samples", type=int, default=16, help="samples of one client's job")
     given = parser.parse_args()
     cases = {"no clients": (SHARE, 0), "a share": (SHARE, CLIENT_JOBS), "all": (1.0, CLIENT_JOBS)}
     results: dict[str, dict[str, float]] = {}

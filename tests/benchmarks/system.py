@@ -17,13 +17,13 @@ from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_trainer.report.sinks import read_metrics
 
 WARM_UP = 3
-"""Steps left out: start-up and the first swap."""
+"""Steps left out of the means: start-up and the first swap."""
 TIMEOUT_S = 1800.0
 SIDES = ("generate", "reward", "train", "publish", "swap")
 
 
 class Outcome(NamedTuple):
-    """Of one training run."""
+    """Records of one training run."""
 
     records: list[dict[str, Any]]
     """One per step, as in metrics.jsonl."""
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
         return fmean(record.get(key, 0.0) for record in self.steady)
 
     def idle(self) -> dict[str, float]:
-        """Share of the time in which each side stood still."""
+        """Share of the time in which each stage was idle."""
         return {side: fmean(r[f"idle/{side}"] for r in self.steady if f"idle/{side}" in r) for side in SIDES}
 
 

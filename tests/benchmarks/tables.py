@@ -1,4 +1,4 @@
-"""The results as tables: writes README.md beside the JSON files, each of which has the name of its benchmark.
+"""Writes the results as tables into README.md beside the JSON files, each of which has the name of its benchmark.
 
 python -m tests.benchmarks.tables
 """
@@ -15,9 +15,9 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = RESULTS / "README.md"
 MODULES = {"trl": "against_trl"}
-"""Of results that are named otherwise."""
+"""Modules of results with another name."""
 WIDE = 9
-"""A table of more columns is turned, if that makes it narrower."""
+"""A table with more columns is transposed if that makes it narrower."""
 
 Row = dict[str, str]
 
@@ -25,9 +25,9 @@ Row = dict[str, str]
 def page() -> str:
     parts = [
         "# What the benchmarks showed",
-        "Written by `python -m tests.benchmarks.tables` from the JSON files beside it, of a machine with two cores "
-        "and no GPU, each as it was when that benchmark last ran. What is measured and what the names mean stands at "
-        "the top of each module in `tests/benchmarks`.",
+        "Written by `python -m tests.benchmarks.tables` from the JSON files beside it: the last run of each benchmark, "
+        "on a machine with two cores and no GPU. The docstrings of the modules in `tests/benchmarks` say what is "
+        "measured and what the names mean.",
     ]
     for file in sorted(RESULTS.glob("*.json")):
         name = file.name.split(".")[0]
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def render(results: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Paragraphs: what is single, then the tables, by name."""
+    """Paragraphs: first the single values, then the tables by name."""
     single = {key: value for key, value in results.items() if not _nested(value)}
     if single:
         yield _facts(path, {key: _cell(value) for key, value in single.items()})
@@ -73,7 +73,7 @@ def _flat(row: Mapping[str, Any], path: str = "") -> Row:
 
 
 def _table(name: str, rows: list[Row]) -> Iterator[str]:
-    """What is the same in all rows goes before it."""
+    """A table, preceded by the values that are the same in all rows."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     same = [column for column in columns if len(rows) > 1 and len({row.get(column) for row in rows}) == 1]
     if name or same:

@@ -1,8 +1,8 @@
 """Groups per second with 1, 2 and 4 replicas, and the CPU time that one group costs each process.
 
 Real `dvp-rollout` processes with the fake engine (200 ms per group, 4 groups at once), a real broker with AOF, and a
-consumer that reads, settles and acknowledges groups of 8 x 2,304 tokens as the trainer does. Linear is what one replica
-does, times their number; the ceiling is 20 groups per second and replica.
+consumer that reads, settles and acknowledges groups of 8 x 2,304 tokens as the trainer does. Linear is the rate of one
+replica times their number; the ceiling is 20 groups per second and replica.
 
     python -m tests.benchmarks.throughput [--seconds 15] [--binary /usr/bin/redis-server]
 """
@@ -66,7 +66,7 @@ class Consumer:
         await self._submission.submit(jobs, fence=self._fence, limit=10**6)
 
     async def take(self, count: int) -> None:
-        """Receives `count` groups and forgets them, asking for as many new ones."""
+        """Receives at least `count` groups, discards them and submits as many new jobs."""
         taken = 0
         while taken < count:
             deliveries = await self._groups.read(BATCH, 2_000)
@@ -78,7 +78,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Clock:
-    """Wall clock, and CPU seconds by role; `elsewhere` is what other programs took meanwhile."""
+    """Wall clock, and CPU seconds by role; `elsewhere` is the CPU time of other programs."""
 
     wall: float
     cpu: dict[str, float]
@@ -129,7 +129,7 @@ def run(count: int, seconds: float, binary: Path | None, folder: Path) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=15.0, help="measured for each number of replicas")
-    parser.add_argument("--binary", type=Path, help="another redis-server or valkey-server than the embedded one")
+    parser.add_argument("--binary", type=Path, help="redis-server or valkey-server to use instead of the embedded one")
     given = parser.parse_args()
     results = []
     heads = ("replicas", "groups/s", "of linear", "of ceiling", "CPU ms per group: replica", "broker", "consumer")

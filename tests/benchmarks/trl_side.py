@@ -1,4 +1,4 @@
-"""TRL's side of `against_trl`: one run of its GRPOTrainer, in the environment `.trl`, which has nothing of ours.
+"""TRL's side of `against_trl`: one run of its GRPOTrainer, in the environment `.trl`, where dvp-rl is not installed.
 
 python -m tests.benchmarks.trl_side '{"model": .., "prompts": .., "out": .., ...}'    (as against_trl.Bench.trl does)
 """
@@ -19,7 +19,7 @@ from tests.benchmarks.even_words import even_words
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """The time at the end of every step."""
+    """Records the time at the end of every step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []

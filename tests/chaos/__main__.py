@@ -1,7 +1,7 @@
-"""`make chaos`: kills everything, everywhere, and accounts for every group and every token.
+"""`make chaos`: kills processes at every fail point and elsewhere, and accounts for every group and every token.
 
-A real run on a real broker: two replicas, a trainer, HTTP clients, people at `dvp-queue`. Every fail point is hit, and
-on top of that comes the storm, by a seeded schedule.
+A real run on a real broker: two replicas, a trainer, HTTP clients, people at `dvp-queue`. Every fail point is hit while
+a storm of events follows a seeded schedule.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from .witness import Memory, tracebacks
 
 LAST_STEPS = 3
 STALL_S = 900.0
-"""Ten processes that ran out of patience, one after the other, and the longest outage."""
+"""Longest time without a hit, in seconds: ten processes in a row that miss their trap, and the longest outage."""
 START_S, STEP_S = 300.0, 1.0
-"""The most that a quiet run may take to start, and for a step."""
+"""Longest time that an undisturbed run may take to start, and per step, in seconds."""
 RUN_MIB, BROKER_MIB = 256, 512
-"""Sizes of their disks."""
+"""Sizes of the disks of the run and the broker, in MiB."""
 README = Path(__file__).with_name("README.md")
 ABOUT = """\
 Written by `make chaos ARGS=--record`: a real run on a real broker, two replicas, a trainer, HTTP clients and people at
 `dvp-queue`, all of them processes of this machine. `storm.py` says how often each event happens, `troubles.py` what the
-troubles are, `audit.py` what is counted afterwards, from evidence that the system's own books had no part in. A fault
-is anything that nothing explains: a group lost or trained twice, a token whose log-prob is not that of the weights it
-names, a client's job without its end, a process that ends otherwise than by a kill or by name, a traceback in any log,
-more memory than `witness.py` allows, anything left in the broker at the end."""
+troubles are, `audit.py` what is counted afterwards, from evidence independent of the system's own books. A fault is
+anything unexplained: a group lost or trained twice, a token whose log-prob is not that of the weights it names, a
+client's job that does not end, a process that ends without a kill or a named cause, a traceback in any log, more memory
+than `witness.py` allows, anything left in the broker at the end."""
 REDIS = Path("/usr/bin/redis-server")
 
 Section = Mapping[str, object]
@@ -79,7 +79,7 @@ async def run_chaos(
 
 
 async def tell(system: System) -> None:
-    """How far it is, on standard error. Raises TimeoutError after STALL_S without a hit."""
+    """Reports progress on standard error. Raises TimeoutError after STALL_S without a hit."""
     left, since = system.traps.left, time.monotonic()
     while True:
         await asyncio.sleep(10)
@@ -93,7 +93,7 @@ async def tell(system: System) -> None:
 
 
 async def calm(system: System, traffic: Traffic) -> None:
-    """No harm any more: clients get their answers, and the trainer ends a few steps further on."""
+    """Ends the run without further harm: clients get their answers, the trainer ends after LAST_STEPS more steps."""
     traffic.submitting = False
     for child in system.victims(Role.TRAINER):
         system.kill(child)
@@ -105,7 +105,7 @@ async def calm(system: System, traffic: Traffic) -> None:
 
 
 async def leftovers(layout: Layout, broker: EmbeddedBroker) -> list[str]:
-    """What should not be in the broker any more."""
+    """Entries that should no longer be in the broker."""
     async with await Broker.connect(broker.url, layout.run_id) as connected:
         redis, keys = connected.redis, connected.keys
         pending = {"jobs": keys.jobs, "clients' jobs": keys.client_jobs, "evals": keys.evals}
@@ -171,7 +171,7 @@ def make_layout(folder: Path, seed: int, deterministic: bool) -> Layout:
 
 
 def compare(layout: Layout, broker: EmbeddedBroker) -> bool:
-    """An undisturbed run of as many steps, and whether it ends with the same parameters, bit for bit."""
+    """Whether an undisturbed run of as many steps ends with the same parameters, bit for bit."""
     quiet = layout._replace(
         folder=layout.folder / "undisturbed", run_id=f"{layout.run_id}-undisturbed", reward="spread"
     )
@@ -204,7 +204,7 @@ def account(system: System, traffic: Traffic, result: Audit, memory: Memory) -> 
 
 
 def page(accounting: Mapping[str, Section]) -> str:
-    """What README.md beside this file says."""
+    """Text of the README.md beside this file."""
     parts = [f"# What the last storm did\n\n{ABOUT}"]
     for name, section in accounting.items():
         rows = [f"| {key.replace('_', ' ')} | {shown(value)} |" for key, value in section.items()]
@@ -224,13 +224,13 @@ def shown(value: object) -> str:
 
 
 def main(
-    seed: Annotated[int, typer.Option(help="Of the schedule and of the run.")] = 0,
-    short: Annotated[bool, typer.Option(help="A few kills of each kind.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule and of the run.")] = 0,
+    short: Annotated[bool, typer.Option(help="Only a few events of each kind.")] = False,
     server: Annotated[str, typer.Option(help="redis, valkey, or the path of a server.")] = "redis",
     deterministic: Annotated[bool, typer.Option(help="Synchronous, and compared with an undisturbed run.")] = True,
     fsync: Annotated[str, typer.Option(help="appendfsync of the broker: always or everysec.")] = "always",
-    keep: Annotated[Path | None, typer.Option(help="Folder to leave everything in.")] = None,
-    record: Annotated[bool, typer.Option(help=f"Writes {README.name} beside this module anew.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Folder to keep all files in.")] = None,
+    record: Annotated[bool, typer.Option(help=f"Rewrite {README.name} beside this module.")] = False,
 ) -> None:
     binary = {"redis": REDIS, "valkey": None}.get(server, Path(server))
     if binary is not None and not binary.exists():

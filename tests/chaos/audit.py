@@ -1,4 +1,4 @@
-"""What a run has to show for itself afterwards, from evidence that its own books had no part in."""
+"""Audit of a finished run, from evidence that is independent of the run's own books."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .recorder import Evidence, Trained
 from .system import Layout
 
 TOLERANCE = 1e-4
-"""Nats between float32 in the engine and float64 here; the weights of the step before are farther off."""
+"""Nats allowed between float32 in the engine and float64 here; the previous step's weights differ by more."""
 
 
 @dataclass
@@ -33,14 +33,14 @@ class Audit:
     groups: int = 0
     tokens: int = 0
     batches_lost_to_kills: int = 0
-    """Trained, never checkpointed, trained again by the next incarnation."""
+    """Batches trained but never checkpointed, and trained again by the next incarnation."""
     lost: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
     wrong_tokens: int = 0
     farthest: float = 0.0
-    """Nats between a token's log-prob and that of the version it names."""
+    """Largest difference between a token's log-prob and that of the version it names, in nats."""
     sensitivity: float = 0.0
-    """Share of tokens that would fail if they named the version before theirs."""
+    """Share of tokens that would fail if they named the previous version instead of their own."""
     versions: int = 0
 
     @property
@@ -52,7 +52,7 @@ class Audit:
 
 
 def audit(layout: Layout, every: int = 1) -> Audit:
-    """Of all groups, and of the tokens of every `every`-th version."""
+    """Audits all groups, and the tokens of every `every`-th version."""
     evidence, result = Evidence(layout.folder / "evidence"), Audit()
     everything = list(evidence.trained())
     final = {record.step: record for record in everything if record.step <= layout.newest_step()}
@@ -63,7 +63,7 @@ def audit(layout: Layout, every: int = 1) -> Audit:
 
 
 def check_books(layout: Layout, final: dict[int, Trained], result: Audit) -> None:
-    """The batches that the final weights are made of, against the ledgers and the newest checkpoint."""
+    """Compares the batches that made the final weights with the ledgers and the newest checkpoint."""
     found = Checkpoints(layout.out / "checkpoints", keep=1).load()
     assert found is not None
     progress = found[0]
@@ -89,7 +89,7 @@ def _repeated(values: Iterable[object]) -> list[str]:
 
 
 def check_tokens(layout: Layout, evidence: Evidence, trained: Iterable[Trained], every: int, result: Audit) -> None:
-    """The tokens that were trained on, in lost timelines too, under the weights they name, in float64."""
+    """Checks the trained tokens, of lost timelines too, against the weights they name, in float64."""
     groups = {(group.job_id, group.replica_id, group.finished_at): group for r in trained for group in r.groups}
     files = {int(path.stem.removeprefix("weights-")): path for path in evidence.weights.iterdir()}
     by_seq: dict[int, list[Group]] = defaultdict(list)
@@ -121,7 +121,7 @@ def _seqs(group: Group) -> set[int]:
 
 @torch.inference_mode()
 def _distances(model: torch.nn.Module, groups: Iterable[Group], seq: int) -> Iterator[tuple[np.ndarray, bool]]:
-    """How far the log-probs said are from those of the model, of tokens that name `seq` (True) or the one after it."""
+    """Distances between reported and the model's log-probs, for tokens that name `seq` (True) or `seq + 1` (False)."""
     for group in groups:
         for sample in group.samples:
             ids = np.concatenate([group.prompt_ids, sample.token_ids])
@@ -134,8 +134,9 @@ def _distances(model: torch.nn.Module, groups: Iterable[Group], seq: int) -> Ite
 
 
 def distance(logits: Floats, sampling: Sampling, ids: np.ndarray, said: np.ndarray) -> Floats:
-    """[T] nats to the nearest log-prob of a set that float32 may have kept: a token within TOLERANCE of the threshold
-    is in it or not, and moves the others' log-probs by its mass. inf where the token itself is below that."""
+    """Nats [T] to the nearest log-prob under any set that float32 may have kept. A token within TOLERANCE of the
+    threshold may or may not be in the set, and moves the others' log-probs by its mass. inf where the token itself is
+    below that range."""
     wide = policy(logits, sampling.log_min_p - TOLERANCE, sampling.temperature)
     narrow = policy(logits, min(0.0, sampling.log_min_p + TOLERANCE), sampling.temperature)
     low = wide.logprobs[np.arange(len(ids)), ids]
@@ -144,7 +145,7 @@ def distance(logits: Floats, sampling: Sampling, ids: np.ndarray, said: np.ndarr
 
 
 def final_parameters(layout: Layout) -> dict[str, torch.Tensor]:
-    """The weights that the newest checkpoint was announced with."""
+    """The weights that were announced with the newest checkpoint."""
     found = Checkpoints(layout.out / "checkpoints", keep=1).load()
     assert found is not None
     name = f"{folder_name(found[0].seq)}.safetensors"

@@ -1,5 +1,5 @@
-"""`dvp-train` that also writes down, for the audit, every batch that it is about to train on and every version it
-published. Where: the folder $CHAOS_EVIDENCE."""
+"""`dvp-train` that also records, for the audit, every batch that it is about to train on and every version it
+published, in the folder $CHAOS_EVIDENCE."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ VARIABLE = "CHAOS_EVIDENCE"
 
 
 class Trained(NamedTuple):
-    """A batch on its way into the optimizer."""
+    """A batch about to be trained on."""
 
     incarnation: str
-    """Sorts by start."""
+    """Id of the trainer process; ids sort by start time."""
     step: int
     groups: tuple[Group, ...]
 
 
 class Evidence:
-    """What trainers left behind, in one folder for all of them."""
+    """Records of all trainers of a run, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Evidence:
         self.weights.mkdir(parents=True, exist_ok=True)
 
     def keep_weights(self, root: Path) -> None:
-        """Copies every published version: retention may take the folders away, not these."""
+        """Copies every published version, because retention may remove the originals."""
         with suppress(PermissionError):  # nothing can be published meanwhile, so it will still be there
             for folder in root.glob("weights-*"):
                 self._keep(folder)
@@ -64,7 +64,7 @@ class Evidence:
             file.write(record)
 
     def trained(self) -> Iterator[Trained]:
-        """In the order of incarnations, and within each in the order of training."""
+        """All batches, ordered by incarnation and then by training."""
         for path in sorted(self.folder.glob("*.trained")):
             with path.open("rb") as file:
                 # A record that a kill cut short was not trained on.

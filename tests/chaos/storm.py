@@ -1,4 +1,4 @@
-"""What happens to a run, how often, and when: kills, stops, outages, wipes, and troubles that kill nobody."""
+"""The events that happen to a run, their number and times: kills, stops, outages, wipes, and non-lethal troubles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .traps import Role
 from .troubles import Disk, denied, half_open, no_files
 
 HALF_OPEN = 200
-"""Connections of one event."""
+"""Number of connections of one event."""
 
 
 class Disks(NamedTuple):
@@ -28,10 +28,10 @@ class Disks(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     hits: int
-    """Of every fail point."""
+    """Required hits of each fail point."""
     events: Mapping[str, int]
     pace_s: float
-    """Mean pause between two events."""
+    """Mean pause between two events, in seconds."""
 
     @property
     def num_events(self) -> int:
@@ -65,7 +65,7 @@ EVENTS = {
     "large result": (37, 1),
     "squatted id": (40, 2),
 }
-"""How often each happens in a storm, and in a short one."""
+"""Number of each event in a full storm and in a short one."""
 FULL = Plan(hits=3, events={event: count for event, (count, _) in EVENTS.items()}, pace_s=3.0)
 SHORT = Plan(hits=1, events={event: count for event, (_, count) in EVENTS.items()}, pace_s=0.8)
 
@@ -84,7 +84,7 @@ class Storm:
                     self._system.counts["events that only root can bring about"] += 1
                     continue
                 self._system.events[event] += 1
-                if "broker" in event:  # there is one: what happens to it happens in turn
+                if "broker" in event:  # there is only one broker, so its events run one after another
                     await self._to_broker(event)
                 else:
                     group.create_task(self._in_turn(event))
@@ -108,18 +108,18 @@ class Storm:
                 assert system.broker.pid is not None
                 with no_files(system.broker.pid):
                     await asyncio.sleep(self._briefly())
-                # The broker logs nothing meanwhile but that it cannot accept, as fast as it can.
+                # Meanwhile the broker only logs that it cannot accept, as fast as it can.
                 os.truncate(system.broker.log, 0)
             case ["full", "disk", _]:
                 with self._disks.broker.full():
                     await asyncio.sleep(self._briefly())
-                # It has ended, at the first write that was refused.
+                # The broker ended at the first write that was refused.
                 await system.kill_broker(0)
             case _:
                 raise ValueError(event)
 
     async def _in_turn(self, event: str) -> None:
-        """Beside what else happens, but not twice at once."""
+        """Runs the event concurrently with others, but not twice at once."""
         async with self._once[event]:
             await self._strike(event)
 
@@ -152,10 +152,10 @@ class Storm:
                 raise ValueError(event)
 
     async def _suffer(self, trouble: AbstractContextManager[None]) -> None:
-        """Its victim may be gone before it begins, or out of reach of a user that is not root."""
+        """Causes a trouble briefly. Its victim may be gone before, or out of reach of a user other than root."""
         with suppress(ProcessLookupError, FileNotFoundError, PermissionError), self._system.trouble(), trouble:
             await asyncio.sleep(self._briefly())
 
     def _briefly(self) -> float:
-        """Seconds: less or more than most things wait before they try again."""
+        """Duration of a trouble in seconds, which may be shorter or longer than most retry intervals."""
         return self._rng.uniform(0.5, 5.0)

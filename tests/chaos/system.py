@@ -1,4 +1,4 @@
-"""A broker, replicas, a trainer, now and then an operator; whoever dies is replaced."""
+"""The system: a broker, replicas, a trainer and occasionally an operator; processes that die are replaced."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ POLL_S = 0.03
 LEASE_S = 1.5
 ENDLESS = 10**6
 GROUPS = 4
-"""Of one batch."""
+"""Groups in one batch."""
 TIRED_S, MOST_TIRED_S = 6.0, 30.0
-"""A process that has not met its trap by then is killed to make room for another. The next one with the same trap gets
-half as long again, because the machine may be slow, up to the most, because the trap may be out of reach for now."""
+"""Age in seconds at which a process that has not hit its trap is killed to make room for another. The next one with the
+same trap gets 1.5 times as long, because the machine may be slow, up to MOST_TIRED_S, because the trap may be out of
+reach for now."""
 LAST_LINES = 12
 LOADED = {Role.REPLICA: " is loaded: ", Role.TRAINER: " dvp_trainer.learn.model: "}
 TROUBLES = [os.strerror(number) for number in (errno.ENOSPC, errno.EACCES, errno.EMFILE)]
@@ -44,7 +45,7 @@ TROUBLES = [os.strerror(number) for number in (errno.ENOSPC, errno.EACCES, errno
 
 @asynccontextmanager
 async def together(*background: Coroutine[object, object, None]) -> AsyncIterator[None]:
-    """These run beside the body, and end with it; if one of them fails, so does the body."""
+    """Runs the coroutines beside the body and cancels them at its end. If one of them fails, so does the body."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in background]
         yield
@@ -52,7 +53,7 @@ async def together(*background: Coroutine[object, object, None]) -> AsyncIterato
 
 
 class Layout(NamedTuple):
-    """Where things are, and what the run is."""
+    """Paths and parameters of a run."""
 
     folder: Path
     run_id: str
@@ -71,7 +72,7 @@ class Layout(NamedTuple):
         return self.folder / "logs"
 
     def newest_step(self) -> int:
-        """0 while nobody may look."""
+        """Step of the newest checkpoint; 0 without one, or while the folder cannot be read."""
         with suppress(ConfigError):
             return max(Checkpoints(self.out / "checkpoints", keep=1).steps(), default=0)
         return 0
@@ -129,20 +130,20 @@ class Child:
     killed: bool = False
     stopped: bool = False
     asked: bool = False
-    """To stop, by SIGTERM."""
+    """Asked to stop, by SIGTERM."""
     replaced: bool = False
-    """Stopped for so long that another one has its place; must find out and end when it wakes up."""
+    """Suspended for so long that another one has its place; must find out and end when it wakes up."""
 
     @property
     def last_words(self) -> list[str]:
-        """The last lines of its log, none if it ended before it had one."""
+        """Last lines of its log; none if it ended before it had one."""
         if not self.log.exists():
             return []
         return self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
 
     @property
     def has_model(self) -> bool:
-        """Its log says so."""
+        """Whether its log says that the model is loaded."""
         return self.log.exists() and LOADED[self.role] in self.log.read_text(errors="replace")
 
 
@@ -158,12 +159,12 @@ class System:
     events: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     tired: Counter[str] = field(default_factory=Counter)
-    """Processes that did not meet their trap in time, by trap."""
+    """Processes that did not hit their trap in time, by trap."""
     faults: list[str] = field(default_factory=list)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """The trainer has done its steps."""
+    """Set when the trainer has completed its steps."""
     troubles: int = 0
-    """Under way, that a process may end for by name."""
+    """Number of troubles in progress that a process may name as the reason for its end."""
     last_trouble: float = -math.inf
 
     @property
@@ -172,7 +173,7 @@ class System:
         return replicas if self.finished.is_set() else [*replicas, (Role.TRAINER, "trainer")]
 
     async def keep(self) -> None:
-        """Replaces whoever died, for ever."""
+        """Replaces processes that died, forever."""
         while True:
             self.bury()
             taken = {child.slot for child in self.children if not child.replaced}
@@ -188,7 +189,7 @@ class System:
         folder = self.layout.folder
         variables = {
             "DVP_ROLLOUT__REDIS_URL": self.broker.url_of(roles.Role.ROLLOUT),
-            "DVP_TRAIN__BROKER__URL": self.broker.url_of(roles.Role.TRAINER),
+            "DVP_TRAIN__BROKER__REDIS_URL": self.broker.url_of(roles.Role.TRAINER),
             "DVP_QUEUE__REDIS_URL": self.broker.url_of(roles.Role.OPERATOR),
             recorder.VARIABLE: str(folder / "evidence"),
             FAILPOINTS: "" if trap is None else f"{trap}:{self.nth_pass(trap)}=kill",
@@ -207,7 +208,7 @@ class System:
         return child
 
     def nth_pass(self, trap: str) -> int:
-        """The pass at which the trap closes: the first, where there is only one, or where a later one did not come."""
+        """The pass at which the trap kills: the first if there is only one or an earlier process missed the trap."""
         return 1 if is_passed_once(trap) or self.tired[trap] else self.rng.choice((1, 1, 2, 4))
 
     def bury(self) -> None:
@@ -221,9 +222,9 @@ class System:
             self.judge(child, code, hit)
 
     def judge(self, child: Child, code: int, hit: bool) -> None:
-        """What an end amounts to; one that nothing explains is a fault."""
+        """Counts how a process ended; an unexplained end is a fault."""
         if hit and child.trap is None:
-            self.faults.append(f"{child.slot} was killed by somebody else")
+            self.faults.append(f"{child.slot} was killed by something else")
         elif child.killed or hit:
             self.counts[f"fail points {child.role}" if hit else f"ends by kill {child.role}"] += 1
         elif child.replaced:
@@ -244,7 +245,7 @@ class System:
             self.faults.append(f"{child.slot} ended with exit code {code}:\n  " + "\n  ".join(child.last_words))
 
     def named_trouble(self, child: Child) -> str | None:
-        """What the process says in its last line, if that is a trouble that there was in its life."""
+        """The trouble that the last line of the log names, if there was any trouble during the process's life."""
         if not self.troubles and self.last_trouble < child.started:
             return None
         return next((name for name in TROUBLES if any(name in line for line in child.last_words[-1:])), None)
@@ -259,14 +260,14 @@ class System:
             self.last_trouble = time.monotonic()
 
     def port(self, slot: int) -> int | None:
-        """Where the replica answers, if it has said so."""
+        """Port of the replica, if it has written it."""
         try:
             return int((self.layout.folder / f"replica-{slot}.port").read_text())
         except (OSError, ValueError):
             return None
 
     def prod(self) -> None:
-        """Asks those to stop whose trap lies there; ends those whose trap never comes."""
+        """Asks processes to stop whose trap lies in their stop; kills those that do not hit their trap in time."""
         now = time.monotonic()
         for child in self.children:
             age = now - child.started
@@ -296,7 +297,7 @@ class System:
             await asyncio.sleep(POLL_S)
 
     async def victim(self, role: Role, *, loaded: bool = False) -> Child:
-        """A running one, chosen at random, as soon as there is one. `loaded`: one that has its model."""
+        """A random running process of the role, as soon as there is one; with `loaded`, one that has its model."""
         while True:
             victims = [child for child in self.victims(role) if not loaded or child.has_model]
             if victims:
@@ -308,7 +309,7 @@ class System:
         child.process.send_signal(signal.SIGKILL)
 
     async def stop(self, child: Child, seconds: float, *, replace: bool) -> None:
-        """A hung process that wakes up. `replace`: another one takes its place meanwhile."""
+        """Suspends a process for a while. `replace`: another one takes its place meanwhile."""
         child.stopped = True
         child.process.send_signal(signal.SIGSTOP)
         child.replaced = replace
@@ -332,7 +333,7 @@ class System:
     # --- the end --------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """SIGTERM to all; every one has to heed it."""
+        """Sends SIGTERM to all; each must end within 120 s."""
         for child in self.children:
             child.asked = True
             child.process.send_signal(signal.SIGTERM)

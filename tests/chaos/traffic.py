@@ -30,7 +30,7 @@ ONCE = Retry(tries=1)
 LARGE_N, LARGE_TOKENS = 64, 200
 READERS = 8
 TOO_LONG = [5] * 300
-"""More than the model's context: a replica finds out, and the job dies."""
+"""Prompt longer than the model's context: a replica refuses it, and the job becomes a dead letter."""
 COMMANDS = {
     "close": ["drain", "--no-wait"],
     "open": ["open"],
@@ -45,11 +45,11 @@ COMMANDS = {
 
 @dataclass
 class Traffic:
-    """Client jobs end exactly once, as everything else does, unless the broker that knew of them was wiped."""
+    """Client jobs, each of which must end exactly once, unless the broker that held it was wiped."""
 
     system: System
     open: dict[str, bool] = field(default_factory=dict)
-    """Accepted and not yet ended; True for those that cannot run."""
+    """Jobs accepted and not yet ended; True for those that cannot run."""
     counts: Counter[str] = field(default_factory=Counter)
     submitting: bool = True
     _number: int = 0
@@ -73,7 +73,7 @@ class Traffic:
         if self.submitting and self._number % 20 == 0:
             async with broker.call():
                 await broker.redis.xadd(broker.keys.groups, {"kind": "group", "id": "", "data": "damaged"})
-                # As many as a broker that lost its last writes may count, though they have ended.
+                # Ended jobs that a broker may still count as in flight after it lost its last writes.
                 await broker.redis.sadd(broker.keys.in_flight, *(f"ended-{number}" for number in range(8)))
         for job_id in list(self.open):
             await self.look(broker, job_id)
@@ -84,19 +84,19 @@ class Traffic:
         await (self.submit(job_id, n=8, max_tokens=80) if long else self.submit(job_id, n=2, max_tokens=4))
 
     async def submit(self, job_id: str, n: int, max_tokens: int) -> None:
-        """Until some replica has answered 202; the same id every time."""
+        """Submits a job until some replica has answered 202, with the same id every time."""
         sampling = {"max_tokens": max_tokens}
         await self.tell(lambda client: client.submit(prompt="1+1=", n=n, sampling=sampling, job_id=job_id))
         self.accept(job_id, poisoned=False)
 
     async def delete(self, job_id: str) -> None:
-        """What is open is cancelled, and nobody waits for it any more."""
+        """Deletes a job. An open one is thereby cancelled, and its end is not awaited."""
         if self.open.pop(job_id, None) is not None:
             self.counts["cancelled"] += 1
         await self.tell(lambda client: client.delete(job_id))
 
     async def large(self) -> None:
-        """A result that several read at once; each of them gets all of it, unless the broker is wiped."""
+        """Lets several clients read one large result at once; each must get all of it, unless the broker is wiped."""
         job_id, wipes = f"large-{self.counts['large results']}", self.counts["wipes"]
         self.counts["large results"] += 1
         await self.submit(job_id, n=LARGE_N, max_tokens=LARGE_TOKENS)
@@ -114,17 +114,17 @@ class Traffic:
             self.system.faults.append(f"client job {job_id}: results of {sizes} samples")
 
     async def squat(self) -> None:
-        """A client asks for an id that the trainer is about to submit, and would cancel another's job."""
+        """A client tries to submit and to delete a job under an id that the trainer uses or is about to use."""
         layout = self.system.layout
         position = layout.newest_step() * GROUPS + self.system.rng.randrange(4 * GROUPS)
         taken = train_job_id(layout.run_id, position, 0)
         for attempt in (lambda client: client.submit(prompt="1+1=", job_id=taken), lambda client: client.delete(taken)):
             with suppress(RequestError):
                 if (answer := await self.tell(attempt)) is not None:
-                    self.system.faults.append(f"a client had its way with the trainer's job {taken}: {answer}")
+                    self.system.faults.append(f"a client could use the trainer's job id {taken}: {answer}")
 
     async def tell(self, what: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
-        """Some replica, until one has answered. Raises NotFoundError, RequestError."""
+        """Asks random replicas until one has answered. Raises NotFoundError or RequestError if that is the answer."""
         while True:
             if port := self.system.port(self.system.rng.randrange(self.system.num_replicas)):
                 try:
@@ -164,7 +164,7 @@ class Traffic:
             self.system.faults.append(f"client job {job_id}: {how}")
 
     def forget(self) -> None:
-        """The broker is wiped: what it knew of clients' jobs is gone, and they are told so."""
+        """Drops all open jobs, because a wiped broker no longer has them and tells their clients so."""
         self.counts["wipes"] += 1
         self.counts["gone with a wiped broker"] += len(self.open)
         self.open.clear()
@@ -172,7 +172,7 @@ class Traffic:
     # --- operators ------------------------------------------------------------------------------------------------
 
     async def operate(self) -> None:
-        """One command after the other, as long as a fail point of theirs is missing."""
+        """Runs operators' commands one after another, as long as a fail point of theirs is missing."""
         while (trap := self.system.traps.take(Role.OPERATOR)) is not None:
             name = trap.rpartition(".")[0]
             await self.command(name, trap)

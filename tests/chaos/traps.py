@@ -1,4 +1,4 @@
-"""Which fail point a new process is to die at, until every one was hit often enough."""
+"""Chooses the fail point at which a new process dies, until each has been hit often enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Role(StrEnum):
 REPLICA = ("create_groups", "beat", "start", "expire", "renew", "commit", "fail", "release", "abandon", "leave", "swap")
 OPERATOR = ("close", "open", "health", "letters", "pending", "replay", "discard", "purge")
 AT_STOP = ("release", "abandon", "leave", "lease_release")
-"""Reached only by a process that is asked to stop."""
+"""Fail points that only a process that is asked to stop reaches."""
 AT_START = ("refused", "lease_acquire", "takeover", "restore")
 
 
@@ -40,7 +40,7 @@ def is_at_stop(point: str | None) -> bool:
 
 
 def is_passed_once(point: str) -> bool:
-    """A process passes it once, as a rule: a trap at its second pass would hardly ever be met."""
+    """Whether a process usually passes the point only once, so that a trap at a later pass would hardly ever be hit."""
     return point.rpartition(".")[0] in (*AT_START, *AT_STOP, *OPERATOR)
 
 
@@ -52,7 +52,7 @@ class Traps:
         self._armed: Counter[str] = Counter()
 
     def take(self, role: Role) -> str | None:
-        """A point for a new process to die at. None now and then, so that the run also gets on."""
+        """A fail point at which a new process dies; sometimes None, so that the run also makes progress."""
         open_points = [p for p, n in self.missing.items() if role_of(p) is role and n > self._armed[p]]
         if not open_points or (role is not Role.OPERATOR and self._rng.random() < 0.1):
             return None
@@ -61,7 +61,7 @@ class Traps:
         return point
 
     def give_back(self, point: str | None, *, hit: bool) -> None:
-        """The process is gone, by its trap or otherwise."""
+        """Returns the trap of a process that has ended; `hit` if the trap killed it."""
         if point is None:
             return
         self._armed[point] -= 1

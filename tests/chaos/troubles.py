@@ -1,4 +1,4 @@
-"""Harm that kills nobody: what a machine, a volume and the network do to processes that have to live on."""
+"""Non-lethal harm: troubles of the machine, a volume or the network that processes have to survive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dvp_rl.ports import HOST
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 CAPABILITY_VERSION_3 = 0x20080522
 SIZES = (1 << 20, 1 << 12)
-"""Bytes of one write to the file that fills a disk: large ones until one is refused, then small ones."""
+"""Sizes in bytes of the writes that fill a disk: large ones until one is refused, then small ones."""
 
 
 class _Header(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Sets(ctypes.Structure):
 
 
 def obey_modes() -> None:
-    """This process obeys the modes of files from now on, root's too. Source: capset(2)."""
+    """Makes this process obey file modes, even as root. Source: capset(2)."""
     libc, header, sets = ctypes.CDLL(None, use_errno=True), _Header(CAPABILITY_VERSION_3, 0), (_Sets * 2)()
     if libc.capget(ctypes.byref(header), sets):
         raise OSError(ctypes.get_errno(), "capget")
@@ -42,8 +42,8 @@ def obey_modes() -> None:
 
 
 class Disk:
-    """A folder with a file system of its own, so that it can be filled. Only root may mount one: for others it is a
-    folder like any other, and `fillable` says so."""
+    """A folder with its own file system, so that it can be filled. Only root may mount one: for other users it is an
+    ordinary folder, and `fillable` is False."""
 
     def __init__(self, folder: Path, mib: int) -> None:
         self.folder, self._mib, self.fillable = folder, mib, False
@@ -55,7 +55,7 @@ class Disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What is on it stays in the folder."""
+        """Unmounts the file system; its files stay in the folder."""
         if self.fillable:
             copy = self.folder.with_name(f".{self.folder.name}")
             shutil.copytree(self.folder, copy)
@@ -65,7 +65,7 @@ class Disk:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Not a byte is free."""
+        """Leaves not a byte free during the block."""
         ballast = self.folder / "ballast"
         try:
             with ballast.open("wb", buffering=0) as file:
@@ -80,7 +80,7 @@ class Disk:
 
 @contextmanager
 def no_files(pid: int) -> Iterator[None]:
-    """The process can open no file and no socket more."""
+    """Keeps the process from opening another file or socket."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     opened = set(os.listdir(f"/proc/{pid}/fd"))
     lowest_free = next(number for number in count() if str(number) not in opened)
@@ -94,7 +94,7 @@ def no_files(pid: int) -> Iterator[None]:
 
 @contextmanager
 def denied(folder: Path) -> Iterator[None]:
-    """Nobody who obeys modes can open anything in it."""
+    """Keeps all processes that obey file modes from opening anything in the folder."""
     mode = folder.stat().st_mode
     folder.chmod(0)
     try:
@@ -105,7 +105,7 @@ def denied(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def half_open(port: int, connections: int) -> Iterator[None]:
-    """Requests that do not get to their end, all at once."""
+    """Opens requests that never end, all at once."""
     with ExitStack() as opened:
         for _ in range(connections):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What shows from outside, whatever the books say: the memory that processes came to, and what their logs hold."""
+"""Observations from outside, independent of the books: peak memory of processes, and tracebacks in their logs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:  # it imports torch
 
 SAMPLE_S = 0.5
 MOST_MIB: Mapping[str, int] = {"replica": 1500, "trainer": 1500, "operator": 1000, "broker": 256}
-"""Bounds, three times and more what short storms come to."""
+"""Bounds in MiB by role; at least three times the peaks of short storms."""
 TRACEBACK = "Traceback (most recent call last)"
 CONTEXT_LINES = 25
 
 
 @dataclass
 class Memory:
-    """The most that a process of each role ever held, in MiB."""
+    """Peak memory of any process of each role, in MiB."""
 
     peaks: dict[str, float] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Memory:
 
 
 def peak_mib(pid: int | None) -> float:
-    """The most that the process has held so far; 0 if there is none. Source: VmHWM of proc_pid_status(5)."""
+    """Peak memory of the process in MiB; 0 if it does not exist. Source: VmHWM of proc_pid_status(5)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -47,7 +47,7 @@ def peak_mib(pid: int | None) -> float:
 
 
 def tracebacks(folder: Path) -> list[str]:
-    """One for each log that has any, with the lines around the first."""
+    """One entry for each log that has tracebacks, with the lines around the first."""
     found = []
     for log in sorted(folder.rglob("*.log")):
         lines = log.read_text(errors="replace").splitlines()

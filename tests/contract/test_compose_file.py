@@ -1,4 +1,4 @@
-"""docker-compose.yml as far as that can be told without an engine; tests/e2e/test_compose.py runs it.
+"""Checks docker-compose.yml as far as possible without an engine; tests/e2e/test_compose.py runs it.
 
 compose-spec.json is the schema of the Compose specification, from github.com/compose-spec/compose-go 2.4.8, Apache-2.0.
 """
@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import yaml
 
-from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import EngineName, RolloutSettings
 from dvp_trainer.config import TrainSettings
@@ -32,7 +32,7 @@ ASSIGNMENT = re.compile(r"^#?([A-Z_]+)=(.*)$", re.MULTILINE)
 TEXT = (REPOSITORY / "docker-compose.yml").read_text()
 EXAMPLE = (REPOSITORY / ".env.example").read_text()
 USERS = ("rollout", "trainer", "monitor", "operator")
-"""Of Redis, beside the one who may do everything."""
+"""Users of Redis, besides `default`, who may do everything."""
 SECRETS = ("REDIS_PASSWORD", *(f"{user.upper()}_REDIS_PASSWORD" for user in USERS), "GRAFANA_PASSWORD")
 DEFAULTS = {name: value for name, value in ASSIGNMENT.findall(EXAMPLE) if f"\n{name}=" in EXAMPLE} | dict.fromkeys(
     SECRETS, "drawn"
@@ -40,7 +40,7 @@ DEFAULTS = {name: value for name, value in ASSIGNMENT.findall(EXAMPLE) if f"\n{n
 
 
 def resolve(variables: dict[str, str]) -> dict[str, Any]:
-    """The file with its variables put in, as compose would."""
+    """The file with its variables substituted as compose does. Raises KeyError if a required one is missing."""
 
     def value(match: re.Match[str]) -> str:
         name, operator, rest = match.groups()
@@ -67,7 +67,7 @@ def seconds(duration: str) -> int:
 
 def test_file_follows_the_compose_specification() -> None:
     schema = json.loads((Path(__file__).parent / "compose-spec.json").read_text())
-    schema["$schema"] = "http://json-schema.org/draft-07/schema#"  # the schema's own has a typing error
+    schema["$schema"] = "http://json-schema.org/draft-07/schema#"  # the schema's own value has a typo
     jsonschema.Draft7Validator(schema).validate(FILE)
     with pytest.raises(jsonschema.ValidationError, match="restrat"):
         jsonschema.Draft7Validator(schema).validate({"services": {"redis": {"restrat": "always"}}})
@@ -75,7 +75,7 @@ def test_file_follows_the_compose_specification() -> None:
 
 @pytest.mark.parametrize("profile", ["", "observability", "gpu", "*"])
 def test_compose_itself_reads_it(profile: str) -> None:
-    """Needs the command, no engine."""
+    """Needs the docker command, but no engine."""
     command = ["docker", "compose", "--env-file=.env.example", f"--profile={profile}", "config", "--services"]
     if shutil.which("docker") is None or subprocess.run([*command[:2], "version"], capture_output=True).returncode:
         pytest.skip("NOT TESTED: no docker compose here")
@@ -99,7 +99,7 @@ def test_containers_are_hardened_and_bounded(service: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_containers_restart_by_themselves(name: str) -> None:
-    """A trainer that is done stays so; `queue` is a command."""
+    """Exceptions: a trainer that is done stays so, and `queue` is a command."""
     own = {"trainer": "on-failure", "trainer-gpu": "on-failure", "queue": "no"}
     assert SERVICES[name]["restart"] == own.get(name, "unless-stopped")
 
@@ -138,7 +138,7 @@ def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user() ->
 
 
 def test_start_waits_for_the_health_of_the_broker_only() -> None:
-    """Whoever waits for others goes on by itself, and `up` fails at once at one that an outage made unhealthy."""
+    """Services wait for each other by themselves, and `up` would fail at once on one that an outage made unhealthy."""
     waits = [pair for one in SERVICES.values() for pair in one.get("depends_on", {}).items()]
     assert len(waits) >= 9
     for other, wait in waits:
@@ -167,7 +167,7 @@ def test_example_lists_every_variable() -> None:
 
 
 def test_example_states_the_defaults() -> None:
-    """What is commented out there shows what applies."""
+    """Settings that are commented out there show the defaults."""
     stated = dict(re.findall(r"^#([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
     switches = {"COMPOSE_PROFILES", "CPU_REPLICAS", "CPU_TRAINERS"}
     defaults = {name: default for name, _, default in VARIABLE.findall(TEXT)}
@@ -209,12 +209,12 @@ SERVED = {
     "trainer": {Scope.READ},
     "trainer-gpu": {Scope.READ},
 }
-"""Whose tokens a container sees."""
+"""Scopes whose tokens a container sees."""
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make secrets` makes."""
+    """A folder with the secrets that `make secrets` makes."""
     folder = tmp_path_factory.mktemp("drawn")
     shutil.copy(REPOSITORY / ".env.example", folder)
     draw(folder)
@@ -241,7 +241,7 @@ def test_secrets_are_drawn_once_and_long(drawn: Path) -> None:
 
 
 def test_what_is_missing_is_drawn_and_the_rest_stays(tmp_path: Path) -> None:
-    """A run that was cut off, an .env that was copied, folders that others may read."""
+    """Covers an interrupted run, an .env that was copied, and folders that others may read."""
     folder = tmp_path / "a folder"
     (folder / ".secrets" / "tokens" / "operate").mkdir(parents=True)
     (folder / ".secrets" / "tokens" / "operate" / "operator").touch()
@@ -289,7 +289,7 @@ def test_nothing_is_drawn_where_nothing_is_deployed(tmp_path: Path) -> None:
 
 
 def test_secrets_are_for_their_owner_and_for_containers(drawn: Path) -> None:
-    """In a container another user reads what is mounted; on the host nobody else passes .secrets."""
+    """A container's user can read what is mounted; on the host only the owner can enter .secrets."""
     assert (drawn / ".env").stat().st_mode & 0o077 == 0
     assert (drawn / ".secrets").stat().st_mode & 0o077 == 0
     for path in (drawn / ".secrets" / "tokens").rglob("*"):
@@ -301,7 +301,7 @@ def test_containers_know_their_callers(name: str, drawn: Path, tmp_path: Path) -
     for mount in mounts_of_tokens(name):
         shutil.copytree(drawn / mount["source"], tmp_path / mount["target"].lstrip("/"))
     (folder,) = (value for key, value in SERVICES[name]["environment"].items() if key.endswith("__TOKEN_FOLDER"))
-    tokens = Tokens(folder=tmp_path / folder.lstrip("/"))
+    tokens = ApiTokens(folder=tmp_path / folder.lstrip("/"))
     files = [file for file in (drawn / ".secrets" / "tokens").rglob("*") if file.is_file()]
     found = {caller for file in files if (caller := tokens.find(file.read_bytes()))}
     assert {caller.scope for caller in found} == SERVED[name]
@@ -351,7 +351,7 @@ def test_replicas_on_gpus_have_what_sglang_asks_for() -> None:
 
 
 def test_prometheus_finds_what_it_is_told_to_scrape() -> None:
-    """Names and ports, and the file that holds its token."""
+    """Covers names, ports, and the file that holds the token."""
     (tokens,) = mounts_of_tokens("prometheus")
     told = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "prometheus.yml").read_text())
     names = {name for name, service in SERVICES.items() if "metrics" in service["networks"]}
@@ -382,7 +382,7 @@ def test_observability_brings_pinned_images_and_what_they_are_provisioned_with()
 
 
 def test_images_install_what_they_need_and_only_what_is_pinned() -> None:
-    """As the lines of the Dockerfile say that call wanted.py."""
+    """Runs wanted.py as the Dockerfile does."""
     pinned = {canonical(line) for line in (REPOSITORY / "requirements.lock").read_text().splitlines()}
     found = {}
     for extras, image in re.findall(

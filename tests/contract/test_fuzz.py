@@ -1,4 +1,4 @@
-"""Anything in place of a record: refused with this project's error, or a record that both codecs carry."""
+"""Arbitrary input is refused with this project's error, or is a record that both codecs carry."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Case = Callable[[], None]
 
 
 def _replaced(value: Any, way: list[int], hostile: Any) -> Any:
-    """A copy with one of its parts, found by `way`, replaced or joined by something else."""
+    """A copy in which `hostile` replaces, or is added beside, the part that `way` leads to."""
     if not way or not isinstance(value, (dict, list, tuple)) or not value:
         return hostile
     step, *rest = way
@@ -119,7 +119,7 @@ def _fuzz_msgpack(count: int) -> int:
         try:
             data = msgpack.packb(_replaced(record[1], [1, *way], hostile))
         except ValueError:
-            return  # deeper than msgpack goes
+            return  # too deep for msgpack
         made += 1
         _survives(record[0], data)
 
@@ -129,7 +129,7 @@ def _fuzz_msgpack(count: int) -> int:
 
 
 def _fuzz_json(count: int) -> int:
-    """Both ways that JSON comes in: parsed by the standard library (FastAPI), and by pydantic (the client)."""
+    """Covers both ways of parsing JSON: by the standard library (FastAPI), and by pydantic (the client)."""
     made = 0
 
     @settings(max_examples=count // 2, **SETTINGS)

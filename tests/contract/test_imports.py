@@ -1,4 +1,4 @@
-"""What everybody imports, and what answers --help, must not drag anything heavy in."""
+"""Common modules, and programs that only answer --help, must not import heavy packages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_transport_needs_redis_only(module: str) -> None:
 
 
 def test_clients_monitor_and_weight_server_run_without_model_libraries() -> None:
-    """Their image and `pip install dvp-rl` have none: every module of theirs is imported with those blocked."""
+    """Their image and `pip install dvp-rl` have none, so every module of theirs is imported with those blocked."""
     program = """
 import importlib, pkgutil, sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors"))

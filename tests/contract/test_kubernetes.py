@@ -1,9 +1,9 @@
-"""deploy/kubernetes as far as that can be told without a cluster: rendered, and held against the API's schemas.
+"""Checks deploy/kubernetes as far as possible without a cluster: rendered, and validated against the API's schemas.
 
 Kubernetes' own schemas come from PyPI's kubernetes-validate, in their strict form: an unknown field is an error.
-Those of KEDA are written after config/crd/bases and the documentation of the redis-streams scaler,
-github.com/kedacore/keda and keda-docs, those of the Prometheus operator after example/prometheus-operator-crd,
-github.com/prometheus-operator/prometheus-operator (all Apache-2.0), and as strict.
+Those of KEDA follow config/crd/bases and the documentation of the redis-streams scaler, github.com/kedacore/keda and
+keda-docs; those of the Prometheus operator follow example/prometheus-operator-crd,
+github.com/prometheus-operator/prometheus-operator. All are Apache-2.0 and equally strict.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from dvp_rl.contract.keys import Keys
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.settings import WeightReader
-from dvp_rl.http.tokens import Scope, Tokens
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import EngineName, RolloutSettings
 from dvp_rl.transport.roles import Role
@@ -34,7 +34,7 @@ from tests.kit.manifests import REPOSITORY, VARIANTS, Manifest, Rendered, secret
 from tests.kit.wait import WITHIN_S
 
 VERSIONS = ("1.30", "1.37")
-"""Oldest and newest that the chart is meant for."""
+"""Oldest and newest versions of Kubernetes that the chart is meant for."""
 CUSTOM = {
     kind: json.loads((Path(__file__).parent / f"{group}-{kind.lower()}.json").read_text())
     for group, kind in (
@@ -119,7 +119,7 @@ def test_values_that_cannot_be_are_refused_by_name(values: Manifest, message: st
 
 @pytest.mark.parametrize("pod", ["rollout", "trainer"])
 def test_what_the_chart_sets_cannot_be_set_again(pod: str) -> None:
-    """Two variables of one name: which one counts depends on who applies them."""
+    """Duplicate variables are refused: which one counts would depend on who applies them."""
     prefix = {"rollout": "DVP_ROLLOUT__", "trainer": "DVP_TRAIN__"}[pod]
     settings = yaml.safe_load((CHART / "values.yaml").read_text())[pod]["settings"]
     free = {prefix + name.upper() for name in settings}
@@ -129,7 +129,7 @@ def test_what_the_chart_sets_cannot_be_set_again(pod: str) -> None:
         value: Manifest | str = "own"
         for part in reversed(name.removeprefix(prefix).lower().split("__")):
             value = {part: value}
-        with pytest.raises(HelmError, match=f"{name} is set by the chart, or twice: .* {pod}.settings or {pod}.env"):
+        with pytest.raises(HelmError, match=f"{name} is set by the chart or set twice: .* {pod}.settings or {pod}.env"):
             render({pod: {"settings": value}})
 
 
@@ -143,7 +143,7 @@ def test_what_the_chart_sets_cannot_be_set_again(pod: str) -> None:
     ],
 )
 def test_no_variable_is_set_twice(values: Manifest, name: str) -> None:
-    with pytest.raises(HelmError, match=f"{name} is set by the chart, or twice"):
+    with pytest.raises(HelmError, match=f"{name} is set by the chart or set twice"):
         render({"rollout": values})
 
 
@@ -158,7 +158,7 @@ def test_settings_become_the_variables_of_their_service(everything: Rendered) ->
 
 
 def test_texts_stay_texts() -> None:
-    """A number in their place is refused by the API."""
+    """The API refuses numbers in place of texts."""
     values: Manifest = {
         "inputs": {"claim": "123"},
         "redis": {"maxmemory": "2147483648"},
@@ -185,7 +185,7 @@ def test_the_example_of_the_readme_is_understood(monkeypatch: pytest.MonkeyPatch
 
 @EVERY_VARIANT
 def test_pods_are_restricted_and_bounded(rendered: Rendered) -> None:
-    """What the namespace's label `restricted` enforces, and a read-only root."""
+    """Pods have what the namespace's label `restricted` enforces, and a read-only root."""
     (namespace,) = rendered.all("Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for spec in rendered.pods().values():
@@ -205,7 +205,7 @@ def test_pods_are_restricted_and_bounded(rendered: Rendered) -> None:
 
 @EVERY_VARIANT
 def test_a_nodes_disk_is_bounded_and_a_pod_may_fill_its_volumes(rendered: Rendered) -> None:
-    """A pod above the limits of its containers together is evicted, whatever its volumes allow."""
+    """A pod that exceeds the sum of its containers' limits is evicted, whatever its volumes allow."""
     for pod, spec in rendered.pods().items():
         limits = [one["resources"]["limits"]["ephemeral-storage"] for one in spec["containers"]]
         empty = [volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume]
@@ -270,7 +270,7 @@ def test_the_trainer_announces_copies_of_the_weights_that_it_serves(
     served = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
     copied = WeightServerSettings.load(given(rendered, "weights", "weights", monkeypatch))
     assert trainer.run_id == rendered.run["id"]
-    assert trainer.broker.url.get_secret_value() == broker_url(rendered, "trainer")
+    assert trainer.broker.redis_url.get_secret_value() == broker_url(rendered, "trainer")
     assert trainer.weights_folder == served.folder
     assert copied.upstream.url == f"http://trainer:{served.port}"
     assert trainer.weights.url == f"http://weights:{copied.port}"
@@ -283,7 +283,7 @@ def test_the_trainer_announces_copies_of_the_weights_that_it_serves(
 
 @EVERY_VARIANT
 def test_copies_of_the_weights_outlive_their_pod_and_the_trainer(rendered: Rendered) -> None:
-    """Two pods on one ReadWriteOnce volume need one node, which nobody can promise."""
+    """Two pods on one ReadWriteOnce volume would need the same node, which is not guaranteed."""
     written = {pod: names for pod, spec in rendered.pods().items() if (names := claims(spec) - {"models"})}
     assert written == {"trainer": {"runs"}, "weights": {"weights"}}
     mounts = {one["name"]: one["mountPath"] for one in rendered.container("weights", "weights")["volumeMounts"]}
@@ -323,7 +323,7 @@ def test_inputs_are_copied_from_an_image_or_read_from_a_claim(rendered: Rendered
 
 @EVERY_VARIANT
 def test_no_replica_is_killed_for_what_it_waits_for(rendered: Rendered) -> None:
-    """It is not ready without weights, broker or engine, and a restart would bring none of them."""
+    """A replica without weights, broker or engine is not ready, but a restart would bring none of them."""
     replica = rendered.container("rollout", "rollout")
     asked = {key: replica[key]["httpGet"]["path"] for key in replica if key.endswith("Probe")}
     assert asked == {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
@@ -331,7 +331,7 @@ def test_no_replica_is_killed_for_what_it_waits_for(rendered: Rendered) -> None:
 
 @EVERY_VARIANT
 def test_the_broker_is_asked_as_beside_compose(rendered: Rendered, tmp_path: Path) -> None:
-    """tests/integration/transport/test_ping.py says what is answered."""
+    """tests/integration/transport/test_ping.py tests the answers."""
     broker = rendered.container("redis", "redis")
     asked = {key: broker[key]["exec"]["command"] for key in broker if key.endswith("Probe")}
     ping = "/etc/dvp-redis/ping.sh"
@@ -377,7 +377,7 @@ SERVED = {
     ("trainer", "weights"): {Scope.WEIGHTS, Scope.READ},
     ("trainer", "trainer"): {Scope.READ},
 }
-"""Whose tokens a container sees: those of its callers."""
+"""Scopes whose tokens a container sees: those of its callers."""
 
 
 @EVERY_VARIANT
@@ -386,7 +386,7 @@ def test_containers_know_their_callers_and_no_others(pod: str, name: str, render
     rendered.mount(pod, name, tmp_path)
     variables = rendered.environment(pod, name)
     (folder,) = (value for key, value in variables.items() if key.endswith("__TOKEN_FOLDER"))
-    tokens = Tokens(folder=tmp_path / folder.lstrip("/"))
+    tokens = ApiTokens(folder=tmp_path / folder.lstrip("/"))
     callers = {scope: tokens.find(rendered.token(scope).encode()) for scope in Scope}
     assert {scope for scope, caller in callers.items() if caller} == SERVED[pod, name]
     assert all(caller is None or caller.scope is scope for scope, caller in callers.items())
@@ -411,7 +411,7 @@ def test_those_who_read_weights_show_the_token_for_it(
 
 @EVERY_VARIANT
 def test_a_new_token_starts_nothing_again(rendered: Rendered) -> None:
-    """A job's template cannot be changed, and whose template changes is started again."""
+    """A job's template cannot be changed, and other pods are replaced when their template changes."""
     again = Rendered(rendered.variant)
     assert again.token(Scope.ROLLOUT) != rendered.token(Scope.ROLLOUT)
     assert again.workloads() == rendered.workloads()
@@ -438,7 +438,7 @@ def test_another_trainer_is_another_job() -> None:
 
 
 def test_a_restart_replaces_every_pod() -> None:
-    """After new passwords, which pods see when they are started."""
+    """Needed after new passwords, which pods read when they start."""
     before, after = Rendered(), Rendered("cpu", {"restart": "1"})
     for app, workload in after.workloads().items():
         old, new = (one["spec"]["template"]["metadata"] for one in (before.workloads()[app], workload))
@@ -446,7 +446,7 @@ def test_a_restart_replaces_every_pod() -> None:
 
 
 def test_a_new_start_of_the_broker_replaces_it(tmp_path: Path) -> None:
-    """Nobody reads a mounted file again."""
+    """The broker reads its mounted files only when it starts."""
     chart = tmp_path / "chart"
     shutil.copytree(CHART, chart)
     with (chart / "files" / "redis" / "users.conf").open("a") as users:
@@ -464,7 +464,7 @@ def test_secrets_are_drawn_for_each_namespace_anew() -> None:
     assert len(set(drawn)) == len(drawn) == 2 * (1 + len(Role) + len(Scope))
     command = [REPOSITORY / "deploy" / "secrets.sh", "--kubernetes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "secrets.sh: --kubernetes wants a namespace\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "secrets.sh: --kubernetes needs a namespace\n")
 
 
 def broker_url(rendered: Rendered, user: str) -> str:
@@ -472,7 +472,7 @@ def broker_url(rendered: Rendered, user: str) -> str:
 
 
 def given(rendered: Rendered, pod: str, container: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Sets the container's environment; no arguments."""
+    """Sets the container's environment. Returns the arguments, of which there are none."""
     for name, value in rendered.environment(pod, container).items():
         if name.startswith("DVP_"):
             monkeypatch.setenv(name, value)
@@ -588,7 +588,7 @@ def test_prometheus_finds_every_pod_and_is_let_in(everything: Rendered) -> None:
 
 
 def test_alerts_are_those_of_compose_for_this_namespace(everything: Rendered) -> None:
-    """One Prometheus may see several: each release's rules look at their own."""
+    """One Prometheus may see several releases, so that the rules of each select its own namespace."""
     spec = everything.one("PrometheusRule", "dvp-rl")["spec"]
     for rule in spec["groups"][0]["rules"]:
         own, rest = re.subn(f'namespace="{NAMESPACE}",?', "", rule["expr"])
@@ -608,7 +608,7 @@ def test_ways_out_are_those_that_were_asked_for(everything: Rendered) -> None:
 
 @EVERY_VARIANT
 def test_weights_go_from_the_trainer_to_their_copies_and_from_there_to_replicas(rendered: Rendered) -> None:
-    """Both ends of each connection allow it, and no other pod has one."""
+    """Both ends of each connection allow it, and no other pod may connect."""
     allowed = {"Ingress": set[tuple[str, str]](), "Egress": set[tuple[str, str]]()}
     for policy in rendered.all("NetworkPolicy"):
         spec = policy["spec"]
@@ -626,7 +626,7 @@ def test_weights_go_from_the_trainer_to_their_copies_and_from_there_to_replicas(
 
 
 def apps(selector: Manifest) -> list[str]:
-    """The pods that it selects."""
+    """Apps whose pods the selector selects."""
     (found,) = [one["values"] for one in selector.get("matchExpressions", ())] or [[]]
     return [*found, *selector.get("matchLabels", {}).values()]
 

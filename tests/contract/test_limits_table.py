@@ -1,4 +1,4 @@
-"""The tables of limits in the READMEs say what the code does."""
+"""The tables of limits in the READMEs match the code."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def table() -> str:
         ("", f"arrives within {BODY_TIMEOUT_S:.0f} s", "408"),
         ("Fields of one object", f"{MAX_FIELDS}", "422"),
         ("Prompt", f"{MAX_PROMPT_CHARS:,} characters, {messages:,} messages", "422"),
-        ("", "the model's context less one token", "422"),
+        ("", "the model's context minus one token", "422"),
         ("n", f"{MAX_SAMPLES:,} samples", "422"),
-        ("sampling.max_tokens", f"{tokens:,}, and cut to the context", "422"),
+        ("sampling.max_tokens", f"{tokens:,}, and limited by the context", "422"),
         ("n x new tokens", f"{MAX_GROUP_TOKENS:,}", "422; a trainer with such settings does not start"),
         ("sampling.stop, stop_token_ids", f"{longest(Sampling, 'stop')}, {longest(Sampling, 'stop_token_ids')}", "422"),
         ("metadata", f"{MAX_METADATA_BYTES >> 10} KiB as JSON, {MAX_METADATA_DEPTH} levels", "422"),
-        ("Requests at the same time", f"max_requests: {default('max_requests')}", busy(1)),
+        ("Concurrent requests", f"max_requests: {default('max_requests')}", busy(1)),
         ("Samples of requests that generate or wait", requests, busy(RETRY_AFTER_S)),
         ("Samples of clients that generate, with a trainer", f"client_share of max_batch: {share:.0%}", "they wait"),
         ("Jobs of clients that wait unread", f"max_queued: {default('max_queued'):,}", busy(RETRY_AFTER_BACKLOG_S)),
@@ -79,12 +79,12 @@ def table() -> str:
         ("Queue closed by `dvp-queue drain`", "no new jobs", busy(RETRY_AFTER_CLOSED_S)),
         ("Broker's memory, new training jobs", f"{MEMORY_SHARE:.0%} {memory}", "the trainer waits"),
         ("Broker's memory, POST /v1/jobs", f"{CLIENT_MEMORY_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
-        ("What jobs of POST /v1/jobs take or may come to", f"{CLIENT_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
-        ("What one of them may come to", f"{CLIENT_SHARE:.0%} {memory}; of a caller with a name half of it", "422"),
+        ("Memory of all jobs of POST /v1/jobs, at most", f"{CLIENT_SHARE:.0%} {memory}", busy(RETRY_AFTER_MEMORY_S)),
+        ("Memory of one such job, at most", f"{CLIENT_SHARE:.0%} {memory}; half of it for a named caller", "422"),
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
-        ("Results of POST /v1/jobs that are read at the same time", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
-        ("Of these that are answered with 429, those of one caller with a name", "no more than it leaves free", "429"),
+        ("Results of POST /v1/jobs that are read concurrently", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
+        ("Share of one named caller in each limit answered with 429", "no more than it leaves free", "429"),
         ("Time to send an answer with samples", f"{SEND_TIMEOUT_S:.0f} s", "closed"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),
         ("Trained groups in the broker", f"checkpoint.interval: {checkpoint.interval} batches", "a checkpoint"),
@@ -96,15 +96,15 @@ def table_of_connections() -> str:
     head, read = f"{MAX_HEAD_BYTES >> 10} KiB", f"{MIN_READ_BYTES >> 10} KiB"
     fewest = MIN_CONNECTIONS + OTHER_FILES
     rows = [
-        ("Requests that are answered at the same time", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
-        ("Of these, those of one caller of scope `read` or `rollout`", "no more than it leaves free", f"{busy(1)}"),
-        ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that does nothing for longest is closed"),
+        ("Requests that are answered concurrently", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
+        ("Of these, from one caller of scope `read` or `rollout`", "no more than it leaves free", f"{busy(1)}"),
+        ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that has been idle longest is closed"),
         ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),
         ("Their size", head, "431, or 400 if they do not end"),
         ("Time for a request's body", f"{BODY_TIMEOUT_S:.0f} s", "408"),
-        (f"Time to take {read} of an answer, or all of it", f"{READ_TIMEOUT_S:.0f} s", "closed"),
-        ("Log lines about strangers that begin alike", f"{MAX_ALIKE} in {ALIKE_S:.0f} s", "counted"),
-        ("Open files", f"raised to {WANTED_FILES:,}", f"fewer connections; no start below {fewest:,}"),
+        (f"Time to read {read} of an answer, or all of it", f"{READ_TIMEOUT_S:.0f} s", "closed"),
+        ("Log lines about strangers with the same beginning", f"{MAX_ALIKE} in {ALIKE_S:.0f} s", "counted"),
+        ("Open files", f"raised to {WANTED_FILES:,}", f"fewer connections; below {fewest:,} the server does not start"),
     ]  # fmt: skip
     return markdown(rows)
 

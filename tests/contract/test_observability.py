@@ -1,4 +1,4 @@
-"""Alerts, dashboard and the operator's page against the rules they speak of; tests/integration/monitor stages failures.
+"""Alerts, dashboard and the operator's page match the health rules; tests/integration/monitor stages the failures.
 
 grafana-schema.json is, from npm's @grafana/schema 13.2.3 (Apache-2.0), the type `Dashboard` and each kind of panel's
 `Options` and `FieldConfig` as JSON schemas, made by ts-json-schema-generator.
@@ -60,7 +60,7 @@ def test_the_operators_page_says_what_the_rules_say() -> None:
 @needs_promtool
 def test_configuration_and_rules_are_valid() -> None:
     promtool("check", "rules", PROMETHEUS / "alerts.yml")
-    # Not its secrets, which are where it runs.
+    # The syntax only: the secrets exist only where Prometheus runs.
     promtool("check", "config", "--syntax-only", PROMETHEUS / "prometheus.yml")
 
 
@@ -74,7 +74,7 @@ def test_each_alert_fires_when_its_time_has_come_and_no_sooner(tmp_path: Path) -
 
 
 def _series(alert: dict[str, Any]) -> list[dict[str, str]]:
-    """All is well for a minute, then what the alert is for, for 20 minutes."""
+    """Series that are healthy for one minute and then meet the alert's condition for 20 minutes."""
     well, ill = {"DvpBrokerAway": "1 0", "DvpMonitorAway": "1 0"}.get(alert["alert"], "0 1").split()
     values = f"{well}x11 {ill}x240"
     if "verdict" in alert["labels"]:

@@ -15,7 +15,6 @@ from dvp_rl.contract.errors import RequestError
 from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.job import Job, Sink, job_id, job_position
 from dvp_rl.contract.record import SCHEMA_VERSION, Record
-from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.weights import WeightVersion
 from tests.kit.strategies import GROUPS, JOBS, RECORDS, STRATEGIES, Damage, damages
 
@@ -124,12 +123,6 @@ def test_float32_values_survive_json_exactly() -> None:
     }
     copy = Sample.model_validate_json(Sample.model_validate(sample).model_dump_json())
     assert copy.logprobs.tobytes() == values.tobytes()
-
-
-def test_equality_of_settings_is_in_float32() -> None:
-    assert Sampling(log_min_p=-13.0).same_policy(Sampling(log_min_p=-13.0 + 1e-9))
-    assert not Sampling(log_min_p=-13.0).same_policy(Sampling(log_min_p=-12.999))
-    assert not Sampling(temperature=1.0).same_policy(Sampling(temperature=0.95))
 
 
 @given(st.integers(0, 10**9 - 1), st.integers(0, 10**6))

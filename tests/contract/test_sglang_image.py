@@ -1,4 +1,4 @@
-"""The image of a replica with SGLang, as far as it can be read without building it."""
+"""Checks the image of a replica with SGLang as far as possible without building it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines(file: Path) -> list[str]:
 
 
 def copied() -> list[str]:
-    """What comes from the context."""
+    """Paths copied from the build context."""
     copies = [shlex.split(line)[1:] for line in lines(DOCKERFILE) if line.startswith("COPY ")]
     return [source for words in copies if not words[0].startswith("--from") for source in words[:-1]]
 

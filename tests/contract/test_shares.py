@@ -1,4 +1,4 @@
-"""Nobody takes more than they leave free."""
+"""No caller takes more than it leaves free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 1000
 
 @pytest.mark.parametrize("callers", range(1, 10))
 def test_greedy_callers_end_up_with_equal_shares_and_one_is_left(callers: int) -> None:
-    """They come one after the other, take all that they may, and again whenever one of theirs has ended."""
+    """Callers come one after another, take all that they may, and again whenever one of their requests has ended."""
     own = Counter({str(i): 0 for i in range(callers)})
 
     def take_all(name: str) -> None:
@@ -36,7 +36,7 @@ def test_greedy_callers_end_up_with_equal_shares_and_one_is_left(callers: int) -
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 400)), max_size=60))
 def test_whoever_comes_last_finds_room(asked: list[tuple[str, int]]) -> None:
-    """Whatever three callers have asked for, in whatever order and sizes."""
+    """A newcomer finds room whatever three callers have asked for, in any order and sizes."""
     own: Counter[str] = Counter()
     for name, more in asked:
         if fits(name, own[name], more, LIMIT - own.total()):

@@ -1,4 +1,4 @@
-"""What `pip install` of this project puts into an environment, and that a user's own files are not in its way."""
+"""Tests what `pip install` of this project installs, and that a user's own files do not get in its way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_wheel_holds_packages_of_the_projects_own_name(tmp_path: Path, project
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_files_of_a_user_are_not_taken_for_ours(tmp_path: Path, program: str) -> None:
-    """`python -m` looks into the working directory before anywhere else."""
+    """`python -m` searches the working directory first."""
     for name in ("services", "trainer", "client", "contract", "lab"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')")
     assert "usage" in run(sys.executable, "-m", program, "--help", cwd=tmp_path).lower()

@@ -1,4 +1,4 @@
-"""A fresh clone, and its compose file under a project name of its own, on whatever engine `docker` reaches."""
+"""A fresh clone and its compose stack under a unique project name, on the engine that `docker` reaches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COMMAND_S = 300.0
 
 
 def require_compose() -> None:
-    """Skips the test, and says why, where there is no compose 2; an engine is not needed for that."""
+    """Skips the test with a reason if there is no compose 2; this does not need an engine."""
     if shutil.which("docker") is None:
         pytest.skip("NOT TESTED: no docker command here")
     _require("docker", "compose", "version")
 
 
 def require_engine() -> None:
-    """Skips the test, and says why, where there is no engine with compose 2."""
+    """Skips the test with a reason if there is no engine with compose 2."""
     require_compose()
     _require("docker", "info", "--format={{.ServerVersion}}")
 
@@ -44,7 +44,7 @@ def _require(*command: str) -> None:
 
 
 def clone(folder: Path) -> Path:
-    """What git would clone if all that is here were committed, and nothing else: no environment, no build."""
+    """Copies what git would clone if the whole working tree were committed: no environment, no build."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60).stdout
     for name in filter(None, names.split("\0")):
@@ -56,7 +56,7 @@ def clone(folder: Path) -> Path:
 
 class Stack:
     def __init__(self, folder: Path, name: str = "") -> None:
-        """`name`: of one of several stacks."""
+        """`name` distinguishes several stacks."""
         self.folder, self.project = folder, f"dvp-e2e-{os.getpid()}{name}"
         self.port, self.monitor_port = free_port(), free_port()
         self.killed: list[str] = []
@@ -90,12 +90,12 @@ class Stack:
         return dict(found)
 
     def scale(self, replicas: int) -> None:
-        """As the README does; returns when all of them are ready."""
+        """Scales the replicas as the README does; returns when all of them are ready."""
         self.compose("up", "--detach", "--wait", "--no-recreate", f"--scale=rollout={replicas}", "rollout")
 
     def kill(self, container: str) -> None:
-        """SIGKILL from outside to the main process, as a crash would be: for `docker kill` the engine restarts nothing.
-        Returns when the container runs again."""
+        """Kills the main process from outside with SIGKILL, like a crash: after `docker kill` the engine would restart
+        nothing. Returns when the container runs again, healthy if it has a health check."""
         before = self.inspect(container)
         pid = str(before["State"]["Pid"])
         self.docker("run", "--rm", "--pid=host", "--user=root", "--entrypoint=sh", "redis:7", "-c", f"kill -9 {pid}")
@@ -110,14 +110,14 @@ class Stack:
         return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
 
     def set_steps(self, steps: int) -> None:
-        """How long the demo trains, from its next start."""
+        """Sets the steps that the demo trains, from its next start."""
         config = self.folder / "deploy" / "demo" / "config.toml"
         text, found = re.subn("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.MULTILINE)
         assert found == 1
         config.write_text(text)
 
     def step(self) -> int:
-        """Of the trainer; 0 before the first one ends."""
+        """Last step that the trainer has logged; 0 before the first one ends."""
         return max(map(int, re.findall(r"step +(\d+)/", self.compose("logs", "--no-log-prefix", "trainer"))), default=0)
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -125,7 +125,7 @@ class Stack:
         while not condition():
             if time.monotonic() > deadline:
                 pytest.fail(
-                    f"waited {timeout_s:g} s, and it is not so that {what}\n{self.compose('logs', '--tail=40')}"
+                    f"timed out after {timeout_s:g} s waiting until {what}\n{self.compose('logs', '--tail=40')}"
                 )
             time.sleep(1)
 
@@ -134,14 +134,14 @@ class Stack:
         return self.folder / ".secrets" / "tokens"
 
     def client(self, *, token: str | None = None, port: int | None = None) -> Client:
-        """Of the gateway, or of what listens on `port`, with the token that clients have."""
+        """A client of the gateway, or of the service on `port`; by default with the token for clients."""
         shown = (self.tokens / "rollout" / "client").read_text().strip() if token is None else token
         return Client(f"http://127.0.0.1:{port or self.port}", token=shown)
 
 
 @contextmanager
 def running(stack: Stack, *options: str) -> Iterator[None]:
-    """The README's two commands."""
+    """Starts the stack with the README's two commands, and removes it at the end of the block."""
     try:
         stack.run("make", "secrets")
         stack.compose("up", "-d", "--build", "--wait", *options, timeout=BUILD_S)

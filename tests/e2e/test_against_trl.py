@@ -1,4 +1,4 @@
-"""The comparison with TRL runs, where its environment is."""
+"""The comparison with TRL runs if its environment exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""deploy/docker/backup.sh on a real engine: a run is saved while it goes on, lost, and goes on elsewhere."""
+"""deploy/docker/backup.sh on a real engine: a run is saved while it continues, lost, and resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * BUILD_S + 2 * TRAINING_S
 
 @pytest.fixture(scope="module")
 def backup(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The system it was made of does not exist any more."""
+    """A backup whose original system no longer exists."""
     require_engine()
     folder = tmp_path_factory.mktemp("backup") / "saved"
     stack = Stack(clone(tmp_path_factory.mktemp("clone")), "first")
@@ -45,7 +45,7 @@ def backup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def has_result(stack: Stack) -> bool:
-    """False while there is no replica to ask."""
+    """Whether the job's result is there; False while no replica answers."""
     with stack.client() as client:
         try:
             return client.job("answered").group is not None
@@ -67,7 +67,7 @@ def test_what_was_saved_goes_on_elsewhere(backup: Path, tmp_path: Path) -> None:
     stack.set_steps(steps)
     try:
         stack.run("deploy/docker/backup.sh", "restore", str(backup), timeout=BUILD_S)
-        # One version that the broker names may have gone before it was saved. At worst all have.
+        # A version that the broker names may have been removed before it was saved. In the worst case all have.
         names = ("run", "--rm", "--no-deps", "-T", "--entrypoint", "sh", "trainer", "-euc")
         assert "dvp-manifest.json" in stack.compose(*names, "ls /weights/*/*")
         stack.compose(*names, "rm -r /weights/*")
@@ -90,7 +90,7 @@ def test_what_was_saved_goes_on_elsewhere(backup: Path, tmp_path: Path) -> None:
         assert [record for record in after if record["step"] <= trained] == [
             record for record in before if record["step"] <= trained
         ]
-        # What is there now is not overwritten.
+        # Existing data is not overwritten.
         again = ["deploy/docker/backup.sh", "restore", str(backup)]
         refused(stack, again, "there are containers; docker compose down removes them")
         stack.compose("down", "--timeout=5")

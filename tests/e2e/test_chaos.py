@@ -1,4 +1,4 @@
-"""`make chaos` in short: every fail point, some kills of everything, and the accounting."""
+"""`make chaos` in short: every fail point, some events of each kind, and the accounting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_nothing_is_lost_whoever_dies(tmp_path: Path, server: str, deterministic
     binary = REDIS if server == "redis" else None
     outcome = conduct(tmp_path, SHORT, 1, binary, deterministic=deterministic, fsync="always")
     assert outcome.faults == []
-    # What the run has to show that it went through anything at all.
+    # Evidence that the run really went through the storm.
     run, audit, processes = (outcome.accounting[name] for name in ("Run", "Audit", "Processes"))
     missed = processes.get("events that only root can bring about", 0)
     assert outcome.accounting["Events"]["all"] == SHORT.num_events - missed

@@ -1,4 +1,4 @@
-"""`docker compose up` for real: the demo model trained by containers that are scaled, killed and replaced meanwhile."""
+"""`docker compose up` on a real engine: containers train the demo model while they are scaled, killed and replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import ENDS, reconcile
 from dvp_rl.contract.errors import ConfigError, DvpError
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit import web
 from tests.kit.tokens import write_token
@@ -29,7 +29,7 @@ from .stack import BUILD_S, Stack, clone, require_engine, running
 TRAINING_S = 1200.0
 ENDLESS = 1_000_000
 LAST_STEPS, MIN_STEPS = 30, 150
-"""The run goes on until everything has been done to it, then so many steps more, and until the model has learned."""
+"""Steps after the last disturbance, and the least number of steps in which the model learns."""
 IMAGES = ("rollout", "trainer", "monitor", "gateway")
 SERVICES = ("redis", *IMAGES)
 PROBE = """
@@ -39,7 +39,7 @@ packages = ("transformers", "torch", "datasets", "matplotlib", "pytest", "mypy",
 present = [package for package in packages if importlib.util.find_spec(package)]
 print(json.dumps({"uid": os.getuid(), "tools": tools, "packages": present}))
 """
-# What the engine mounts and makes by itself is not the image's.
+# Files that the engine mounts or makes by itself do not belong to the image.
 LISTING = """
 import hashlib, os, sys
 for root in ("/app", "/usr", "/etc", "/runs", "/weights"):
@@ -120,13 +120,13 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
     assert not set(before) & set(stack.containers("rollout"))
     assert answers["ok"] > 0
     assert answers.keys() == {"ok"}
-    # Each part is a user of its own.
+    # Each part has its own user of Redis, which was denied nothing.
     assert stack.compose("exec", "-T", "redis", "redis-cli", "acl", "log").strip() == ""
 
 
 @contextmanager
 def calling(stack: Stack) -> Iterator[Counter[str]]:
-    """Asks the gateway for rollouts meanwhile, one after another; counts what comes of them."""
+    """Asks the gateway for rollouts during the block, one after another, and counts the outcomes."""
     done, answers = threading.Event(), Counter[str]()
 
     def call() -> None:
@@ -189,7 +189,7 @@ def test_an_operator_has_dvp_queue(stack: Stack) -> None:
 
 
 def test_up_mends_an_outage(stack: Stack) -> None:
-    """At its end nearly everything is unhealthy, and about to be healthy again."""
+    """`up` succeeds although nearly everything is unhealthy at the end of an outage."""
     stack.compose("stop", "redis")
     stack.wait_until(lambda: not any(healths(stack)), "all replicas miss their broker", 120)
     stack.compose("up", "--detach")
@@ -201,7 +201,7 @@ def healths(stack: Stack) -> list[bool]:
 
 
 def test_a_password_of_the_broker_is_replaced(stack: Stack) -> None:
-    """As deploy/docker/README.md says."""
+    """Follows deploy/docker/README.md."""
     before = stack.containers("rollout")
     env = stack.folder / ".env"
     env.write_text(re.sub("^(ROLLOUT_REDIS_PASSWORD=).*$", r"\1", env.read_text(), flags=re.MULTILINE))
@@ -241,12 +241,12 @@ def test_image_holds_what_it_needs_and_no_more(stack: Stack, image: str) -> None
 
 
 def test_images_share_their_layers(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has the packages of the one before in it, so that all of them take little more room than the largest."""
+    """Each has the packages of the previous one, so that all together take little more space than the largest."""
     found = {image: json.loads(stack.docker("image", "inspect", f"dvp-rl/{image}"))[0] for image in IMAGES}
     with capsys.disabled():
         sys.stdout.write("".join(f"\n{image:10} {found[image]['Size'] / 1e6:6.0f} MB" for image in IMAGES) + "\n")
     monitor, rollout, trainer = (found[name]["RootFS"]["Layers"] for name in ("monitor", "rollout", "trainer"))
-    # The last one is the code.
+    # The last layer is the code.
     assert rollout[: len(monitor) - 1] == monitor[:-1]
     assert trainer[: len(rollout) - 1] == rollout[:-1]
 

@@ -1,4 +1,4 @@
-"""The demo itself: every part real, every process its own."""
+"""The demo itself, with every part real and in its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPORTED = {
     "HTTP_PROXY": "http://127.0.0.1:9",
     "ALL_PROXY": "socks5://127.0.0.1:9",
 }
-"""What a user's shell may hold, and what is nothing to the demo."""
+"""Variables that a user's shell may export and that the demo must ignore."""
 
 
 class Launcher:

@@ -1,4 +1,4 @@
-"""The launcher's processes and its folder, with small real processes."""
+"""The launcher's processes and run folder, tested with small real processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_awaited_child_must_end_well(tmp_path: Path) -> None:
 def test_waiting_is_bounded(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         start(fleet, "one", SLEEP)
-        with pytest.raises(UnavailableError, match="until pigs fly, in vain"):
+        with pytest.raises(UnavailableError, match="waiting until pigs fly"):
             fleet.wait_until(lambda: False, "pigs fly", 0.3)
 
 
@@ -104,7 +104,7 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter-1").write_text("years of work")
-    with pytest.raises(ConfigError, match="no run of the demo"), claim(tmp_path / "thesis"):
+    with pytest.raises(ConfigError, match="not a run of the demo"), claim(tmp_path / "thesis"):
         pass
     assert (tmp_path / "thesis" / "chapter-1").exists()
 

@@ -1,4 +1,4 @@
-"""What the demo makes of a run: its books, its numbers, its verdict."""
+"""The demo's account of a run: books, figures and verdict."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_books_against_counting(submitted: set[int], consumed: list[int], awaite
 
 
 def write_run(folder: Path, *, consumed: list[str] = IDS, rewards: list[float] | None = None) -> RunFolder:
-    """What a trainer leaves behind, as files."""
+    """Writes the files that a trainer leaves behind."""
     rewards = rewards or [0.4 + 0.05 * step for step in range(STEPS)]
     records: list[dict[str, Any]] = [{"step": 0, "time": 0.0, "heldout/score": 0.4}]
     records += [
@@ -154,7 +154,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert find_faults(replace(good, lost=2)) == ["2 jobs were submitted and never came back"]
     assert "replica-2" in find_faults(replace(good, replicas=(SERVING[0], Replica("replica-2", ""))))[0]
     assert "log_min_p" in find_faults(replace(good, pruned_share=0.01))[0]
-    assert find_faults(good, zero_mismatch=True) == ["log-probs differ by up to 0.69, and should not at all"]
+    assert find_faults(good, zero_mismatch=True) == ["log-probs differ by up to 0.69, but should be identical"]
     assert find_faults(replace(good, largest_log_ratio=0.0), zero_mismatch=True) == []
 
 

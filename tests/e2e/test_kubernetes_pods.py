@@ -1,4 +1,4 @@
-"""The manifests' pods without a cluster: their containers, run by Docker as the manifests say, train the demo.
+"""The manifests' pods without a cluster: Docker runs their containers as the manifests say, and they train the demo.
 
 User, command, environment, volumes, read-only root, order and sidecar are those of the manifests, and the containers of
 a pod share one network address. What Kubernetes adds (scheduling, scaling, policies) is not tested here.
@@ -18,7 +18,7 @@ import pytest
 from dvp_rl.client import Client
 from dvp_rl.contract.errors import UnavailableError
 from dvp_rl.contract.weights import WeightVersion
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from tests.kit.manifests import REPOSITORY, Manifest, Rendered
 from tests.kit.ports import free_port
 
@@ -53,7 +53,7 @@ def build() -> None:
 
 
 class Cluster:
-    """As much of one as a network, volumes and containers of Docker amount to."""
+    """Stands in for a cluster with a network, volumes and containers of Docker."""
 
     def __init__(self, rendered: Rendered, secrets: Path) -> None:
         self.rendered = rendered
@@ -64,7 +64,8 @@ class Cluster:
         docker("network", "create", self.name)
 
     def start(self, pod: str, port: int | None = None, published: int | None = None, **extra: str) -> str:
-        """Returns its main container. `port` is reached as `published`; `extra` goes into the environment."""
+        """Starts the pod and returns its main container. `port` is reached as `published`; `extra` adds to the
+        environment."""
         spec = self.rendered.pods()[pod]
         publish = () if port is None else (f"--publish=127.0.0.1:{published}:{port}",)
         alias = f"--network-alias={pod}"
@@ -78,7 +79,7 @@ class Cluster:
         return name
 
     def end(self, pod: str) -> None:
-        """The pod is gone, and what it kept on volumes that are not claimed."""
+        """Removes the pod and its volumes that are not claimed."""
         spec = self.rendered.pods()[pod]
         gone = [name for name in self.containers if name.startswith(f"{self.name}-{pod}-")]
         docker("rm", "--force", *reversed(gone))
@@ -116,7 +117,7 @@ class Cluster:
         return name
 
     def _mounted(self, pod: str, spec: Manifest, mount: Manifest) -> str:
-        """The pod's volume, made at its first use and owned by the pod's group, or files of a manifest."""
+        """Option that mounts the pod's volume, made at first use and owned by its user, or files of a manifest."""
         if any(volume["name"] == mount["name"] and self.rendered.files(volume) for volume in spec.get("volumes", ())):
             return f"--volume={self.secrets / pod}{mount['mountPath']}:{mount['mountPath']}:ro"
         name = self._volume(pod, mount["name"])
@@ -175,7 +176,7 @@ def test_pods_train_and_replicas_start_when_the_trainer_is_gone(cluster: Cluster
 
 
 def seq(client: Client) -> int:
-    """Of the weights served; 0 while there is nobody to ask."""
+    """Sequence number of the weights served; 0 while no replica answers."""
     try:
         return WeightVersion.parse(client.weights().version).seq
     except UnavailableError:

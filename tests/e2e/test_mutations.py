@@ -1,4 +1,4 @@
-"""Taking out one promise at a time: the tests have to notice."""
+"""Takes one guarantee at a time out of the code; the tests must notice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MUTANTS = {
 """,
         "tests/integration/trainer/test_feeder.py::test_what_a_checkpoint_covers_is_not_trained_again",
     ),
-    # The tests that notice these two leave room for rounding at the edge of a safe set, and for one look more or less.
+    # The tests that notice the next two allow for rounding at the edge of a safe set, and for one look more or less.
     "a mask for each row": Mutant(
         DECODER,
         "> positions[:, None]",
@@ -104,7 +104,7 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("without", MUTANTS)
 def test_the_mutants_are_of_the_code_as_it_is(without: str) -> None:
     mutant = MUTANTS[without]
-    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, f"{mutant.file} has changed: write the mutant anew"
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, f"{mutant.file} has changed: update the mutant"
 
 
 @pytest.mark.slow

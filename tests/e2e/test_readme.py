@@ -1,14 +1,14 @@
-"""Every code block of README.md is run.
+"""Runs every code block of README.md.
 
-What follows the language in a fence's first line says how:
+The words after the language in a fence's first line say how:
 
-    (nothing)        here and now; a failure fails the test
-    serve            started in the background for the blocks after it; the test puts free ports in the place of 8000
-                     and 8080, and a broker that knows the run in the place of redis://127.0.0.1:6379/0
-    slow             by the slow tests, as short as can be (SHORTER)
-    file=NAME        the block is that file
-    needs=gpu,hub    as far as it can: our commands and TOML files with --dry-run, other commands with --help
-    needs=docker     likewise, skipped where there is no docker compose; what these do is tested by test_compose.py
+    (nothing)        run in the foreground; a failure fails the test
+    serve            started in the background for the blocks after it; the test substitutes free ports for 8000 and
+                     8080, and a broker that knows the run for redis://127.0.0.1:6379/0
+    slow             run by the slow tests, as short as possible (SHORTER)
+    file=NAME        the block is the contents of that file
+    needs=gpu,hub    tried as far as possible: our commands and TOML files with --dry-run, other commands with --help
+    needs=docker     likewise; skipped without docker compose; test_compose.py tests the effects of these commands
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ SLOW = [block for block in BLOCKS if "slow" in block.marks]
 
 
 class Reader:
-    """Does what the page says, in a copy-like folder of its own. A block finds what the page made before it: files, and
-    servers that run."""
+    """Follows the page in its own folder, which looks like a clone. A block finds the files and running servers that
+    the page made before it."""
 
     def __init__(self, folder: Path, broker_url: str) -> None:
         self.folder, self.broker_url = folder, broker_url
@@ -143,7 +143,7 @@ class Reader:
         assert done.stdout.strip() or not prints, f"{shlex.join(command)} printed nothing"
 
     def _adapt(self, text: str) -> str:
-        """With ports of the reader's own."""
+        """The text with the reader's own ports."""
         return re.sub("|".join(self.ports), lambda port: self.ports[port[0]], text).strip()
 
     def _environment(self) -> dict[str, str]:
@@ -157,12 +157,12 @@ class Reader:
 
 
 async def make_run(broker_url: str, run_id: str) -> None:
-    """What the first trainer or replica of a run does."""
+    """Registers the run, as its first trainer or replica does."""
     await (await Broker.connect(broker_url, run_id)).close()
 
 
 def attempt(words: list[str]) -> list[str]:
-    """The command without its effect. docker refuses unknown options before it helps."""
+    """The command without its effect. docker keeps its options, because it refuses unknown ones even with --help."""
     if Path(words[0]).name.startswith("dvp-"):
         return [*words, "--dry-run"]
     return [*words, "--help"] if words[0] == "docker" else [words[0], "--help"]
@@ -187,7 +187,7 @@ def test_slow_block(reader: Reader, block: Block) -> None:
     if not block.text.startswith("make "):
         reader.run(block)
         return
-    # What this run was told by `make test-slow ARGS=...` is not for that one.
+    # Options of this run (`make test-slow ARGS=...`) are not for that one.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
     }

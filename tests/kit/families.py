@@ -1,4 +1,4 @@
-"""Tiny random causal LMs of many families, by the name that Transformers gives them."""
+"""Tiny random causal LMs of many families, by their model type in Transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
-"""What nearly all know. A family that does not keeps them as settings that nobody reads."""
+"""Config settings that nearly all families know. Other families keep them as unused settings."""
 HEAD_DIM = {"head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -38,13 +38,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"attention_dropout": 0.1},
     "gpt2": GPT2,
     "openai-gpt": GPT2 | {"summary_type": "cls_index"},
-    # Dropout by default.
+    # Families with dropout by default.
     "seed_oss": HEAD_DIM,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gpt_bigcode": GPT2,
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
     "biogpt": {},
-    # Experts.
+    # Mixtures of experts.
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "qwen3_moe": EXPERTS | HEAD_DIM,
     "qwen3_next": EXPERTS
@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": LOCAL_EXPERTS,
     "phimoe": LOCAL_EXPERTS,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
-    # Windows, chunks, soft caps, ropes that change, states, and other ways to attend.
+    # Sliding windows, chunks, soft caps, changing RoPE, recurrent states and other attention variants.
     "mistral": HEAD_DIM,
     "gemma2": HEAD_DIM | {"query_pre_attn_scalar": 8},
     "vaultgemma": HEAD_DIM | {"query_pre_attn_scalar": 8},
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0, 0.0],
         "intermediate_size": [48, 48],
     },
-    # Text and pictures.
+    # Text and images.
     "gemma3": {
         "text_config": COMMON | HEAD_DIM,
         "vision_config": {
@@ -117,7 +117,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
     },
 }
-"""What makes the others small, by model type."""
+"""Further settings that make the model small, by model type."""
 
 
 def small_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
@@ -125,7 +125,7 @@ def small_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def small_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """In float32 and evaluation mode, random throughout. `overrides` go to the config."""
+    """A model in float32 and evaluation mode, with all weights random. `overrides` go to the config."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(small_config(model_type, **overrides)).float().eval()
     with torch.no_grad():
@@ -136,7 +136,7 @@ def small_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrain
 
 
 def write_small_model(folder: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Config, tokenizer and safetensors, as `save_pretrained` writes them."""
+    """Writes config, tokenizer and safetensors with `save_pretrained`; returns `folder`."""
     small_model(model_type, seed=seed, **overrides).save_pretrained(folder)
     make_tokenizer(VOCAB).save_pretrained(folder)
     return folder

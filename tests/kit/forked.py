@@ -1,7 +1,7 @@
-"""Our commands as real processes, started in a tenth of the time: an interpreter that has imported everything forks.
+"""Our commands as real processes, forked from an interpreter that has imported everything: ten times faster to start.
 
-A fresh interpreter needs five seconds of CPU to import torch and transformers, which hundreds of starts cannot afford.
-What is forked is a process like any other: its own session, environment, files, and `main` of its own. tests/e2e starts
+A fresh interpreter needs five seconds of CPU to import torch and transformers, too much for hundreds of starts. A
+forked process is like any other: it has its own session, environment and files, and runs `main`. tests/e2e starts
 commands as users do.
 """
 
@@ -31,11 +31,11 @@ ROLLOUT = "dvp_rl.rollout.__main__"
 MONITOR = "dvp_rl.monitor.__main__"
 
 _lock = threading.Lock()
-"""Held while processes are started and ends are read: of two threads that read an end, one would get another code."""
+"""Held while starting processes and reading exit codes: of two concurrent readers, one would get a wrong code."""
 
 
 class Service(ForkServerProcess):
-    """`Service(TRAINER, ["config.toml"], log)` runs `main` of that module. With the methods of subprocess.Popen."""
+    """`Service(TRAINER, ["config.toml"], log)` runs `main` of that module; it has the methods of subprocess.Popen."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Service(ForkServerProcess):
         before: Callable[[], object] | None = None,
         **variables: str,
     ) -> None:
-        """What it prints goes to the end of `log`, and what it prints on standard error to `errors`, if given.
-        `before`, which can be pickled, is called in the new process first."""
+        """The output is appended to `log`, standard error to `errors` if given. `before`, which must be picklable, is
+        called first in the new process."""
         arguments = (module, tuple(argv), environment(**variables), log, errors or log, before)
         super().__init__(target=_become, args=arguments)
         with _lock:
@@ -56,12 +56,12 @@ class Service(ForkServerProcess):
             self.start()
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None while it runs."""
+        """The exit code, or minus the signal that ended the process; None while it runs."""
         with _lock:
             return self.exitcode
 
     def wait(self, timeout: float = WITHIN_S) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
+        """The exit code. Raises subprocess.TimeoutExpired."""
         connection.wait([self.sentinel], timeout)
         code = self.poll()
         if code is None:
@@ -77,7 +77,7 @@ class Service(ForkServerProcess):
 
 @contextmanager
 def service(module: str, argv: Sequence[str], log: Path, **variables: str) -> Iterator[Service]:
-    """Ends with the block."""
+    """A service that ends with the block."""
     started = Service(module, argv, log, **variables)
     try:
         yield started
@@ -88,7 +88,7 @@ def service(module: str, argv: Sequence[str], log: Path, **variables: str) -> It
 def run(
     module: str, *argv: str, before: Callable[[], object] | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """One that ends by itself."""
+    """Runs a command that ends by itself."""
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
         service = Service(module, argv, out, errors=errors, before=before, **variables)
@@ -101,7 +101,7 @@ def run(
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Ends with the block what `end_all` kills."""
+    """Calls `end_all` at the end of the block."""
     try:
         yield
     finally:
@@ -109,23 +109,23 @@ def none_left() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """Kills those of this process that still run, and what they started."""
+    """Kills this process's running services and the processes they started."""
     with _lock:
         services = [process for process in multiprocessing.active_children() if isinstance(process, Service)]
     for service in services:
         assert service.pid, "started"
-        with suppress(ProcessLookupError):  # it leads no group before its first line
+        with suppress(ProcessLookupError):  # it leads no process group before its first line
             os.killpg(service.pid, signal.SIGKILL)
         service.kill()
 
 
-# multiprocessing has registered its own, which runs after this one and would wait for a stopped process for ever.
+# Runs before multiprocessing's own finalizer, which would wait forever for a stopped process.
 multiprocessing.util.Finalize(None, end_all, exitpriority=100)
 
 
 @cache
 def import_everything() -> None:
-    """Starts the interpreter that forks."""
+    """Starts the fork server."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.kit.preloaded"])
     with patch.dict(os.environ, FEW_THREADS, PYTHONPATH=str(ROOT)):
         forkserver.ensure_running()

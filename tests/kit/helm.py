@@ -1,9 +1,9 @@
-"""The chart as `helm install` would send it, by Helm's own engine.
+"""The chart as `helm install` would send it, rendered by Helm's own engine.
 
-    python -m tests.kit.helm < VALUES.json
+    python -m tests.kit.helm CHART < VALUES.json
 
-prints the manifests by file, as JSON, or ends with what Helm says. In a process of its own: the engine is a Go runtime,
-whose threads and signal handlers no test should meet.
+prints the manifests by file, as JSON, or exits with Helm's error. It is a separate process because the engine is a Go
+runtime, whose threads and signal handlers must not affect the tests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMESPACE = "training"
 
 
 class HelmError(Exception):
-    """What Helm says about a chart, or about values for it."""
+    """Helm's error about a chart or its values."""
 
 
 def render(values: dict[str, Any], chart: Path = CHART) -> dict[str, str]:
-    """Manifests by the name of their template. Raises HelmError."""
+    """Manifests by template name. Raises HelmError."""
     command = [sys.executable, "-m", __name__, str(chart)]
     done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, timeout=WITHIN_S)
     if done.returncode:

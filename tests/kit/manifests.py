@@ -1,4 +1,4 @@
-"""deploy/kubernetes as a cluster would see it: the chart, and the secrets that are drawn beside it."""
+"""deploy/kubernetes as a cluster would see it: the rendered chart, and the generated secrets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from tests.kit.helm import CHART, NAMESPACE, render
 from tests.kit.wait import WITHIN_S
 
@@ -49,18 +49,18 @@ VARIANTS: dict[str, Manifest] = {
         "restart": "2",
     },
 }
-"""Values: the defaults, those of values-gpu.yaml, and everything that can be switched on."""
+"""Chart values: the defaults, values-gpu.yaml, and every option switched on."""
 
 
 def secrets() -> list[Manifest]:
-    """Newly drawn."""
+    """Newly generated secrets."""
     command = ["deploy/secrets.sh", "--kubernetes", NAMESPACE]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=WITHIN_S)
     return list(yaml.safe_load_all(done.stdout))
 
 
 class Rendered:
-    """`overlay`: values in the place of the variant's, by their names at the top."""
+    """The rendered manifests of a variant. `overlay` replaces the variant's top-level values."""
 
     def __init__(self, variant: str = "cpu", overlay: Manifest | None = None) -> None:
         self.variant = variant
@@ -79,12 +79,12 @@ class Rendered:
         return found
 
     def workloads(self) -> dict[str, Manifest]:
-        """By the label `app` of their pods."""
+        """Workloads by the label `app` of their pods."""
         found = self.all("Deployment", "StatefulSet", "Job")
         return {one["spec"]["template"]["metadata"]["labels"]["app"]: one for one in found}
 
     def pods(self) -> dict[str, Manifest]:
-        """Spec of every workload's pods."""
+        """Pod spec of every workload, by the label `app`."""
         return {app: workload["spec"]["template"]["spec"] for app, workload in self.workloads().items()}
 
     def container(self, pod: str, name: str) -> Manifest:
@@ -93,7 +93,7 @@ class Rendered:
         return dict(found)
 
     def environment(self, pod: str, name: str) -> dict[str, str]:
-        """As the container would see it: references resolved, $(NAME) put in."""
+        """The container's environment, with references resolved and $(NAME) expanded."""
         container = self.container(pod, name)
         sources = [self.secret(source["secretRef"]["name"]) for source in container.get("envFrom", ())]
         resolved = {key: value for secret in sources for key, value in secret.items()}
@@ -103,16 +103,16 @@ class Rendered:
         return resolved
 
     def secret(self, name: str) -> dict[str, str]:
-        """What a volume of this secret holds, by file name."""
+        """The secret's files by name."""
         return dict(self.one("Secret", name)["stringData"])
 
     def token(self, scope: Scope) -> str:
-        """That of the only caller drawn for the scope."""
+        """The token of the only caller generated for the scope."""
         (token,) = self.secret(f"tokens-{scope}").values()
         return token
 
     def mount(self, pod: str, name: str, folder: Path) -> None:
-        """The container's secrets and files of configuration, below `folder`."""
+        """Writes the container's mounted secrets and config files below `folder`."""
         volumes = {volume["name"]: volume for volume in self.pods()[pod]["volumes"]}
         for mount in self.container(pod, name)["volumeMounts"]:
             files = self.files(volumes.get(mount["name"], {}))
@@ -123,7 +123,7 @@ class Rendered:
                 (place / key).write_text(value)
 
     def files(self, volume: Manifest) -> dict[str, str]:
-        """By name; none for a volume that is not made of a manifest."""
+        """A volume's files by name; empty for a volume that is not made from a manifest."""
         if "secret" in volume:
             return self.secret(volume["secret"]["secretName"])
         if "configMap" in volume:

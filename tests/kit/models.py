@@ -1,4 +1,4 @@
-"""Tiny but complete Hugging Face model folders with random weights, made on the spot: nothing is downloaded."""
+"""Tiny but complete Hugging Face model folders with random weights, generated locally without downloads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-"""What every engine must run."""
+"""Families that every engine must run."""
 SPECIAL: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3_moe": (
         Qwen3MoeConfig,
@@ -40,7 +40,7 @@ SPECIAL: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"layer_types": ["full_attention"] * 2}),
 }
-"""What some run, with the settings that make it small."""
+"""Families that some engines run, with further settings that make the model small."""
 PAD, EOS, UNKNOWN, USER, ASSISTANT = SPECIALS = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 PAD_ID, EOS_ID = 0, 1
 ALPHABET = string.digits + string.ascii_lowercase + " +-*/=.,?!:\n" + string.ascii_uppercase
@@ -51,8 +51,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(vocab_size: int = 96, *, chat: bool = True) -> PreTrainedTokenizerFast:
-    """One token per character of ALPHABET (byte-level BPE without merges, so that every family's tokenizer class reads
-    it alike); ids past the alphabet are words `w<id>` that text never encodes to."""
+    """A tokenizer with one token per character of ALPHABET (byte-level BPE without merges, which every family's
+    tokenizer class reads alike). Ids past the alphabet are words `w<id>` that text never encodes to."""
     letters = ALPHABET.replace(" ", "Ġ").replace("\n", "Ċ")
     tokens = [*SPECIALS, *letters][:vocab_size]
     tokens += [f"w{i}" for i in range(len(tokens), vocab_size)]
@@ -91,8 +91,8 @@ def make_model(
 ) -> Path:
     """Writes config, generation config, tokenizer and safetensors to `folder`.
 
-    `spread`: about the standard deviation of the logits, in nats. `eos=False`: no end token, which is to be refused;
-    `endless`: there is one, but it is never likely enough to be drawn. `overrides` go to the config.
+    `spread`: approximate standard deviation of the logits, in nats. `eos=False`: no end token, which engines must
+    refuse. `endless`: the end token is too unlikely to be ever drawn. `overrides` go to the config.
     """
     config_type, model_type, special = SPECIAL[family] if family in SPECIAL else (*FAMILIES[family], {})
     torch.manual_seed(seed)
@@ -130,7 +130,7 @@ def make_model(
 
 
 def _silence_end_token(model: Any) -> None:
-    """Dimension 0 becomes a positive constant of the residual stream, and the end token's logit a multiple of it."""
+    """Makes dimension 0 a positive constant of the residual stream, and the end token's logit a negative multiple."""
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0

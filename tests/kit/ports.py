@@ -1,4 +1,4 @@
-"""Ports for servers that tests start, now or later, and for those that never come."""
+"""Ports for servers that tests start, at once, later or never."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _reserved: list[ReservedPort] = []
 
 
 def free_port() -> int:
-    """Nobody listens there but who is told to, for as long as this process lives."""
+    """A port reserved as long as this process lives: only a server that is given it listens there."""
     _reserved.append(ReservedPort())
     return _reserved[-1].number

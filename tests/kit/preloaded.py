@@ -1,4 +1,4 @@
-"""What the interpreter that forks our services (forked.py) has imported."""
+"""Imports of the interpreter that forks our services (forked.py)."""
 
 from __future__ import annotations
 

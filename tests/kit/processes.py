@@ -1,4 +1,4 @@
-"""Real processes around a test, and real servers on a thread of it."""
+"""Real processes started by a test, and real servers on a thread of the test process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.kit.wait import WITHIN_S
 ROOT = Path(__file__).parents[2]
 PYTHON = (sys.executable, "-m")
 HEEDED_WITHIN_S = 60.0
-"""A child that SIGTERM has not ended by then is killed."""
+"""Time a child has to end after SIGTERM before it is killed, in seconds."""
 
 FEW_THREADS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-"""Variables of every process of a test: several run at once."""
+"""Environment variables of every process in a test, because several run at once."""
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 
 
 class Child(Protocol):
-    """A process of a test's own."""
+    """A process started by a test."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float) -> int: ...
@@ -35,13 +35,13 @@ class Child(Protocol):
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's, without settings that happen to be in it, offline, and with one thread per library."""
+    """This process's environment without DVP_ settings, offline, and with one thread per library."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DVP_")}
     return {**kept, **FEW_THREADS, **variables}
 
 
 def run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
-    """One that ends by itself."""
+    """Runs a command that ends by itself."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -55,7 +55,7 @@ def run(command: Sequence[str | Path], **variables: str) -> subprocess.Completed
 
 @contextmanager
 def process(command: Sequence[str | Path], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Ends with the block."""
+    """A process that ends with the block."""
     child = start(command, log, **variables)
     try:
         yield child
@@ -64,13 +64,13 @@ def process(command: Sequence[str | Path], log: Path, **variables: str) -> Itera
 
 
 def start(command: Sequence[str | Path], log: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """Whatever it prints goes to the end of `log`."""
+    """Starts a process whose output is appended to `log`."""
     with log.open("ab") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment(**variables))
 
 
 def end(child: Child) -> None:
-    """SIGTERM, and SIGKILL if that is not heeded."""
+    """Sends SIGTERM, then SIGKILL if the child does not end."""
     if child.poll() is None:
         child.terminate()
         try:
@@ -81,7 +81,7 @@ def end(child: Child) -> None:
 
 
 class ServerThread:
-    """`serve` on an event loop of its own, in a thread of this process: it starts ten times faster than a process."""
+    """Runs `serve` on its own event loop in a thread of this process; starts ten times faster than a process."""
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
@@ -96,7 +96,7 @@ class ServerThread:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Also of one that has ended."""
+        """Stops the server; no-op if it has ended."""
         if self.running:
             self._loop.call_soon_threadsafe(self._asked_to_stop.set)
         self._thread.join(WITHIN_S)

@@ -42,7 +42,7 @@ def make_sample(
 
 
 def make_group(job: Job, replica_id: str = "replica-0", samples: Sequence[Sample] = ()) -> Group:
-    """What `replica_id` answers; unless there are `samples`, each has two tokens."""
+    """The result of `job` from `replica_id`. Without `samples`, it has `job.n` samples of two tokens."""
     return Group(
         job_id=job.job_id,
         run_id=job.run_id,

@@ -1,4 +1,4 @@
-"""Real replicas for tests: a `dvp-rollout` process, and the same server in a thread."""
+"""Real replicas for tests: a `dvp-rollout` process, or the same server in a thread."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ COMMAND = (*PYTHON, "dvp_rl.rollout")
 
 
 class Options(TypedDict, total=False):
-    """Of a replica in a test, beside its command line."""
+    """Options of a replica in a test, besides its command line."""
 
     token: str | None
     wait_ready: bool
 
 
 class _Replica:
-    """What both have in common. `folder` takes the port file."""
+    """Base of both kinds of replica. `folder` holds the port file."""
 
     def __init__(self, folder: Path, *args: str, token: str | None = None, wait_ready: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class _Replica:
 
 
 class ReplicaProcess(_Replica):
-    """`with ReplicaProcess(folder, "--model", ...) as replica:` returns when it is ready; ends the process after."""
+    """`with ReplicaProcess(folder, "--model", ...) as replica:` waits until it is ready, and ends it with the block."""
 
     def __init__(
         self, folder: Path, *args: str, variables: dict[str, str] | None = None, **options: Unpack[Options]
@@ -90,7 +90,7 @@ class ReplicaProcess(_Replica):
         return self._log.read_text()
 
     def stop(self, how: Signals = SIGTERM) -> int:
-        """Its exit code."""
+        """Stops the replica; returns its exit code."""
         if self._running():
             self._process.send_signal(how)
         try:
@@ -112,7 +112,7 @@ class ReplicaProcess(_Replica):
 
 
 class ReplicaThread(_Replica):
-    """The same on a thread. Give it `--engine fake`."""
+    """A replica in a thread; use it with `--engine fake`."""
 
     def stop(self) -> None:
         self._server.stop()

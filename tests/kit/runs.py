@@ -15,7 +15,7 @@ MODEL = ROOT / "deploy/demo/model"
 TRAIN = ROOT / "deploy/demo/train.jsonl"
 HELDOUT = ROOT / "deploy/demo/heldout.jsonl"
 STALL_S = 600
-"""A trainer waits longer for its first group than any process of a test needs to start."""
+"""Trainer's stall timeout in seconds; longer than any process of a test needs to start."""
 
 
 def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: str) -> list[str]:
@@ -25,7 +25,7 @@ def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: s
         "out_dir": str(folder / out),
         "steps": "6",
         "model.path": str(MODEL),
-        "broker.url": url,
+        "broker.redis_url": url,
         "broker.stall_timeout_s": str(STALL_S),
         "data.train": str(TRAIN),
         "reward.name": "arithmetic",
@@ -50,20 +50,22 @@ def trainer_process(flags: list[str], log: Path, **variables: str) -> AbstractCo
 
 
 def replica(
-    folder: Path, run_id: str, url: str, *options: str, deterministic: bool = False
+    folder: Path, run_id: str, url: str, *options: str, deterministic: bool = False, **variables: str
 ) -> AbstractContextManager[Service]:
     flags = [f"--model={MODEL}", f"--redis-url={url}", f"--run-id={run_id}", "--port=0", "--threads=1"]
     flags += ["--max-batch=64", "--lease-s=5", *options] + ["--deterministic"] * deterministic
-    return service(ROLLOUT, flags, folder / f"replica-{run_id}.log")
+    return service(ROLLOUT, flags, folder / f"replica-{run_id}.log", **variables)
 
 
-def run_trainer(flags: list[str], before: Callable[[], object] | None = None) -> CompletedProcess[str]:
-    """`before`, which can be pickled, is called in the new process first."""
-    return forked.run(TRAINER, *flags, before=before)
+def run_trainer(
+    flags: list[str], before: Callable[[], object] | None = None, **variables: str
+) -> CompletedProcess[str]:
+    """Runs a trainer to its end. `before`, which must be picklable, is called first in the new process."""
+    return forked.run(TRAINER, *flags, before=before, **variables)
 
 
 def train(flags: list[str]) -> str:
-    """A run that has to succeed; returns what it printed."""
+    """Runs a trainer that must succeed; returns its output."""
     done = run_trainer(flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

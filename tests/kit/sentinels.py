@@ -1,5 +1,5 @@
-"""Three servers, of which one is the master, and three Sentinels that make another one the master when it fails; set up
-as services/dvp_rl/transport/README.md says."""
+"""Three servers, one of them the master, and three Sentinels that promote another one when the master fails. They are
+configured with the lines in services/dvp_rl/transport/README.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _filled(text: str, port: int) -> str:
 
 
 class Server(EmbeddedBroker):
-    """All have the passwords of the first one, which is the master when they start."""
+    """A server with the passwords of the first one, which is the initial master."""
 
     def __init__(self, folder: Path, first: Server | None, binary: Path | None) -> None:
         super().__init__(folder, aof=True, binary=binary)
@@ -52,17 +52,17 @@ class Server(EmbeddedBroker):
         os.kill(self.pid, number)
 
     def ask(self, *command: str) -> Any:
-        """As the user who may do everything. None while it does not answer."""
+        """Reply to a command sent as the user with all permissions; None while the server does not answer."""
         return _ask(self.port, self.password, *command)
 
     @property
     def copies(self) -> bool:
-        """It is no master, and is connected to it."""
+        """Whether this is a replica connected to its master."""
         return self._replication.get("master_link_status") == "up"
 
     @property
     def num_copies(self) -> int:
-        """How many other servers copy it."""
+        """Number of servers that replicate from this one."""
         return int(self._replication.get("connected_slaves", 0))
 
     @property
@@ -71,7 +71,7 @@ class Server(EmbeddedBroker):
 
 
 class Sentinels(AbstractContextManager["Sentinels"]):
-    """`with Sentinels(folder) as them: them.url_of(Role.TRAINER)`. `folder` holds data and logs."""
+    """`with Sentinels(folder) as sentinels: sentinels.url_of(Role.TRAINER)`. `folder` holds data and logs."""
 
     def __init__(self, folder: Path, binary: Path | None = None) -> None:
         self._folder, self._binary = folder, binary or valkey_binary()
@@ -80,27 +80,27 @@ class Sentinels(AbstractContextManager["Sentinels"]):
         self._reserved = [ReservedPort() for _ in range(3)]
         self._stack = ExitStack()
         self.processes: list[subprocess.Popen[bytes]] = []
-        """The Sentinels; killed at the end, also one that is stopped."""
+        """Processes of the Sentinels; all are killed at the end, also stopped ones."""
 
     @property
     def ports(self) -> list[int]:
         return [reserved.number for reserved in self._reserved]
 
     def url_of(self, role: Role | None = None, name: str = NAME, password: str = SENTINEL_PASSWORD) -> str:
-        """`password`: what the Sentinels are told. Without a role, for the user who may do everything."""
+        """URL for the user of `role`; without a role, for the user with all permissions. `password`: the Sentinels'."""
         user = f":{self.servers[0].password}" if role is None else f"{role}:{self.servers[0]._passwords[role]}"
         hosts = ",".join(f"{HOST}:{port}" for port in self.ports)
         return f"redis+sentinel://{user}@{hosts}/{name}?sentinel_password={password}"
 
     @property
     def master(self) -> Server:
-        """As most Sentinels know it."""
+        """The master according to most Sentinels."""
         masters = [_ask(port, SENTINEL_PASSWORD, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME) for port in self.ports]
         _, most = max(filter(None, masters), key=masters.count)
         return next(server for server in self.servers if server.port == int(most))
 
     def await_another(self, than: Server) -> Server:
-        """The next master, as soon as somebody copies it."""
+        """The next master, as soon as a replica follows it."""
         until(lambda: self.master is not than and self.master.num_copies, "another master")
         return self.master
 
@@ -122,7 +122,7 @@ class Sentinels(AbstractContextManager["Sentinels"]):
 
     def _start(self, folder: Path, port: int) -> subprocess.Popen[bytes]:
         folder.mkdir()
-        # It writes there what it learns.
+        # The Sentinel saves its state in this file.
         config = folder / "sentinel.conf"
         config.write_text(f"bind {HOST}\nport {port}\ndir {folder}\n{_filled(_ON_SENTINEL, self.servers[0].port)}")
         with (folder / "log").open("wb") as log:

@@ -151,7 +151,7 @@ Damage = Callable[[bytes], bytes]
 
 @st.composite
 def damages(draw: st.DrawFn) -> Damage:
-    """Cuts, flips, doubles or replaces bytes."""
+    """Functions that damage bytes: truncate them, flip bits, append junk, or replace a prefix with junk."""
     position, byte = draw(st.integers(0, 2**16)), draw(st.integers(1, 255))
     junk = draw(st.binary(max_size=30))
 

@@ -1,4 +1,4 @@
-"""Tables in documents are what a test found; `DVP_TEST_WRITE_TABLES=1` writes them there."""
+"""Tables in documents must equal what a test measured; `DVP_TEST_WRITE_TABLES=1` updates them."""
 
 from __future__ import annotations
 

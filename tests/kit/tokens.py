@@ -1,17 +1,17 @@
-"""Tokens of services in tests, and folders of them."""
+"""Tokens for services in tests, and token folders."""
 
 from __future__ import annotations
 
 import secrets
 from pathlib import Path
 
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 
 TOKEN = "a-token-of-these-tests"
 
 
 def write_token(folder: Path, scope: Scope, name: str, *tokens: str) -> str:
-    """Into folder/scope/name, in one step; the first is returned, and drawn if there is none."""
+    """Writes tokens to folder/scope/name atomically; returns the first. Without `tokens`, generates one."""
     tokens = tokens or (secrets.token_hex(24),)
     file = folder / scope / name
     file.parent.mkdir(parents=True, exist_ok=True)

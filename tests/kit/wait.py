@@ -1,4 +1,4 @@
-"""Waiting: for a condition, never for a duration."""
+"""Waiting for a condition, never for a duration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 WITHIN_S = 300.0
-"""The bound of everything that a test waits for: ten times the slowest start (SGLang's, on two quiet cores). Only a
-failure takes as long."""
+"""Timeout of every wait in a test, in seconds: ten times the slowest start (SGLang's, on two quiet cores). Only a
+failure takes this long."""
 PAUSE_S = 0.005
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def until(look: Callable[[], T], what: str = "the condition") -> T:
 
 
 async def until_async(look: Callable[[], Awaitable[T] | T]) -> T:
-    """The same on an event loop; `look` may be a coroutine function."""
+    """The first true answer of `look`, which may be a coroutine function."""
     async with asyncio.timeout(WITHIN_S):
         while True:
             found = look()

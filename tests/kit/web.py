@@ -1,6 +1,6 @@
-"""httpx with the bound of every wait, and past any proxy: what a test asks is on loopback.
+"""httpx with the timeout of every wait and without proxies, because tests talk to loopback only.
 
-Certificates are read once: httpx reads them for every call.
+Certificates are loaded once, because httpx would load them for every call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No connection stays open, whenever its owner is cancelled."""
+"""No connection stays open, at whatever point its owner is cancelled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S
 
 NUM_IDLE, TURNS = 8, 24
-"""Connections that wait in a client's pool, and after how many turns of the event loop a cancellation is tried."""
+"""Idle connections in a client's pool; cancellations are tried after 0 to TURNS - 1 turns of the event loop."""
 
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"job_id": "1"}'
 
@@ -35,7 +35,7 @@ class Server:
         self._listening: asyncio.Server | None = None
 
     async def __aenter__(self) -> Server:
-        # Room for all who connect at once: whom a full backlog turns away comes again a second later.
+        # Room for all simultaneous connections: one that a full backlog turns away is retried only a second later.
         self._listening = await asyncio.start_server(self._answer, "127.0.0.1", 0, backlog=NUM_IDLE * TURNS)
         self.url = "http://{}:{}".format(*self._listening.sockets[0].getsockname())
         return self
@@ -59,7 +59,7 @@ class Server:
         writer.close()
 
     async def left(self) -> None:
-        """Every client has closed its connections."""
+        """Waits until every client has closed its connections."""
         async with asyncio.timeout(WITHIN_S):
             await self._empty.wait()
 

@@ -1,4 +1,4 @@
-"""A model folder that is not whole is refused by name, by the trainer and by the engine alike."""
+"""Trainer and engine refuse an incomplete model folder with an error that names the cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
 
 
 def change(folder: Path, drop: str = "", **add: torch.Tensor) -> None:
-    """Takes the tensors whose names hold `drop` out of the folder, and puts others in."""
+    """Removes the tensors whose names contain `drop` from the folder, and adds others."""
     file = folder / "model.safetensors"
     kept = {name: weight for name, weight in load_file(file).items() if not drop or drop not in name}
     save_file(kept | add, file, metadata={"format": "pt"})
@@ -61,7 +61,7 @@ def test_weights_that_are_missing(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"num_hidden_layers": 1}, r"model\.layers\.1\.input_layernorm\.weight is in no LlamaForCausalLM.*\(9 such"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\.input_layernorm\.weight is not in LlamaForCausalLM.*\(9 such"),
         ({"intermediate_size": 64}, r"layers\.0\.mlp\.down_proj\.weight has shape \[32, 48\], .* \[32, 64\] \(6 such"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_tied_head_may_be_absent_or_there(tmp_path: Path, load: Callable[[Path
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        ("deepseek_v3", "model.layers.2.eh_proj.weight"),  # behind the last layer
+        ("deepseek_v3", "model.layers.2.eh_proj.weight"),  # beyond the last layer
         ("deepseek_v3", "model.layers.61.eh_proj.weight"),
         ("glm4_moe", "model.layers.2.self_attn.q_proj.weight"),
         ("glm4_moe", "model.layers.46.shared_head.norm.weight"),

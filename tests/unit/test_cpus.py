@@ -1,4 +1,4 @@
-"""CPU limits of containers, as the kernel shows them."""
+"""CPU limits of containers, as the kernel reports them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from dvp_rl.ports import HOST, ReservedPort
 
 IP_LOCAL_PORT_RANGE = 51
-"""Of Linux since 6.3: between which ports the system chooses for one socket."""
+"""Socket option of Linux 6.3 and later: range of ports from which the system chooses for this socket."""
 
 kept = pytest.mark.skipif(sys.platform != "linux", reason="ports are kept on Linux only")
 

@@ -1,4 +1,4 @@
-"""Which job a SGLang server dies of."""
+"""Jobs that are suspected of killing an SGLang server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_a_death_counts_once_for_a_job_however_many_parts_were_in_flight(e
         began = clock()
         await asyncio.sleep(0.01)
         assert [engine._suspected(part, began) for part in parts] == [None] * job.n
-    assert f"SGLang went away {MAX_DEATHS} times" in str(engine._suspected(parts[0], clock()))
+    assert f"SGLang died {MAX_DEATHS} times" in str(engine._suspected(parts[0], clock()))
 
 
 async def test_the_oldest_suspects_are_forgotten(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Results of benchmarks as tables."""
+"""Benchmark results as Markdown tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fail points that `make chaos` sets traps at."""
+"""The fail points at which `make chaos` sets traps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The troubles of the chaos tests do what they say, and the witness sees what there is."""
+"""The faults that chaos tests inject have the stated effects, and the witness reports what it should."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for path in sys.stdin:
     else:
         print(0, flush=True)
 """
-"""A process that obeys modes, opens the file that it is told to, and says what came of it."""
+"""A process that obeys file modes, opens each file named on stdin, and prints the error number or 0."""
 
 
 def test_a_process_is_refused_what_the_trouble_takes_away(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nothing that comes from outside is run: the whole tree, by its syntax."""
+"""No code from outside is executed: a check of all sources' syntax trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(file for folder in ("services", "trainer", "deploy") for file in (ROOT / folder).rglob("*.py"))
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 RESTRICTED = {"trainer/dvp_trainer/learn/state.py": ["imports pickle"]}
-"""To narrow what PyTorch unpickles: tests/unit/trainer/test_checkpoint.py."""
+"""Allowed offences. This one restricts what PyTorch unpickles: tests/unit/trainer/test_checkpoint.py."""
 RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 

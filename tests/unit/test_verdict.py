@@ -1,4 +1,4 @@
-"""What refuses a change: a test that fails twice, a broken run, or too many flaky tests."""
+"""A change is refused for a test that fails twice, a broken run, or too many flaky tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import verdict
 
 ROOT = Path(verdict.__file__).parents[1]
 FEW_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist -p pytest_reportlog.plugin"}
-"""Loading the others would take most of the time."""
+"""Loads only the pytest plugins needed; loading all would take most of the time."""
 FLAKY = """
 def test_flaky_{0}():
     first = Path(__file__).with_name("seen-{0}")
@@ -34,7 +34,7 @@ def test_passing():
 
 
 def judge(folder: Path, *tests: str) -> tuple[int, list[str]]:
-    """Exit code, and the lines that say what was found."""
+    """Exit code, and the lines with the findings."""
     (folder / "test_it.py").write_text("import os\nfrom pathlib import Path\n" + "".join(tests))
     (folder / "pytest.ini").touch()
     code = "from tests import verdict; verdict.GROUPS = {'all': ('-n', '1')}; verdict.main()"
@@ -46,7 +46,7 @@ def judge(folder: Path, *tests: str) -> tuple[int, list[str]]:
         text=True,
         check=False,
     )
-    # pytest's own lines begin with FAILED, too
+    # pytest prints lines that begin with FAILED, too
     lines = done.stdout[done.stdout.rindex("slowest\n") :].splitlines()
     found = [
         line.replace("test_it.py::test_", "") for line in lines if line.split(" ")[0] in ("BROKEN", "FAILED", "FLAKY")
@@ -92,7 +92,7 @@ def test_a_run_that_fails_without_a_failed_test_refuses(tmp_path: Path) -> None:
 
 
 def test_every_slow_test_is_in_one_group() -> None:
-    """The folders that one group leaves out are those of the others."""
+    """The folders that the slow group leaves out are those of the other groups."""
     left_out = {option.partition("=")[2] for option in verdict.GROUPS["slow"] if option.startswith("--ignore=")}
     named = [option for name in ("sglang", "e2e") for option in verdict.GROUPS[name] if option.startswith("tests/")]
     assert sorted(left_out) == sorted(named)

@@ -1,5 +1,5 @@
 """`dvp-train CONFIG.toml [options]` trains; `dvp-train eval CONFIG.toml [options]` scores a checkpoint;
-`dvp-train check MODEL [options]` says what a run would make of a model."""
+`dvp-train check MODEL [options]` reports how a run would treat a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .learn.world import World
 
 RANK_TIMEOUT_S = 600.0
-"""Longest time that one rank may be ahead of another."""
+"""Longest time that one rank may be ahead of another, in seconds."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def check(argv: list[str]) -> None:
-    """Raises ConfigError if a run would."""
+    """Prints what `check_model` finds. Raises ConfigError if a run would."""
     if argv and not argv[0].startswith("-"):
         argv = ["--model.path", *argv]
     settings = CheckSettings.load(argv)
@@ -51,11 +51,11 @@ def check(argv: list[str]) -> None:
 
 
 def run(settings: TrainSettings) -> None:
-    # torch and transformers load here, so that --help and a mistyped option do not wait for them.
+    # torch and transformers are imported here, so that --help and a mistyped option answer at once.
     from .learn.world import World
     from .setup import follow
 
-    # A rank that waits for orders may have to wait as long as the leader waits for its broker, and then for groups.
+    # A rank may wait for orders as long as the leader waits for the broker and then for groups.
     with World.joined(settings.model.device, 2 * settings.broker.stall_timeout_s + RANK_TIMEOUT_S) as world:
         if not world.leads:
             follow(settings, world)
@@ -84,7 +84,7 @@ async def _evaluate(settings: EvalSettings, world: World) -> None:
 
 
 async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM and Ctrl-C end the run in order; what was trained since the last checkpoint is done again on resume."""
+    """Runs `command`. SIGTERM and Ctrl-C end it cleanly; a resumed run repeats what followed the last checkpoint."""
     task = asyncio.ensure_future(command)
     received: list[int] = []
 
@@ -103,7 +103,7 @@ async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Task groups wrap what went wrong; a user wants to read the cause."""
+    """The innermost first exception of a task group, which is the cause that a user needs to see."""
     inner = group.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 

@@ -1,4 +1,4 @@
-"""`dvp-train check MODEL`: what a run would make of a model, and how near a replica of it is, before there is a run."""
+"""`dvp-train check MODEL`: how a run would treat a model, and how close a replica's log-probs are, without a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT_TOKENS = 8
 
 
 class Line(NamedTuple):
-    """Of the table."""
+    """A line of the printed table."""
 
     what: str
     found: str
@@ -45,8 +45,8 @@ class Line(NamedTuple):
 
 
 def check_model(settings: CheckSettings) -> Iterator[Line]:
-    """Line by line as it is found out. Raises ConfigError where a run with this model would refuse it, UnavailableError
-    if the replica does not answer."""
+    """Yields the findings as they are made. Raises ConfigError where a run would refuse the model, UnavailableError if
+    the replica does not answer."""
     torch.set_num_threads(num_threads(settings.threads, reproducible=settings.model.fixed_shape is not None))
     seconds: dict[str, float] = {}
     yield from _check_trainer(settings, seconds)
@@ -59,19 +59,17 @@ def _check_trainer(settings: CheckSettings, seconds: dict[str, float]) -> Iterat
     with _timed(seconds, "loading"):
         model = load_model(section)
     yield Line("model", f"{type(model).__name__}, {model.num_parameters() / 1e6:.1f} M parameters")
-    yield Line("weights", "complete, and nothing is left over")
-    yield Line("a second forward", "the same logits")
+    yield Line("weights", "complete, with no unexpected ones")
+    yield Line("a second forward", "gives the same logits")
     linear = has_linear_head(model)
-    yield Line(
-        "LM head", "a product, computed in blocks" if linear else "more than a product: whole logits are computed"
-    )
+    yield Line("LM head", "linear, computed in blocks" if linear else "not only linear, so full logits are computed")
     limit = rope_limit(model.config)
     yield Line("rope", "does not change" if limit is None else f"changes in sequences of more than {limit} tokens")
     yield Line("windows and chunks", ", ".join(map(str, edges(model.config))) or "none")
     if section.fixed_shape is None:
         for arrangement, found, refusal in trials(model, packable=linear):
             yield Line(str(arrangement), refusal or f"hidden states differ by {found:.1g} standard deviations")
-    with _timed(seconds, "what a run tries at start"):
+    with _timed(seconds, "trials at start"):
         policy = Policy(
             model,
             section.compute_dtype,
@@ -87,7 +85,7 @@ def _check_trainer(settings: CheckSettings, seconds: dict[str, float]) -> Iterat
 
 
 def _check_replica(settings: CheckSettings, policy: Policy) -> Iterator[Line]:
-    """Both sides' log-probs of the replica's samples, under both sides' own safe sets."""
+    """Compares both sides' log-probs of the replica's samples, each side under its own safe set."""
     answer = _sampled(settings, policy.model)
     engine, digest = answer.engine, WeightVersion.parse(answer.samples[0].versions[0].version).digest
     if digest != folder_digest(settings.model.path):
@@ -116,7 +114,7 @@ def _check_replica(settings: CheckSettings, policy: Policy) -> Iterator[Line]:
     gap = torch.cat(gaps)
     yield Line("its tokens outside our safe set", f"{num_outside} of {len(gap) + num_outside}")
     if len(gap):
-        yield Line("its log-probs beside ours", f"{gap.mean():.1e} nats apart on average, {gap.max():.1e} at most")
+        yield Line("its log-probs against ours", f"{gap.mean():.1e} nats apart on average, {gap.max():.1e} at most")
 
 
 def _sampled(settings: CheckSettings, model: PreTrainedModel) -> RolloutResponse:

@@ -1,11 +1,12 @@
-"""Settings of a training run: one TOML file, every key also `DVP_TRAIN__SECTION__KEY` and `--section.key`."""
+"""Settings of a training run, from one TOML file; every key is also `DVP_TRAIN__SECTION__KEY` and `--section.key`."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from dvp_rl.contract.job import MAX_GROUP_TOKENS
@@ -14,89 +15,92 @@ from dvp_rl.contract.shape import ShapeText
 from dvp_rl.contract.weights import RUN_ID, WeightRoute
 from dvp_rl.dvp.denominators import Denominator
 from dvp_rl.dvp.options import Baseline, Bounds, Level, Mode
+from dvp_rl.hooks import choice_or_hook, hook_name
 from dvp_rl.http.settings import Listening, WeightReader
 from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.settings import Section, Settings
 from dvp_rl.tracing import TraceUrl
 
-from .options import OnError, Overlong
+from .options import OnError, Overlong, RewardName
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
+HookName = Annotated[str, AfterValidator(hook_name)]
 
 
 class ModelSection(Section):
     path: Path
-    """Folder of a Hugging Face causal LM: where training starts."""
+    """Folder of the Hugging Face causal LM that training starts from."""
     device: str = "cpu"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: forward and backward as an engine of that dtype computes; weights, optimizer and sums of gradients stay
-    float32. Logits are cast to float32 before the method sees them."""
+    """bfloat16: forward and backward compute as an engine of that dtype does; weights, optimizer and gradient sums stay
+    float32. Logits are cast to float32 before the method uses them."""
     fp32_head: bool = False
-    """Of bfloat16: the LM head computes in float32 on the same weights. Replicas of it need --fp32-head too: on one
-    side only it is worse than on neither, and refused."""
+    """bfloat16 only: the LM head computes in float32 on the same weights. bfloat16 replicas then need --fp32-head too:
+    on one side only it is worse than on neither, and their groups are refused."""
     gradient_checkpointing: bool = False
     micro_batch_tokens: Positive = 16_384
-    """Tokens of one forward and backward, every sequence with its prompt; memory grows with this."""
+    """Tokens per forward and backward, prompts included; memory grows with this."""
     fixed_shape: ShapeText | None = None
-    """ROWSxLENGTH of every forward. With the same in the replicas, everything in float32 and max_staleness 0, the
-    log-probs of both sides are equal bit for bit."""
+    """ROWSxLENGTH of every forward. If the replicas use the same shape, everything is float32 and max_staleness is 0,
+    the log-probs of both sides are equal bit for bit."""
 
 
 class LoraSection(Section):
     """Trains low-rank adapters instead of the weights."""
 
     rank: NonNegative = 0
-    """0: the weights themselves are trained."""
+    """Rank of the adapters; 0 trains the weights themselves."""
     alpha: Positive = 32
-    """An adapter counts alpha / rank times."""
+    """Adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Linear layers that get one, by the ends of their names, as q_proj. None: all but the LM head."""
+    """Linear layers that get an adapter, by the ends of their names, e.g. q_proj. Empty: all but the LM head."""
     publish: Literal["merged", "adapter"] = "merged"
-    """adapter: a version holds nothing else, and transformers replicas add it to the model they were started with."""
+    """adapter: a version holds only the adapter; transformers replicas add it to the model they were started with."""
 
 
 class BrokerSection(Section):
-    url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
+    redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     stall_timeout_s: Seconds = 3600.0
-    """Without a single group for this long, the run stops with the queue's verdict; it can be resumed. A broker that is
-    away is waited for as long, at start, too."""
+    """Longest wait for a group, in seconds; then the run stops, names the replicas that hold its jobs, and can be
+    resumed. Also the longest wait for an unavailable broker, including at start."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 15.0
-    """How long a trainer that died without a word keeps its successor waiting."""
+    """TTL of the trainer's lease, in seconds: how long a crashed trainer blocks its successor."""
 
 
 class DataSection(Section):
     train: str
-    """A .jsonl or .parquet file, a folder saved by `datasets`, or `hub:owner/name`."""
+    """A .jsonl or .parquet file, a folder saved by `datasets`, `hub:owner/name`, or your own rows (module:function)."""
     heldout: str | None = None
     train_split: str = "train"
-    """Of a data set that has several; likewise below."""
+    """Split to use if the data set has several; likewise heldout_split."""
     heldout_split: str = "train"
     subset: str | None = None
-    """Configuration name of a data set that has several."""
+    """Configuration to use if the data set has several."""
     prompt_column: str | None = None
     """None: recognised from the layout (plain, DAPO-math, AIME)."""
     answer_column: str | None = None
     shuffle: bool = True
     limit: Positive | None = None
     max_prompt_tokens: Positive | None = None
-    """Longer prompts are left out, and counted."""
+    """Longer prompts are skipped and counted."""
 
 
 class RewardSection(Section):
-    name: str
-    """`math`, `exact_match`, `arithmetic`, or `module:function` found from the working directory."""
+    name: Annotated[str, AfterValidator(partial(choice_or_hook, RewardName))]
+    """`math`, `exact_match`, `arithmetic`, or `module:function` importable from the working directory."""
     workers: Positive = 1
     timeout_s: Seconds = 10.0
-    """For one sample; then it fails."""
+    """Longest time to score one sample, in seconds; then its reward fails."""
     memory_mib: Positive = 2048
-    """A worker may take so much more than it has when the function is imported; then the sample fails. Linux only."""
+    """Memory that a worker may take beyond what it has once the function is imported; then the sample's reward fails.
+    Linux only."""
     on_error: OnError = OnError.ZERO
     overlong: Overlong = Overlong.KEEP
     overlong_buffer: NonNegative = 0
-    """Tokens before max_tokens in which the soft penalty grows from 0 to -1 (DAPO)."""
+    """Number of tokens before max_tokens over which the soft penalty grows from 0 to -1 (DAPO)."""
 
 
 class SamplingSection(Section):
@@ -115,32 +119,35 @@ class SamplingSection(Section):
 
 class BatchSection(Section):
     groups: Positive = 32
-    """Prompts of one batch."""
+    """Prompts per batch."""
     updates: Positive = 1
-    """Optimizer steps per batch, each on a part of its groups. More than one needs a pass over the batch first."""
+    """Optimizer steps per batch, each on a part of its groups. More than one costs an extra forward over the batch."""
     refill: bool = False
     """DAPO's dynamic sampling: groups without signal are replaced by further prompts."""
     refill_limit: Positive = 4
-    """At most this many batches' worth of prompts for one batch; then groups without signal fill it."""
+    """Maximum number of prompts tried for one batch, in batches; after that, groups without signal are accepted."""
     max_staleness: NonNegative = 1
     """Batches that may have changed the weights since a sample was drawn, however many optimizer steps each made. 0 is
     synchronous, and on-policy with one update per batch."""
     on_stale: Literal["drop", "train"] = "drop"
-    """drop: the prompt comes back as its next attempt."""
+    """drop: the prompt is sampled again as its next attempt."""
     max_attempts: Positive = 8
 
 
 class CorrectionSection(Section):
-    """What makes the update robust against mismatch; names as in dvp_rl.dvp."""
+    """Corrections that make the update robust against mismatch; names as in dvp_rl.dvp."""
 
     veto: Annotated[float, Field(gt=0, lt=1)] | None = 1e-4
-    """A sequence with one token whose ratio is below this is dropped. None: only outside and NaN tokens veto."""
+    """A sequence is dropped if the ratio of any token is below this. None: only outside and NaN tokens veto."""
     mode: Mode = Mode.MIS
     level: Level = Level.SEQUENCE
     bounds: Bounds = Bounds.UPPER
     cap: Annotated[float, Field(ge=1)] = 2.0
     denominator: Denominator = Denominator.ALL
-    baseline: Baseline = Baseline.RLOO
+    baseline: Annotated[str, AfterValidator(partial(choice_or_hook, Baseline))] = Baseline.RLOO
+    """`rloo`, `rloo_weighted`, `grpo`, `grpo_std`, or your own advantages as module:function."""
+    objective: HookName | None = None
+    """Your own loss to minimise, as module:function. None: the estimator of Theorem 5.3."""
 
 
 class OptimizerSection(Section):
@@ -162,29 +169,29 @@ class WeightsSection(WeightReader):
     folder: Path | None = None
     """Shared volume that the replicas read. None: out_dir/weights."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
-    """Where dvp-weights serves that folder (http://host:port), for replicas that do not see it. A version is announced
-    when it is there, which is waited for as long as for the broker."""
+    """URL of the dvp-weights that serves this folder (http://host:port), for replicas that do not mount it. A version
+    is announced once it is served there; the longest wait is broker.stall_timeout_s."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     keep_last: Positive = 2
     route: WeightRoute = WeightRoute.FOLDER
-    """distributed: sends them to SGLang replicas, which need not share the folder then."""
+    """distributed: sends weights over the network to SGLang replicas, which then need not share the folder."""
     interface: str = "lo"
-    """Network interface on which replicas are met. The network behind it must be a trusted one."""
+    """Network interface for sending weights to replicas. Its network must be trusted."""
     send_timeout_s: Seconds = 600.0
-    """Longest time for one replica to get a version."""
+    """Longest time to send a version to one replica, in seconds."""
 
 
 class EvaluateSection(Section):
     interval: NonNegative = 0
-    """Batches between held-out evaluations; 0 is never. The first is before the first step."""
+    """Batches between held-out evaluations; 0: never. The first evaluation precedes the first step."""
     n: Positive = 1
     """Samples per held-out prompt; avg@n and pass@k for k = 1, 2, 4, .. n."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     log_min_p: LogMinP | None = None
-    """None: that of the policy in training, likewise below. -1e4 prunes nothing."""
+    """None: that of the policy in training; likewise max_tokens. -1e4 prunes nothing."""
     max_tokens: Positive | None = None
     correct_from: float = 1.0
-    """Reward from which on pass@k counts a sample as correct. Any but 1 is part of the metric's name."""
+    """Lowest reward of a sample that pass@k counts as correct. Any value but 1 is part of the metric's name."""
     limit: Positive | None = None
     timeout_s: Seconds = 3600.0
 
@@ -197,9 +204,11 @@ class EvaluateSection(Section):
 class ReportSection(Section):
     tensorboard: bool = True
     wandb_project: str | None = None
+    sinks: tuple[HookName, ...] = ()
+    """Your own metric sinks, as module:function."""
     tokens_interval: NonNegative = 0
     """Batches between records of both sides' log-probs of every token (out_dir/tokens, about 30 bytes a token), for
-    `dvp-lab signature --run`; 0 is never."""
+    `dvp-lab signature --run`; 0: never."""
 
 
 class MetricsSection(Listening, Section):
@@ -219,16 +228,16 @@ class TrainSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="DVP_TRAIN__", cli_prog_name="dvp-train")
 
     run_id: Annotated[str, Field(pattern=RUN_ID)]
-    """Names the queue, the weight versions and the lease: one trainer per run id."""
+    """Name of the queue, the weight versions and the lease. Each run id admits one trainer."""
     out_dir: Path
     steps: Positive
     seed: NonNegative = 0
     deterministic: bool = False
-    """Bitwise reproducible with max_staleness 0 and one replica in deterministic mode."""
+    """Makes the run bitwise reproducible, with max_staleness 0 and one replica in deterministic mode."""
     threads: NonNegative = 0
     """CPU threads of the trainer; 0: one per CPU that it may use."""
     resume: bool = True
-    """Go on from the newest checkpoint in out_dir if there is one."""
+    """Resume from the newest checkpoint in out_dir if there is one."""
 
     model: ModelSection
     lora: LoraSection = LoraSection()
@@ -264,7 +273,7 @@ class TrainSettings(Settings):
                 )
         if self.batch.updates > self.batch.groups:
             raise ValueError(
-                f"batch.updates is {self.batch.updates}, and each needs a group of its own: at most batch.groups = "
+                f"batch.updates is {self.batch.updates}, but each needs at least one group: at most batch.groups = "
                 f"{self.batch.groups}"
             )
         if self.lora.publish == "adapter" and not (self.lora.rank and self.weights.route is WeightRoute.FOLDER):
@@ -282,16 +291,16 @@ class TrainSettings(Settings):
 
 
 class CheckSettings(Settings):
-    """What a run would make of a model, found out without one."""
+    """Reports how a run would treat a model, without starting one."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_CHECK__", cli_prog_name="dvp-train check")
 
     model: ModelSection
-    """Its path may stand first, without a name."""
+    """Its path may come first, without an option name."""
     sampling: SamplingSection = SamplingSection(n=4, max_tokens=32)
-    """What a replica is asked for, and the policy that both sides are compared in."""
+    """The samples to request from the replica, and the policy under which both sides are compared."""
     replica: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
-    """http://host:port of one that serves this model: how far its log-probs are from those in training."""
+    """http://host:port of a replica that serves this model; its log-probs are compared with the trainer's."""
     replica_token: SecretStr = SecretStr("")
     threads: NonNegative = 0
     """CPU threads; 0: one per CPU that it may use."""
@@ -301,4 +310,4 @@ class EvalSettings(TrainSettings):
     """Scores one checkpoint of a run; takes the run's own configuration file."""
 
     checkpoint_at: Literal["best", "last"] | NonNegative = "best"
-    """Which one: the best held-out score, the newest, or a step."""
+    """The checkpoint: that with the best held-out score, the newest, or that of a step."""

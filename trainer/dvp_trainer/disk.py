@@ -1,6 +1,6 @@
-"""Files that are written where there may be no room left.
+"""Writes to a disk that may be full.
 
-What cannot be written ends the run with a message: a resumed one goes on from the newest checkpoint.
+A failed write ends the run with a message; the run can be resumed from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from dvp_rl.contract.errors import ConfigError
 
 NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
-"""What more room would not cure."""
+"""Errors that freeing disk space does not fix."""
 NO_FILES = {errno.EMFILE, errno.ENFILE}
 
 
 def unwritable(what: str, folder: Path, error: Exception) -> str:
-    """What is the matter, where, and what to do. `what` begins with the setting that names the folder."""
+    """Message with the failure, the place and the remedy. `what` begins with the setting that names the folder."""
     if isinstance(error, OSError) and error.errno in NOT_ALLOWED:
-        return f"{what} could not be written by user {os.geteuid()} ({error}). Name a folder that it may write in"
+        return f"{what} could not be written by user {os.geteuid()} ({error}). Name a folder that it can write to"
     if isinstance(error, OSError) and error.errno in NO_FILES:
-        return f"{what} could not be written ({error}). Let this process open more files (ulimit -n)"
-    # The folder itself may be what could not be made.
+        return f"{what} could not be written ({error}). Raise the limit of open files (ulimit -n)"
+    # The folder itself may be what could not be created.
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free_mib = shutil.disk_usage(there).free / 2**20
     return (
@@ -36,7 +36,7 @@ def unwritable(what: str, folder: Path, error: Exception) -> str:
 
 @contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
-    """Around what writes in `folder`: raises ConfigError for OSError."""
+    """Wraps code that writes to `folder`: raises ConfigError for OSError."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 
 
 class AppendedFile:
-    """A file in out_dir that grows. Nothing is buffered: what was appended is there, or ConfigError said so."""
+    """A growing file in out_dir. Writes are unbuffered: an append either reaches the file or raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,8 +66,8 @@ class AppendedFile:
             os.fsync(self._file.fileno())
 
     def replace(self, data: bytes) -> None:
-        """By a new file in the place of the old one: a trainer that was stopped, and replaced, goes on writing into the
-        old one when it wakes up."""
+        """Replaces the content by renaming a new file into place: a replaced trainer that wakes up keeps writing to the
+        old file."""
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with self._writing():
             try:

@@ -1,10 +1,10 @@
 """The training loop. One iteration is one batch:
 
-groups      <- prompts sampled by the replicas from pi_infer_mp, worth what the reward function says
+groups      <- prompts sampled by the replicas from pi_infer_mp and scored by the reward function
 advantages  <- A_i = R_i - mean of the others (RLOO)
 l           <- log pi_train_mp - log pi_infer_mp, recomputed here
 w           <- token veto, then masked importance sampling
-gradient    <- 1/D sum w A grad log pi_train_mp, one AdamW step
+gradient    <- 1/D sum w A grad log pi_train_mp; an AdamW step on it (batch.updates of them on parts of the batch)
 weights     -> every replica
 """
 
@@ -47,12 +47,12 @@ async def train(run: Run) -> None:
             write_tokens(run.learner.evidence, run.settings.out_dir, run.step)
         if metrics["optimizer/updates"]:
             with run.watch.measure("publish"), tracing.span("publish", batch.metadata):
-                await run.publisher.publish(run.updates)
-        await run.feeder.settle(batch)
+                await run.publisher.publish(run.weight_steps)
+        await run.feeder.close_batch(batch)
         if run.is_due(run.settings.evaluate.interval):
             metrics |= await run.evaluate()
         run.reporter.log(run.step, metrics | run.feeder.metrics() | run.watch.lap(batch, run.settings.reward.workers))
-        # After the log: what a checkpoint covers is not logged again.
+        # After the log: a resumed run does not log again what a checkpoint covers.
         if run.is_due(run.settings.checkpoint.interval) or run.is_best:
             await run.save()
     run.finished = True
@@ -75,22 +75,22 @@ class Run:
     reporter: Reporter = field(default_factory=lambda: Reporter([]))
     step: int = 0
     """Batches trained."""
-    updates: int = 0
+    weight_steps: int = 0
     """Batches that changed the weights; staleness is counted in these."""
     samples: int = 0
     best: tuple[int, float] | None = None
     """(step, held-out score)."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     finished: bool = False
-    """Nothing is left to do; nobody need miss this trainer when it is gone."""
+    """True once nothing is left to do; the absence of this trainer is then not a fault."""
 
     def count(self, batch: Batch, metrics: dict[str, float]) -> None:
         self.step += 1
-        self.updates += metrics["optimizer/updates"] > 0
+        self.weight_steps += metrics["optimizer/updates"] > 0
         self.samples += batch.num_sequences
 
     def is_due(self, interval: int) -> bool:
-        """Every `interval` batches and after the last one; never if 0."""
+        """True every `interval` batches and after the last batch; never if `interval` is 0."""
         return interval > 0 and (self.step % interval == 0 or self.step == self.settings.steps)
 
     @property
@@ -107,7 +107,7 @@ class Run:
         return {"heldout/score": score.avg, **score.metrics()}
 
     async def next_batch(self) -> Batch:
-        """The feeder's. Waiting for it, a broker too full to take its prompts gets a checkpoint, and room from it."""
+        """The feeder's next batch. While the broker is too full for new prompts, saves checkpoints to free room."""
         waiting = asyncio.ensure_future(self.feeder.next_batch())
         try:
             while not waiting.done():
@@ -115,17 +115,17 @@ class Run:
                 await asyncio.wait((waiting, full), return_when=asyncio.FIRST_COMPLETED)
                 full.cancel()
                 if not waiting.done():
-                    logger.info("checkpoint before its time: the broker is too full for the next prompts")
+                    logger.info("saving an early checkpoint: the broker is too full for the next prompts")
                     await self.save()
             return waiting.result()
         finally:
             waiting.cancel()
 
     async def save(self) -> None:
-        """A checkpoint, and only then the acknowledgement of what it covers."""
+        """Writes a checkpoint, and only then acknowledges what it covers."""
         progress = Progress(
             step=self.step,
-            updates=self.updates,
+            weight_steps=self.weight_steps,
             samples=self.samples,
             seq=self.publisher.announced.seq,
             best=self.best,
@@ -137,12 +137,12 @@ class Run:
         await sweep_broker(self.replicas.broker)
 
     def sending(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """What sends weights while the run trains, if anything does."""
+        """The background task that sends weights, if there is a sender."""
         if self.sender is not None:
             yield self.sender.run()
 
     async def beat(self) -> None:
-        """Tells the broker how far the run is, for ever."""
+        """Reports the run's progress to the broker until cancelled."""
         while True:
             await self.tell()
             await asyncio.sleep(BEAT_S)

@@ -1,27 +1,35 @@
-"""What settings let a user choose. Torch must not be needed for it."""
+"""Options of the settings. This module must not need torch."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
+class RewardName(StrEnum):
+    """Reward functions of this project: see `data/rewards.py`."""
+
+    MATH = "math"
+    EXACT_MATCH = "exact_match"
+    ARITHMETIC = "arithmetic"
+
+
 class OnError(StrEnum):
-    """What becomes of a sample whose reward function failed."""
+    """Treatment of a sample whose reward function failed."""
 
     ZERO = "zero"
-    """It is worth 0 and counted."""
+    """Its reward is 0, and the failure is counted."""
     STOP = "stop"
     """The run stops with the error; it can be resumed."""
 
 
 class Overlong(StrEnum):
-    """What becomes of samples that max_tokens cut off."""
+    """Treatment of samples that max_tokens cut off."""
 
     KEEP = "keep"
-    """They are worth what the reward function says."""
+    """They keep the reward of the reward function."""
     SOFT = "soft"
     """DAPO's soft overlong punishment is added to every reward: see `overlong_penalty`."""
     MASK = "mask"
-    """DAPO's overlong filtering: no gradient from them, but they count in the baseline of the others."""
+    """DAPO's overlong filtering: they give no gradient, but count in the baseline of the others."""
     DROP = "drop"
-    """Neither a gradient nor a part in the baseline."""
+    """They give no gradient and do not count in the baseline."""

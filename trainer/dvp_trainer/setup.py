@@ -1,4 +1,4 @@
-"""Opens a run: everything from the lease to the reward processes, and closes it again in order."""
+"""Opens a run, with everything from the lease to the reward processes, and closes it in reverse order."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.weights import WeightRoute
 from dvp_rl.engines.threads import num_threads
 from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
+from dvp_rl.hooks import is_hook, load_hook
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.groups import GroupQueue
 from dvp_rl.transport.lease import TrainerLease
@@ -30,6 +31,7 @@ from .data.prompts import Columns, Order, Prompts, load_prompts
 from .data.reward_pool import RewardPool
 from .data.rewards import needs_answer
 from .data.scoring import PromptTokens, Scorer, encode_prompt
+from .learn.hooks import BASELINE, OBJECTIVE
 from .learn.step import Learner, open_learner
 from .learn.world import World
 from .loop import Run
@@ -39,7 +41,7 @@ from .publish.sender import Sender
 from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
 from .report.prometheus import PrometheusSink, exporting
-from .report.sinks import JsonlSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
+from .report.sinks import JsonlSink, OwnSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
 
@@ -57,7 +59,7 @@ async def open_run(settings: TrainSettings, world: World | None = None) -> Async
             async with _beside(run.beat(), run.feeder.run(), *run.sending()):
                 if settings.evaluate.interval and resumed_step is None:
                     run.reporter.log(0, await run.evaluate())
-                    await run.save()  # it is the best so far, and `dvp-train eval` may ask for it
+                    await run.save()  # it is the best so far, and `dvp-train eval` may need it
                 yield run
         finally:
             run.reporter.close()
@@ -66,7 +68,7 @@ async def open_run(settings: TrainSettings, world: World | None = None) -> Async
 
 @asynccontextmanager
 async def open_evaluation(settings: EvalSettings, world: World | None = None) -> AsyncIterator[Run]:
-    """The same with the weights of one checkpoint announced, and nothing fed to the queue."""
+    """A run with the weights of one checkpoint announced and no prompts submitted for training."""
     if settings.data.heldout is None:
         raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
     async with _assemble(settings, settings.checkpoint_at, world or World()) as run:
@@ -77,7 +79,7 @@ async def open_evaluation(settings: EvalSettings, world: World | None = None) ->
 
 @asynccontextmanager
 async def _beside(*background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs these until the body is done; if one fails, the body is cancelled and its error leaves."""
+    """Runs coroutines beside the body until it ends. If one fails, the body is cancelled and the error is raised."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in background]
         yield
@@ -89,15 +91,17 @@ async def _beside(*background: Coroutine[Any, Any, None]) -> AsyncIterator[None]
 async def _assemble(
     settings: TrainSettings, which: Literal["best", "last"] | int | None, world: World
 ) -> AsyncIterator[Run]:
-    """Cheap checks come first, so that a user's mistake shows before a lease is taken or a model loaded."""
+    """Assembles the run. Cheap checks come first, so that a user's mistake shows before a lease is taken or a model
+    loaded."""
     settings.weights.read_token()
+    check_hooks(settings)
     tokenizer = load_tokenizer(settings.model.path)
     prompts, heldout = open_prompts(settings, tokenizer)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
     reward = settings.reward
     async with AsyncExitStack() as stack:
-        url = settings.broker.url.get_secret_value()
+        url = settings.broker.redis_url.get_secret_value()
         broker = await stack.enter_async_context(
             await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=settings.broker.stall_timeout_s)
         )
@@ -120,7 +124,7 @@ async def _assemble(
         sender = None
         if settings.weights.route is WeightRoute.DISTRIBUTED:
             sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
-        await publisher.publish(progress.updates, after=progress.seq)
+        await publisher.publish(progress.weight_steps, after=progress.seq)
         shaped = Scorer(pool, tokenizer, reward)
         plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}))
         tokens = PromptTokens(prompts, tokenizer)
@@ -135,26 +139,39 @@ async def _assemble(
             replicas=replicas,
             resumed_from=progress,
             step=progress.step,
-            updates=progress.updates,
+            weight_steps=progress.weight_steps,
             samples=progress.samples,
             best=progress.best,
         )
 
 
 def follow(settings: TrainSettings, world: World) -> None:
-    """A rank that does not lead: its part of the model, and what the leader orders."""
+    """Runs a rank that does not lead: loads its part of the model and obeys the leader's orders."""
     tokenizer = load_tokenizer(settings.model.path)
     set_up_torch(settings)
     learner = open_learner(settings, tokenizer.pad_id, world)
     for order in world.orders():
         try:
             learner.obey(order)
-        except OSError as error:  # the leader ends, too, with what to do about it
+        except OSError as error:  # the leader also ends, with a message that names the remedy
             raise UnavailableError(f"rank {world.rank}: {order.name}: {error}") from error
 
 
+def check_hooks(settings: TrainSettings) -> None:
+    """Imports the functions that the settings name, so that a typo shows at once. Raises ConfigError. Data and reward
+    functions are imported when data and reward pool are opened."""
+    correction = settings.correction
+    for setting, name in (
+        (BASELINE, correction.baseline),
+        (OBJECTIVE, correction.objective),
+        *(("report.sinks", sink) for sink in settings.report.sinks),
+    ):
+        if name is not None and is_hook(name):
+            load_hook(setting, name)
+
+
 def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
-    """Training and held-out rows; every row is read once, so that a bad one stops the run before it starts."""
+    """Training and held-out rows. Reads every row once, so that a bad row stops the run before it starts."""
     data = settings.data
     columns = Columns(data.prompt_column, data.answer_column)
     train = load_prompts(
@@ -177,6 +194,7 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
         subset=data.subset,
         columns=columns,
         needs_answer=needs_answer(settings.reward.name),
+        setting="data.heldout",
     )
     return train, heldout
 
@@ -186,7 +204,7 @@ def set_up_torch(settings: TrainSettings) -> None:
     torch.set_num_threads(num_threads(settings.threads, reproducible=reproducible))
     torch.manual_seed(settings.seed)
     if settings.deterministic:
-        # CUDA's matrix products are deterministic only so; cuBLAS reads it when it is first used.
+        # CUDA matrix products are deterministic only with this setting, which cuBLAS reads at first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
@@ -198,13 +216,14 @@ def restore(
     prompts: Prompts,
     which: Literal["best", "last"] | int | None,
 ) -> Progress:
-    """Loads a checkpoint into the learner; a fresh Progress if there is none and none was asked for."""
+    """Loads a checkpoint into the learner and returns its progress, or a fresh Progress if there is none and `which` is
+    None. Raises ConfigError."""
     found = checkpoints.load(which if isinstance(which, int) else None)
     if found is not None and which == "best" and found[0].best is not None:
         found = checkpoints.load(found[0].best[0])
     if found is None:
         if which is not None:
-            raise ConfigError(f"out_dir {settings.out_dir}: no checkpoint there to evaluate")
+            raise ConfigError(f"out_dir {settings.out_dir} holds no checkpoint to evaluate")
         if (settings.out_dir / SUBMITTED).exists():
             logger.warning(
                 "no checkpoint in %s: the run begins at step 0, and its ledgers are emptied", checkpoints.root
@@ -234,11 +253,13 @@ def restore(
 
 def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: PrometheusSink | None) -> Reporter:
     out: Path = settings.out_dir
-    sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step), console_sink(settings.steps)]
+    sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step)]
     if exporter is not None:
         sinks.append(exporter)
     if settings.report.tensorboard:
         sinks.append(TensorboardSink(out / "tensorboard", resumed_step=resumed_step))
     if settings.report.wandb_project is not None:
         sinks.append(WandbSink(settings.report.wandb_project, settings.run_id, out / "wandb"))
+    sinks += [OwnSink(name, out, run_id=settings.run_id, resumed_step=resumed_step) for name in settings.report.sinks]
+    sinks.append(console_sink(settings.steps))  # last: it takes the terminal, and a sink above may refuse
     return Reporter(sinks)

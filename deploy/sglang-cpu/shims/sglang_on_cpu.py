@@ -1,8 +1,8 @@
-"""What an unpatched SGLang needs where there is no GPU; sglang_on_cpu.pth runs it in every process of the environment.
+"""Lets an unpatched SGLang run without a GPU; sglang_on_cpu.pth imports it in every process of the environment.
 
-The torchvision wheel of PyPI links CUDA's torch, so beside the CPU build its own operators do not load. torchvision
-then fails on import, where it describes two of them to the compiler. Nothing here calls them: declaring their schemas
-is enough.
+The torchvision wheel on PyPI links to the CUDA build of torch, so its operators do not load with the CPU build.
+torchvision then fails on import, where it describes two of them to the compiler. Nothing here calls them, so declaring
+their schemas is enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 GC_THRESHOLD = 50_000
-"""New objects between two collections. Python's 700 makes SGLang's start longer: each import makes many that stay."""
+"""New objects between two garbage collections. Python's 700 slows down SGLang's imports, whose objects stay."""
 DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",  # models are local folders
@@ -28,7 +28,7 @@ OPERATORS = (
 
 
 class DeclareOperators(MetaPathFinder):
-    """Declares OPERATORS just before torchvision is imported for the first time; finds nothing itself."""
+    """Declares OPERATORS just before torchvision is first imported; never finds a module itself."""
 
     library: object = None  # an operator lives as long as the library that declared it
 

@@ -1,4 +1,4 @@
-"""The API as values: what to send, and what the answer means. Nothing here touches the network."""
+"""The API as data: what to send, and what the answer means. Nothing here uses the network."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ERRORS: dict[int, type[DvpError]] = {
     503: UnavailableError,
     504: UnavailableError,
 }
-"""By HTTP status; 429 is OverloadedError and every other 4xx RequestError."""
+"""Errors by HTTP status; 429 is OverloadedError and every other 4xx RequestError."""
 
 
 class RolloutFields(TypedDict, total=False):
@@ -76,7 +76,7 @@ class Call(Generic[R]):
     answer: type[R]
     body: BaseModel | None = None
     long: bool = False
-    """Answers only when the work is done: wait long, and never ask for the same work twice."""
+    """The answer comes when the work is done: the timeout is long, and work that may be running is not repeated."""
 
 
 def rollout(fields: RolloutFields) -> Call[RolloutResponse]:
@@ -84,7 +84,7 @@ def rollout(fields: RolloutFields) -> Call[RolloutResponse]:
 
 
 def submit(fields: JobFields) -> Call[JobAccepted]:
-    """The id is made here, so that sending the same call twice submits one job."""
+    """The job id is chosen here, so that sending the same call twice submits one job."""
     return Call("POST", "/v1/jobs", JobAccepted, _body(JobRequest, {"job_id": uuid.uuid4().hex, **fields}))
 
 
@@ -113,7 +113,7 @@ def ready() -> Call[Health]:
 
 
 def parse(call: Call[R], response: httpx.Response) -> R:
-    """The typed answer. Raises the error of dvp_rl.contract.errors that the service meant."""
+    """The typed answer. Raises the error of dvp_rl.contract.errors that the problem document stands for."""
     if not response.is_success:
         raise error_of(response)
     try:
@@ -145,7 +145,7 @@ def error_of(response: httpx.Response) -> DvpError:
 
 
 def retry_after(response: httpx.Response) -> float:
-    """Seconds; 1 where the header is absent or a date."""
+    """Seconds of the Retry-After header; 1 if it is absent or a date."""
     text = response.headers.get("Retry-After", "")
     return float(text) if text.isdecimal() else 1.0
 

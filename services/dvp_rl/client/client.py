@@ -29,7 +29,7 @@ LONG_TIMEOUT_S = 3600.0
 
 
 class _Base:
-    """What both clients know of the service.
+    """Settings, requests and answers of both clients.
 
     `timeout` bounds each short call, `long_timeout` a rollout or a weight reload. Every method raises the errors of
     dvp_rl.contract.errors: RequestError (also before anything is sent), NotFoundError, OverloadedError and
@@ -67,7 +67,7 @@ class _Base:
 
 
 class Client(_Base):
-    """`with Client(url) as client:`. May be shared by threads."""
+    """Blocking client: `with Client(url) as client:`. Threads may share it."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class Client(_Base):
         return group
 
     def delete(self, job_id: str) -> JobState | None:
-        """Deletes the result of a job, or cancels it. Returns the state that it had; None if there is no such job, also
-        when it was deleted by a try whose answer was lost."""
+        """Deletes the result of a job, or cancels it. Returns the state that it had, or None if there is no such job,
+        e.g. because an earlier attempt deleted it and its answer was lost."""
         with suppress(NotFoundError):
             return self.send(calls.delete(job_id)).status
         return None
@@ -121,7 +121,7 @@ class Client(_Base):
         return self.send(calls.reload_weights())
 
     def ready(self) -> Health:
-        """Raises UnavailableError, with what is missing, while the replica is not ready."""
+        """Raises UnavailableError that names what is missing while the replica is not ready."""
         return self.send(calls.ready())
 
     def send(self, call: Call[R]) -> R:
@@ -148,7 +148,7 @@ class Client(_Base):
 
 
 class AsyncClient(_Base):
-    """`async with AsyncClient(url) as client:`. The same methods, awaited."""
+    """Client with the same methods, awaited: `async with AsyncClient(url) as client:`."""
 
     def __init__(
         self,

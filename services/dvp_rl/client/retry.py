@@ -1,4 +1,4 @@
-"""When to try again, and when to give up. Shared by both clients, which only differ in how they sleep."""
+"""When to retry, and when to give up. Shared by both clients, which only differ in how they sleep."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .calls import Call, retry_after
 
 @dataclass(frozen=True)
 class Retry:
-    """At most `tries` per call, with pauses that double from `first_s` up to `longest_s`."""
+    """Up to `tries` attempts per call, with jittered pauses that double from `first_s` up to `longest_s`."""
 
     tries: int = 5
     first_s: float = 0.2
     longest_s: float = 10.0
-    """Also the longest Retry-After that is obeyed; a longer one is the caller's to wait for."""
+    """Also the longest Retry-After that is obeyed; a longer one is left to the caller."""
 
     def pauses(self) -> Iterator[float]:
         for i in range(self.tries - 1):
@@ -30,7 +30,7 @@ class Retry:
 
 
 class Attempts:
-    """The tries of one call."""
+    """The attempts of one call."""
 
     def __init__(self, call: Call[Any], retry: Retry) -> None:
         self._call = call
@@ -38,7 +38,7 @@ class Attempts:
         self._pauses = retry.pauses()
 
     def pause_after(self, outcome: httpx.Response | httpx.TransportError) -> float | None:
-        """Seconds until the next try, or None if `outcome` is final."""
+        """Seconds until the next attempt, or None if `outcome` is final."""
         if not self._transient(outcome):
             return None
         pause = next(self._pauses, None)
@@ -50,12 +50,12 @@ class Attempts:
     def _transient(self, outcome: httpx.Response | httpx.TransportError) -> bool:
         if isinstance(outcome, httpx.Response):
             return outcome.status_code in (429, 502, 503, 504)
-        # A long call that was under way may still be running there: do not pay for it twice.
+        # A long call may still be running on the server: do not pay for it twice.
         return not self._call.long or isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
 class Poll:
-    """Pauses between looks at a job, and the end of patience."""
+    """Pauses between polls of a job, and the timeout."""
 
     def __init__(self, job_id: str, timeout: float) -> None:
         self._job_id = job_id
@@ -64,7 +64,7 @@ class Poll:
         self._pause = 0.02
 
     def pause(self) -> float:
-        """Raises UnavailableError when `timeout` seconds have passed."""
+        """Seconds until the next poll. Raises UnavailableError after `timeout` seconds."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise UnavailableError(f"job {self._job_id}: not finished within {self._timeout:g} s")

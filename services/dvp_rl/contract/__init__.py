@@ -1,1 +1,1 @@
-"""What crosses a process boundary. Imports without torch, redis or fastapi."""
+"""Data that crosses process boundaries. Imports without torch, redis or fastapi."""

@@ -1,8 +1,8 @@
 """One-dimensional numeric arrays as pydantic fields.
 
 An array field accepts a sequence of numbers (JSON), raw little-endian bytes (msgpack) or a NumPy array, and always
-holds a read-only, one-dimensional, finite NumPy array of the declared dtype. It is dumped as itself in python mode and
-as a list in JSON mode. float32 values survive the way through JSON exactly.
+holds a read-only, one-dimensional, finite NumPy array of the declared dtype. A dump in python mode keeps the array, one
+in JSON mode makes it a list. float32 values survive a JSON round trip exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ArrayField:
         dtype = np.dtype(self.dtype)
         if isinstance(value, bytes):
             if len(value) % dtype.itemsize:
-                raise ValueError(f"{len(value)} bytes is no whole number of {dtype.name} values")
+                raise ValueError(f"{len(value)} bytes are not a whole number of {dtype.name} values")
             array = np.frombuffer(value, dtype)
         elif isinstance(value, (list, tuple, np.ndarray)):
             array = self._from_numbers(value, dtype)

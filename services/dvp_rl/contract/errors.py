@@ -7,9 +7,9 @@
     +-- NotFoundError          no such job (HTTP 404)
     +-- OverloadedError        admission is closed; try again after `retry_after_s` (HTTP 429)
     +-- UnavailableError       not ready, or a peer did not answer in time (HTTP 503)
-    +-- EngineError            generation failed: the job counts as delivered once
-    +-- WeightError            weights are missing, half-written, corrupt or do not fit; older ones serve on
-    |   +-- WeightGoneError    this version is deleted, or was never there (HTTP 404)
+    +-- EngineError            generation failed; counts as one delivery of the job
+    +-- WeightError            weights are missing, incomplete, corrupt or do not fit; older ones stay in service
+    |   +-- WeightGoneError    this version was deleted or never existed (HTTP 404)
     +-- LeaseLostError         the caller no longer owns the entry, or was fenced off by another trainer
 
 Messages name the field or file, the value seen and what is allowed, and are shown to the user without a traceback.
@@ -72,6 +72,6 @@ REFUSALS = {errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EROFS, 
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the machine refused something: too many files are open, a mode forbids it, a volume is full or fails.
-    The program made no mistake, so a traceback would not help."""
+    """Whether the operating system refused an operation: too many open files, missing permissions, a full or failing
+    volume. The program is not at fault, so a traceback would not help."""
     return isinstance(error, OSError) and error.errno in REFUSALS

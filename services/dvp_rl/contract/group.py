@@ -17,7 +17,7 @@ from .sampling import MAX_SEED, Sampling
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """An end-of-sequence token, a stop token or a stop string; it is the last of token_ids."""
+    """The sample ended with an end-of-sequence token, a stop token or a stop string, which token_ids includes."""
     LENGTH = "length"
     """max_tokens or the context length was reached."""
 
@@ -38,7 +38,7 @@ class VersionSpan(Record):
 
 
 class EngineFacts(Record):
-    """What produced the numbers."""
+    """The engine that generated a group, and how it computed."""
 
     name: str
     version: str
@@ -52,7 +52,7 @@ class Sample(Record):
     """One finished continuation of T >= 1 tokens. All arrays have length T."""
 
     token_ids: Int32Array
-    """Sampled ids, a final end-of-sequence token and every token of a stop string included."""
+    """Sampled ids, including a final end-of-sequence token and every token of a stop string."""
     logprobs: Float32Array
     """Natural log pi_infer_mp(token_ids[t]) under the replica's own safe set."""
     kept_mass: Float32Array
@@ -73,7 +73,7 @@ class Sample(Record):
         edges = [0, *(span.end for span in self.versions)]
         starts = [span.start for span in self.versions]
         if starts != edges[:-1] or edges[-1] != T or any(a >= b for a, b in pairwise(edges)):
-            raise ValueError(f"version spans must cover [0, {T}) without gap, got starts {starts}, ends {edges[1:]}")
+            raise ValueError(f"version spans must cover [0, {T}) without gaps, got starts {starts}, ends {edges[1:]}")
         if self.token_ids.min() < 0:
             raise ValueError(f"token ids must be >= 0, got {self.token_ids.min()}")
         if self.logprobs.max() > 1e-5:
@@ -86,7 +86,7 @@ class Sample(Record):
 
 
 class Group(Record):
-    """Exactly the n finished samples of one job; an aborted sample never enters."""
+    """Exactly the n finished samples of one job. Aborted samples are never included."""
 
     job_id: str
     run_id: str
@@ -98,7 +98,7 @@ class Group(Record):
     engine: EngineFacts
     metadata: Metadata = Field(default_factory=dict)
     generate_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds from the start of generation to the last token."""
+    """Seconds from the request to the engine to the last token; for a client's job, waits for slots included."""
     finished_at: float = 0.0
 
     @property
@@ -107,7 +107,7 @@ class Group(Record):
 
 
 class DeadLetter(Record):
-    """A job that will never become a group. Its tombstone on the groups stream closes the trainer's books."""
+    """A job that will never become a group. Its tombstone on the groups stream tells the trainer that it has ended."""
 
     job_id: str
     run_id: str

@@ -1,4 +1,4 @@
-"""The HTTP API's bodies. Field for field what the README shows."""
+"""Request and response bodies of the HTTP API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Body(BaseModel):
 
 
 class SamplingBody(Body):
-    """Sampling as people write it: min_p itself. top_p and top_k are there to be refused with a reason."""
+    """Sampling settings, with min_p instead of its logarithm. top_p and top_k exist to be refused with a reason."""
 
     min_p: Annotated[float, Field(gt=0, le=1)] = MIN_P
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -83,10 +83,11 @@ class RolloutRequest(Body):
 
 class JobRequest(RolloutRequest):
     job_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
-    """Submitting the same id again is a no-op. What begins with the run's id and a colon is the trainer's own."""
+    """Submitting the same id again is a no-op. Ids that begin with the run's id and a colon are reserved for the
+    trainer."""
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
-    """Seconds from its submission within which the job has to be done. A late job ends, waiting or running: it is dead,
-    and leaves no dead letter to replay."""
+    """Seconds after its submission within which the job must be done. A late job becomes dead, whether it waits or
+    runs, and leaves no dead letter to replay."""
 
 
 class SampleBody(Body):
@@ -98,7 +99,7 @@ class SampleBody(Body):
     versions: tuple[VersionSpan, ...]
     seed: int
     text: str | None = None
-    """For people: without special tokens, cut before a stop string. null when return_text is false."""
+    """Decoded text without special tokens, cut before a stop string. null if return_text is false."""
 
     @classmethod
     def of(cls, sample: Sample, text: str | None) -> SampleBody:
@@ -125,7 +126,7 @@ class JobStatus(Body):
 
 
 class WeightStatus(Body):
-    """The version served, and why a newer one is not."""
+    """The version served, the one being loaded, and why the newest one could not be loaded."""
 
     version: str
     loading: str | None = None
@@ -173,7 +174,7 @@ class ReplicaHealth(Body):
     in_flight: int
     last_seen_s: float
     up_s: float | None = None
-    """Since its first heartbeat; null if its version does not tell."""
+    """Seconds since its first heartbeat; null if its version does not report that."""
 
 
 class TrainerHealth(Body):
@@ -219,9 +220,9 @@ class Reason(Body):
 class QueueHealth(Body):
     run_id: str
     jobs: StreamHealth
-    """The trainer's."""
+    """Stream of the trainer's jobs."""
     client_jobs: StreamHealth = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
-    """An older replica counts them among `jobs`."""
+    """Stream of clients' jobs. Older replicas count them in `jobs`."""
     groups: StreamHealth
     uncheckpointed: int
     dead: int

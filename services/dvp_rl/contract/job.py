@@ -1,4 +1,4 @@
-"""A prompt to sample from, and what becomes of it."""
+"""Jobs: their fields, limits, states and ids."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from .weights import RUN_ID
 
 MAX_SAMPLES = 1024
 MAX_GROUP_TOKENS = 4 * 1024 * 1024
-"""Tokens that the samples of one job may have together: 64 MiB as a group, where Redis takes 512 MiB as one value."""
+"""Most tokens of all samples of one job: 64 MiB as a group, while Redis allows 512 MiB per value."""
 MAX_METADATA_BYTES = 16 * 1024
 MAX_METADATA_DEPTH = 32
 BYTES_PER_TOKEN = 16
-"""Of a group, as msgpack: id, log-prob, kept mass, kept count."""
+"""Size of one token in a msgpack group: id, log-prob, kept mass, kept count."""
 OVERHEAD_BYTES = 1024
-"""More than a sample takes beside its tokens (up to ten weight versions), and a group beside its job."""
+"""Upper bound of what a sample takes besides its tokens (up to ten weight versions), and a group besides its job."""
 MAX_DEADLINE_S = 30 * 86_400
-"""From the submission of a client's job."""
+"""Longest deadline of a client's job, in seconds after its submission."""
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What JSON and msgpack both carry: finite, integers of 64 bits, text without lone surrogates, not too deep."""
+    """The metadata, if JSON and msgpack can both carry it: finite numbers, 64-bit integers, text without lone
+    surrogates, and neither too deep nor too large. Raises ValueError if not."""
     if _depth(metadata, MAX_METADATA_DEPTH) > MAX_METADATA_DEPTH:
         raise ValueError(f"nested deeper than {MAX_METADATA_DEPTH} levels")
     try:
@@ -43,7 +44,7 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _depth(value: Any, most: int) -> int:
-    """Levels of lists and objects; looks no deeper than `most` and one more."""
+    """Nesting depth of lists and objects, counted up to `most` + 1."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
     if inner is None or most < 0:
         return 0
@@ -70,7 +71,7 @@ class JobState(StrEnum):
 
 
 class Job(Record):
-    """One prompt, n samples. Ends exactly once: as a Group or as a dead letter."""
+    """One prompt, n samples. Ends exactly once: as a Group or a dead letter or, if a client's, cancelled or overdue."""
 
     job_id: Annotated[str, Field(pattern=JOB_ID)]
     run_id: Annotated[str, Field(pattern=RUN_ID)]
@@ -80,14 +81,14 @@ class Job(Record):
     sink: Sink
     metadata: Metadata = Field(default_factory=dict)
     min_seq: Annotated[int, Field(ge=0)] = 0
-    """A replica that serves an older weight version loads a newer one before it starts."""
+    """Oldest weight seq that may sample it. A replica that serves an older one loads a newer one first."""
     deadline: float | None = None
-    """Unix seconds after which nobody wants the result."""
+    """Unix time in seconds after which the result is not wanted."""
     submitted_at: float = 0.0
 
     @property
     def max_bytes(self) -> int:
-        """What the broker may hold of this job: first itself, then its group."""
+        """Most bytes that the broker holds for this job: first the job itself, then its group."""
         sample = BYTES_PER_TOKEN * self.sampling.max_tokens + OVERHEAD_BYTES
         return len(self.to_bytes()) + OVERHEAD_BYTES + self.n * sample
 
@@ -108,7 +109,7 @@ class Job(Record):
 
 
 def own_prefix(run_id: str) -> str:
-    """What the id of every job of the trainer begins with, and of no client's."""
+    """Prefix of the ids of all trainer jobs, and of no client job."""
     return f"{run_id}:"
 
 

@@ -1,11 +1,11 @@
-"""Redis keys. All of a run begin with its id in braces."""
+"""Redis keys of a run. All of them begin with `dvp:{run_id}:`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 REPLICAS = "replicas"
-"""Consumer group of the streams of jobs."""
+"""Consumer group of the two job streams."""
 TRAINER = "trainer"
 """Consumer group of the groups and evals streams."""
 
@@ -29,18 +29,18 @@ class Keys:
 
     @property
     def client_jobs(self) -> str:
-        """The same for sink `client`."""
+        """Like `jobs`, for sink `client`."""
         return self._key("client_jobs")
 
     @property
     def groups(self) -> str:
-        """Stream that tells of each group (`result` holds it) or DeadLetter (a tombstone) for sink `train`, consumer
-        group TRAINER."""
+        """Stream for sink `train`, consumer group TRAINER. An entry announces a group, which `result` holds, or a
+        DeadLetter (a tombstone)."""
         return self._key("groups")
 
     @property
     def evals(self) -> str:
-        """The same for sink `eval`."""
+        """Like `groups`, for sink `eval`."""
         return self._key("evals")
 
     @property
@@ -50,7 +50,7 @@ class Keys:
 
     @property
     def versions(self) -> str:
-        """Stream of Announcement; the last entry is what to serve."""
+        """Stream of Announcements; replicas serve the last one."""
         return self._key("versions")
 
     @property
@@ -65,7 +65,7 @@ class Keys:
 
     @property
     def lease(self) -> str:
-        """The trainer's lease: hash of holder and fencing token, with a time to live."""
+        """The trainer's lease: hash of holder and fencing token, with a TTL."""
         return self._key("lease")
 
     @property
@@ -95,54 +95,54 @@ class Keys:
 
     @property
     def trainer(self) -> str:
-        """Hash: what the trainer last said of itself."""
+        """Hash of the trainer's last report on itself."""
         return self._key("trainer")
 
     @property
     def backlogs(self) -> str:
-        """Stream of how many jobs waited, measured at intervals by whichever replica is alive."""
+        """Stream of backlog sizes, measured at intervals by any replica that is alive."""
         return self._key("backlogs")
 
     @property
     def closed(self) -> str:
-        """Exists while the queue is drained: why no jobs are admitted."""
+        """Why no jobs are admitted; exists only while the queue is closed."""
         return self._key("closed")
 
     @property
     def audit(self) -> str:
-        """Stream of what people did to the run; the only key that outlives a purge."""
+        """Stream of operators' actions on the run; the only key that survives a purge."""
         return self._key("audit")
 
     @property
     def client_reserved(self) -> str:
-        """Hash: job id of a client, in work, to the bytes that it may come to; `:total` to their sum."""
+        """Hash from the id of each unfinished client job to the bytes that it may take; `:total` is their sum."""
         return self._key("client_reserved")
 
     @property
     def client_held(self) -> str:
-        """Hash: job id of a client, done, to the bytes of its result; `:dead:ENTRY` to those of a client's dead letter;
-        `:total` to their sum."""
+        """Hash from the id of each finished client job to the bytes of its result, and from `:dead:ENTRY` to the bytes
+        of a client's dead letter; `:total` is their sum."""
         return self._key("client_held")
 
     @property
     def client_callers(self) -> str:
-        """Hash: each name in the two above to its caller, empty for one without limits; `:bytes:CALLER` to what these
-        come to together, `:jobs:CALLER` to how many are in work."""
+        """Hash from each field of the two hashes above to its caller, empty for one without limits. `:bytes:CALLER` is
+        the sum of a caller's bytes, `:jobs:CALLER` the number of its unfinished jobs."""
         return self._key("client_callers")
 
     @property
     def client_expiry(self) -> str:
-        """Sorted set of clients' job ids that are done, by the end of their results (broker's clock, ms)."""
+        """Sorted set of the ids of finished client jobs by when their results expire (broker's clock, ms)."""
         return self._key("client_expiry")
 
     @property
     def client_deadlines(self) -> str:
-        """Sorted set of clients' job ids in work, by when nobody wants the result any more (broker's clock, ms)."""
+        """Sorted set of the ids of unfinished client jobs by deadline (broker's clock, ms)."""
         return self._key("client_deadlines")
 
     @property
     def transfers(self) -> str:
-        """List of TransferRequest: replicas that want a weight version sent."""
+        """List of TransferRequests from replicas that want a weight version sent."""
         return self._key("transfers")
 
     def transfer(self, request_id: str) -> str:
@@ -150,12 +150,12 @@ class Keys:
         return self._key(f"transfer:{request_id}")
 
     def job(self, job_id: str) -> str:
-        """Hash of one job's state: state, sink, entry (for sink `client` client_entry, and caller) in its stream,
-        deliveries, error, letter. The dedupe key."""
+        """Hash of one job: state, sink, its entry in the stream (for sink `client`: client_entry, and caller),
+        deliveries, error, letter. Submissions are deduplicated by it."""
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:
-        """The group of a job that is done: for sink `client` kept one hour, else until it is acknowledged."""
+        """The group of a finished job, kept one hour for sink `client`, else until it is acknowledged."""
         return self._key(f"result:{job_id}")
 
     def replica(self, replica_id: str) -> str:

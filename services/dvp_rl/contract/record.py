@@ -1,7 +1,7 @@
-"""The base of everything that crosses a process boundary, and its two codecs.
+"""Base class of everything that crosses a process boundary, and its two codecs.
 
 JSON (HTTP): pydantic's own. msgpack (Redis): named fields, arrays as raw little-endian buffers, and the schema version
-in front, so that a reader of another generation refuses instead of guessing.
+in front, so that a reader with another schema refuses the record instead of guessing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .errors import RequestError
 
 SCHEMA_VERSION = 1
 MAX_SHOWN = 80
-"""Characters of a value that an error repeats."""
+"""Longest value that an error repeats, in characters."""
 
 
 def _raw(value: Any) -> bytes:
@@ -27,7 +27,7 @@ def _raw(value: Any) -> bytes:
 
 
 class Record(BaseModel):
-    """Immutable; unknown fields are errors; two records are equal when their encodings are."""
+    """Immutable. Unknown fields are errors. Two records are equal if their encodings are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -37,7 +37,7 @@ class Record(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Raises RequestError naming the record and the first bad field."""
+        """The decoded record. Raises RequestError that names the record and every bad field."""
         try:
             version, fields = msgpack.unpackb(data)
         except Exception as error:  # noqa: BLE001 - msgpack raises many types for a damaged buffer
@@ -57,8 +57,8 @@ class Record(BaseModel):
 
 
 def describe(what: str, error: ValidationError) -> str:
-    """One line per bad field: where, why, and the value seen. Of anything that may hold a prompt only the size is told,
-    because these lines are logged."""
+    """One line per bad field: where, why, and the value seen. Long strings and containers may hold a prompt and these
+    lines are logged, so only their type and size are shown."""
     lines = [
         f"{what}: {'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}, got {_brief(item['input'])}"
         for item in error.errors(include_url=False, include_context=False)

@@ -1,17 +1,16 @@
-"""How tokens are sampled: part of every job, and equal on both sides or the group is refused."""
+"""Sampling settings: part of every job. A group drawn under another policy than the trainer's is refused."""
 
 from __future__ import annotations
 
 import math
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
 from .record import Record
 
 LOG_RHO = -13.0
-"""Natural log of the paper's threshold rho = e^-13, relative to the most likely token. It travels as this float64."""
+"""Natural log of the paper's threshold rho = e^-13, relative to the most likely token. Sent as this float64."""
 
 MIN_P = math.exp(LOG_RHO)
 MAX_SEED = 2**63 - 1
@@ -20,7 +19,7 @@ MAX_SEED = 2**63 - 1
 class Sampling(Record):
     """The constrained policy's settings, and when to stop.
 
-    top_p, top_k, penalties and grammars do not exist here: a log-prob under min-p is only the sampler's own while
+    top_p, top_k, penalties and grammars do not exist here: log-probs under min-p are those of the sampler only if
     nothing else prunes.
     """
 
@@ -35,10 +34,4 @@ class Sampling(Record):
     stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=64)] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    """Sample i of a job draws from a stream that is a function of (seed, i). None: from the job id."""
-
-    def same_policy(self, other: Sampling) -> bool:
-        """True if both constrain alike: min-p and temperature, compared as float32 as the engines use them."""
-        mine = np.array([self.log_min_p, self.temperature], np.float32)
-        theirs = np.array([other.log_min_p, other.temperature], np.float32)
-        return bool((mine == theirs).all())
+    """Sample i of a job draws from a stream that is a function of (seed, i). None: the job id gives the seed."""

@@ -1,4 +1,4 @@
-"""The shape on which engine and trainer agree, to compute the same bits (services/dvp_rl/engines/fixed_shape.py)."""
+"""The fixed shape in which engine and trainer compute the same bits (services/dvp_rl/engines/fixed_shape.py)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 ShapeText = Annotated[str, Field(pattern=r"^[1-9]\d{0,5}x[1-9]\d{0,6}$")]
-"""ROWSxLENGTH."""
+"""A shape as text: ROWSxLENGTH."""
 
 
 class Shape(NamedTuple):
-    """Of the token ids of every forward."""
+    """Shape of the token ids in every forward pass."""
 
     rows: int
-    """Also how many hidden states go through the LM head at a time."""
+    """Sequences per forward pass; also hidden states that go through the LM head at a time."""
     length: int
     """Longest sequence, prompt and completion together."""
 

@@ -1,7 +1,7 @@
-"""The distributed weight route: a replica asks for a version, the trainer says where and how it will send it.
+"""Messages of the distributed weight route: a replica asks for a version, the trainer says where and how it sends it.
 
-Bytes travel over a process group; what is said here travels through the broker. The checksums do too, so that a replica
-serves what the trainer wrote or nothing, whoever else reaches the group.
+The weights travel over a process group, these messages through the broker. The messages hold the checksums, so that a
+replica serves only what the trainer wrote, even if others can reach the process group.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 class TensorSpec(Record):
     name: str
     dtype: str
-    """As safetensors calls it: F32, BF16, .."""
+    """Name of the dtype in safetensors: F32, BF16, ..."""
     shape: tuple[int, ...]
 
 
 class Piece(Record):
-    """Tensors that travel as one buffer: their bytes, one after the other."""
+    """Tensors that are sent as one buffer, their bytes concatenated."""
 
     tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -33,13 +33,13 @@ class TransferRequest(Record):
     id: Hex
     version: str
     receivers: Annotated[int, Field(ge=1)]
-    """Processes that take the weights, each all of them (tensor parallelism)."""
+    """Processes that receive the weights, each all of them (tensor parallelism)."""
     device: str
-    """Where they want them: cuda, cpu."""
+    """Device on which they receive: cuda, cpu."""
 
 
 class Offer(Record):
-    """Rank 0 waits at host:port for the receivers, ranks 1 to size - 1, for a while."""
+    """The trainer, rank 0, waits at host:port for the receivers, ranks 1 to size - 1, for a limited time."""
 
     version: str
     host: str
@@ -53,4 +53,4 @@ class Offer(Record):
 class TransferAnswer(Record):
     offer: Offer | None = None
     error: str = ""
-    """Why there is none."""
+    """Why there is no offer."""

@@ -1,4 +1,4 @@
-"""Weight versions: what a trainer announces, and what a folder must contain to be believed."""
+"""Weight versions: what a trainer announces, and what a folder must contain to be trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .record import Record
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,254}$"
-"""Of a file in a weight folder: never a path, never hidden."""
+"""Name of a file in a weight folder: never a path, never hidden."""
 INITIAL_SEQ = 0
 """Sequence number of weights that no trainer announced: the folder a replica was started with."""
 
@@ -66,23 +66,23 @@ class WeightRoute(StrEnum):
     """How a replica gets a version."""
 
     FOLDER = "folder"
-    """It reads the folder, on a volume that it shares with the trainer."""
+    """The replica reads the folder on a volume shared with the trainer, or downloads it from `url`."""
     DISTRIBUTED = "distributed"
-    """The trainer sends it over a process group; a replica that cannot take it so reads the folder."""
+    """The trainer sends it over a process group. A replica that cannot receive it falls back to FOLDER."""
 
 
 class Announcement(Record):
-    """One entry of the versions stream: these weights exist, are complete, and are what to serve from now on."""
+    """One entry of the versions stream: these weights are complete, and replicas should serve them from now on."""
 
     version: str
     step: Annotated[int, Field(ge=0)]
-    """Batches that changed the weights so far; staleness is a difference of these."""
+    """Batches that have changed the weights so far; staleness is a difference of two steps."""
     folder: str
     """Absolute path of the HF folder on the shared volume."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
-    """Where dvp-weights serves that folder, for replicas that do not see it: GET <url>/<file>."""
+    """URL at which dvp-weights serves that folder, for replicas without the shared volume: GET <url>/<file>."""
     min_seq: Annotated[int, Field(ge=0)] = 0
-    """Oldest seq that may still take jobs: max_staleness such batches back."""
+    """Oldest seq that may still take jobs, max_staleness steps back."""
     announced_at: float
     route: WeightRoute = WeightRoute.FOLDER
 

@@ -1,7 +1,7 @@
 """Advantages of a batch of groups.
 
-Shapes: G groups of n samples. Rewards [G, n] give advantages [G, n] of the same dtype. A group whose counted rewards
-are all equal has advantages of exactly 0.
+Shapes: G groups of n samples. Rewards [G, n] give advantages [G, n] of the same dtype. A group of n > 1 whose counted
+rewards are all equal has advantages of exactly 0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def advantages(
     counted: Bool[Tensor, "G n"] | None = None,
     weights: Float[Tensor, "G n"] | None = None,
 ) -> Float[Tensor, "G n"]:
-    """`counted`: samples that take part in the baseline (default all); the advantage of an uncounted one is 0.
+    """Advantages of each sample. Rewards must be finite.
 
-    `weights`: importance weights of RLOO_WEIGHTED, 0 where rejected. Rewards must be finite.
+    `counted`: samples that take part in the baseline (default: all); an uncounted sample has advantage 0.
+    `weights`: importance weights for RLOO_WEIGHTED, 0 where rejected.
     """
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     if rewards.shape[1] == 1:
@@ -46,14 +47,14 @@ def advantages(
         case Baseline.GRPO | Baseline.GRPO_STD:
             raw = rewards - group_mean(rewards, counted)
             raw = raw / (group_std(rewards, counted) + STD_EPS) if baseline is Baseline.GRPO_STD else raw
-    # Rounding leaves crumbs where the algebra says 0.
+    # Rounding leaves tiny residues where the exact result is 0.
     return torch.where(counted & ~uniform_groups(rewards, counted)[:, None], raw, 0)
 
 
 def others_mean(rewards: Float[Tensor, "G n"], weights: Float[Tensor, "G n"]) -> Float[Tensor, "G n"]:
-    """b_i = sum_{j != i} w_j R_j / sum_{j != i} w_j; 0 where the others weigh nothing (so a group of one has A = R).
+    """b_i = sum_{j != i} w_j R_j / sum_{j != i} w_j; 0 where all other weights are 0, so a group of one has A = R.
 
-    The sums leave i out instead of subtracting it, so that one huge weight costs the others no digits.
+    The sums omit i instead of subtracting it, so that one huge weight does not cost the others precision.
     """
     leave_one_out = 1 - torch.eye(rewards.shape[1], dtype=rewards.dtype, device=rewards.device)
     total = weights @ leave_one_out
@@ -65,7 +66,7 @@ def others_mean(rewards: Float[Tensor, "G n"], weights: Float[Tensor, "G n"]) ->
 def weighted_others_mean(
     rewards: Float[Tensor, "G n"], weights: Float[Tensor, "G n"], counted: Bool[Tensor, "G n"]
 ) -> Float[Tensor, "G n"]:
-    """The w-weighted mean over kept others; where none was kept, the plain mean over the counted ones: never b = 0."""
+    """The w-weighted mean over the kept others. If no other was kept, the plain mean over the counted others, not 0."""
     none_kept = (weights > 0).sum(1, keepdim=True) - (weights > 0).to(torch.long) == 0
     return torch.where(none_kept, others_mean(rewards, counted.to(rewards)), others_mean(rewards, weights))
 
@@ -75,13 +76,13 @@ def group_mean(rewards: Float[Tensor, "G n"], counted: Bool[Tensor, "G n"]) -> F
 
 
 def group_std(rewards: Float[Tensor, "G n"], counted: Bool[Tensor, "G n"]) -> Float[Tensor, "G 1"]:
-    """With Bessel's correction, as in verl and TRL; 0 for a group of one."""
+    """Standard deviation with Bessel's correction, as in verl and TRL; 0 for a group of one."""
     squares = torch.where(counted, rewards - group_mean(rewards, counted), 0).square().sum(1, keepdim=True)
     return (squares / (counted.sum(1, keepdim=True) - 1).clamp_min(1)).sqrt()
 
 
 def uniform_groups(rewards: Float[Tensor, "G n"], counted: Bool[Tensor, "G n"] | None = None) -> Bool[Tensor, " G"]:
-    """Groups without signal: all counted rewards equal, or nothing counted. A group of n = 1 has no others to equal."""
+    """Groups without signal: all counted rewards are equal, or none is counted. A counted group of one has signal."""
     counted = torch.ones_like(rewards, dtype=torch.bool) if counted is None else counted
     lowest = torch.where(counted, rewards, torch.inf).amin(1)
     highest = torch.where(counted, rewards, -torch.inf).amax(1)
@@ -91,6 +92,6 @@ def uniform_groups(rewards: Float[Tensor, "G n"], counted: Bool[Tensor, "G n"] |
 @cache
 def _warn_single() -> None:
     log.warning(
-        "groups of one sample: there are no others to take a baseline from, so A = R, and rewards of one sign push "
-        "only one way; sample at least 2 per prompt"
+        "groups of one sample have no others for a baseline, so A = R (0 with grpo), and rewards of one sign push only "
+        "one way; sample at least 2 per prompt"
     )

@@ -1,12 +1,12 @@
-"""From two sides' log-probs to one weight per token: token veto, then importance weights (the estimator of Thm 5.3).
+"""One weight per token from the log-probs of both sides: token veto, then importance weights (estimator of Thm 5.3).
 
     l_t = log pi_train_mp(y_t) - log pi_infer_mp(y_t)
     w   = exp(clamp(sum_t l_t, -20, 20))        at sequence level
 
-Shapes: N sequences, T tokens; `mask` is True on model-generated tokens and only those count: everything else may hold
-anything, NaN included. Nothing here has a gradient. Composition: the veto drops whole sequences; what it leaves is
-truncated (TIS) or rejected (MIS); a dropped or rejected token has weight 0. Selection is by `where`, never by a product
-(inf * 0 is NaN).
+Shapes: N sequences, T tokens. `mask` is True on model-generated tokens. Only those count; other entries may hold any
+value, including NaN. Nothing here has a gradient. The veto drops whole sequences; weights of the remaining ones are
+truncated (TIS) or rejected (MIS). A dropped or rejected token has weight 0. Selection uses `where`, never a product,
+because inf * 0 is NaN.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 LOG_VETO = math.log(1e-4)
-"""A token that the trainer finds 10,000 times less likely than the engine did is no rounding error."""
+"""Default veto threshold on l: a token 10,000 times less likely for the trainer than for the engine is not a rounding
+error."""
 MAX_LOG_WEIGHT = 20.0
 
 
 class Veto(NamedTuple):
-    """Sequences dropped whole, by reason. A sequence has at most one: NaN before outside before numerical."""
+    """Dropped sequences, by reason. A sequence has at most one reason: NaN before outside before numerical."""
 
     outside: Bool[Tensor, " N"]
-    """A sampled token is no member of the trainer's safe set: pi_train_mp(y) = 0, so dropping it costs no bias."""
+    """A sampled token is not in the trainer's safe set. Then pi_train_mp(y) = 0, so dropping y adds no bias."""
     numerical: Bool[Tensor, " N"]
     """Some l_t is below log_veto."""
     nan: Bool[Tensor, " N"]
@@ -46,21 +47,21 @@ class Weights(NamedTuple):
     ratios: Float[Tensor, "N T"]
     """w before truncation and rejection; a sequence's weight is repeated on its tokens. May be NaN."""
     values: Float[Tensor, "N T"]
-    """What multiplies A grad log pi; 0 where rejected and off the mask. Never NaN."""
+    """The factor of A grad log pi; 0 where rejected and off the mask. Never NaN."""
     kept: Bool[Tensor, "N T"]
     """Model tokens that were not rejected."""
 
 
 class Correction(NamedTuple):
-    """`Weights` after the veto, with what they came from."""
+    """Weights after the veto, and the values they were computed from."""
 
     log_ratios: Float[Tensor, "N T"]
     """l, unclamped; meaningless off the mask."""
     veto: Veto
     ratios: Float[Tensor, "N T"]
-    """As in `Weights`, vetoed sequences included: what metrics are computed on."""
+    """As in `Weights`, vetoed sequences included, for the metrics."""
     weights: Float[Tensor, "N T"]
-    """0 on vetoed sequences too."""
+    """`Weights.values`, and 0 on vetoed sequences."""
     kept: Bool[Tensor, "N T"]
 
     @property
@@ -81,7 +82,8 @@ def correct(
     cap: float = 2.0,
     log_veto: float = LOG_VETO,
 ) -> Correction:
-    """Veto, then weights. `inside` is the membership flag of `constrained_logprobs` on the trainer's logits."""
+    """Applies the veto, then computes weights. `inside` is the membership flag that `constrained_logprobs` returns for
+    the trainer's logits."""
     log_ratios = log_ratio(train_logprobs, infer_logprobs)
     vetoed = veto(log_ratios, inside, mask, log_veto=log_veto)
     weights = importance_weights(log_ratios, mask, level=level, mode=mode, bounds=bounds, cap=cap)
@@ -90,7 +92,7 @@ def correct(
 
 
 def log_ratio(train_logprobs: Tensor, infer_logprobs: Tensor) -> Tensor:
-    """l in float32, or float64 if a side is; detached, unclamped."""
+    """l in float32, or in float64 if either side is float64; detached, unclamped."""
     dtype = torch.promote_types(torch.promote_types(train_logprobs.dtype, infer_logprobs.dtype), torch.float32)
     return train_logprobs.detach().to(dtype) - infer_logprobs.detach().to(dtype)
 
@@ -102,11 +104,11 @@ def veto(
     *,
     log_veto: float = LOG_VETO,
 ) -> Veto:
-    """Drops a sequence for a single bad token. `log_veto` = -inf leaves only NaN and the membership flag, which decides
-    at any size of l: at tiny rho, or averaged over a long sequence, an outside token need not look bad."""
+    """Drops a sequence for a single bad token. With `log_veto` = -inf only NaN and the membership flag veto. The flag
+    decides at any size of l: at tiny rho, or averaged over a long sequence, an outside token need not stand out."""
     nan = (mask & log_ratios.isnan()).any(-1)
     outside = (mask & ~inside).any(-1) & ~nan
-    # Not `l < log_veto`, which NaN passes, and on l before any clamp.
+    # Not `l < log_veto`, which is False for NaN; and on l before any clamp.
     numerical = (mask & ~(log_ratios >= log_veto)).any(-1) & ~nan & ~outside
     return Veto(outside, numerical, nan)
 
@@ -120,7 +122,7 @@ def importance_weights(
     bounds: Bounds = Bounds.UPPER,
     cap: float = 2.0,
 ) -> Weights:
-    """Weights without veto. `cap` is C >= 1."""
+    """Weights without the veto. `cap` is C. Raises ValueError unless C >= 1."""
     if not cap >= 1:
         raise ValueError(f"cap {cap} must be >= 1")
     ratios = level_ratios(log_ratios, mask, level).expand_as(log_ratios)
@@ -139,7 +141,7 @@ def importance_weights(
 
 
 def level_ratios(log_ratios: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level: Level) -> Tensor:
-    """w: [N, T] at token level, [N, 1] at the others; 1 where there is no model token."""
+    """w, [N, T] at token level and [N, 1] at the other levels; 1 where there is no model token."""
     own = log_ratios.where(mask, 0.0)
     match level:
         case Level.TOKEN:

@@ -1,4 +1,4 @@
-"""What trainer and engine say about the same tokens. Importance weights and metrics are computed from this record."""
+"""The record of what trainer and engine say about the same tokens, the input of importance weights and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """N sequences of at most T tokens, on one device, without gradient. Entries off the mask mean nothing."""
+    """N sequences of at most T tokens, on one device, without gradient. Entries off the mask are meaningless."""
 
     rows: Int[Tensor, " N"]
     """Index of each sequence in the [N] vectors of its batch."""
@@ -27,7 +27,7 @@ class Evidence:
     train: Constrained
     """[N, T] fields, recomputed by the trainer."""
     infer: Constrained
-    """[N, T] fields, as sampled by the engine; every token is inside its own set."""
+    """[N, T] fields, as recorded by the engine at sampling; every token is inside the engine's own set."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name, `train_logprobs` for example. `Evidence.of` is the inverse."""
@@ -37,7 +37,7 @@ class Evidence:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Evidence:
-        """The record of these tensors. Raises KeyError if one is missing."""
+        """The record built from these tensors. Raises KeyError if one is missing."""
         train, infer = (
             Constrained(*(tensors[f"{side}_{name}"] for name in Constrained._fields)) for side in ("train", "infer")
         )

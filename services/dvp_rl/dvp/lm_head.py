@@ -1,14 +1,14 @@
-"""The LM head under the constrained policy: from hidden states to log-probs, never [tokens, vocabulary] in memory.
+"""LM head and constrained policy in one: log-probs from hidden states, without [tokens, vocabulary] in memory.
 
-With G[i, k] = d log pi_mp(a_i) / d z_ik = (1[k = a_i] - pi_mp(k)) / tau on S_i, and exactly 0 off it,
+With G[i, k] = d log pi_mp(a_i) / d z_ik = (1[k = a_i] - pi_mp(k)) / tau on S_i, and exactly 0 off S_i,
 
     d / d hidden = diag(upstream) G W        d / d W = (diag(upstream) G)^T hidden
 
-Where S is small, G is sparse: |S| entries a row instead of the vocabulary. Logits are computed tile by tile, so that W
-is read once for many rows. One walk over the vocabulary finds the largest logit of each row and all that may belong to
-S; what does is all that the backward needs: two sparse products per tile. A row that keeps more than about `max_share`
-of the vocabulary is dense: a second walk, now that its largest logit is known, sums over S, and the backward computes
-its tiles again. Rows without slope (vetoed, rejected, outside) cost the backward nothing.
+Where S is small, G is sparse: |S| entries per row instead of the vocabulary. Logits are computed tile by tile, so W is
+read once for many rows. One walk over the vocabulary finds the largest logit of each row and all candidates for S. The
+members of S among them suffice for the backward, which takes two sparse products per tile. A row that keeps more than
+about `max_share` of the vocabulary is dense: once its largest logit is known, a second walk sums over S, and the
+backward recomputes its tiles. Rows without a gradient (vetoed, rejected, outside) cost the backward nothing.
 
 Shapes: r rows of a block, c columns of a tile, k entries of the sparse matrix.
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 MAX_SHARE, MAX_SHARE_HALF = 0.1, 0.03
-"""Kept share of the vocabulary above which a row is dense: where both ways take about as long on a CPU, by
-`python -m tests.benchmarks.lm_head --crossing`. Half precision speeds up dense products only."""
+"""Kept share of the vocabulary above which a row is dense: the point where both ways take about equally long on a CPU,
+measured by `python -m tests.benchmarks.lm_head --crossing`. Half precision speeds up only dense products."""
 CPU_CHUNK, DEVICE_CHUNK = 2**21, 2**27
-"""Logits of a tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
+"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
 GROUP = 16
-"""Logits that share one comparison in the search for S."""
+"""Number of logits that share one comparison in the search for S."""
 CROWDED = 2
-"""The search counts first where more than one in so many groups holds some of S."""
+"""The search counts candidates before it lists them if more than 1 in this many groups holds one."""
 
 
 def head_logprobs(
@@ -53,8 +53,8 @@ def head_logprobs(
 ) -> Constrained:
     """`constrained_logprobs(hidden @ weight.T + bias, ...)`, differentiable (once) in hidden, weight and bias.
 
-    Logits have the dtype of `hidden`, as under autocast; a float32 weight gets its gradient in float32. Memory: a few
-    times `chunk` logits, and 8 bytes for every kept logit of a sparse row.
+    Logits have the dtype of `hidden`, as under autocast; a float32 weight gets a float32 gradient. Memory: a few times
+    `chunk` logits, and 8 bytes for every kept logit of a sparse row.
     """
     if max_share is None:
         max_share = MAX_SHARE if hidden.dtype in (torch.float32, torch.float64) else MAX_SHARE_HALF
@@ -82,7 +82,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chunk: int,
         recording: bool,
     ) -> Constrained:
-        # Without gradient mode, inputs that need one still say so.
+        # needs_input_grad ignores the gradient mode, hence `recording`.
         learning = recording and any(ctx.needs_input_grad[:3])
         ctx.size = max(1, math.isqrt(chunk), chunk // len(weight))
         ctx.chunk, ctx.kept, ctx.logits, parts = chunk, [], None, []
@@ -95,7 +95,7 @@ class _HeadLogprobs(torch.autograd.Function):
         out = Constrained(*(torch.cat(part) for part in zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, bias, token_ids, threshold, tau, out.inside)
         if learning and len(parts) == 1 and kept.dense.any():
-            # That is no more memory than computing them took.
+            # Keeping them takes no more memory than computing them did.
             ctx.logits = logits.whole
         ctx.mark_non_differentiable(*out[1:])
         return out
@@ -108,7 +108,7 @@ class _HeadLogprobs(torch.autograd.Function):
         active = inside & (upstream != 0)
         total = _HeadGradient(hidden, weight, bias)
         blocks = split_rows(hidden, total.hidden, active, slope, *columns, size=ctx.size)
-        whole, ctx.logits = ctx.logits, None  # gradients are written over them
+        whole, ctx.logits = ctx.logits, None  # gradients overwrite them
         for kept, (states, target, alive, pull, *rest) in zip(ctx.kept, blocks, strict=True):
             logits, rows = _Logits(states, weight, bias, ctx.chunk, whole), _Rows(*rest)
             for kind, gradients in ((~kept.dense, _sparse_gradients), (kept.dense, _dense_gradients)):
@@ -119,7 +119,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """What is asked about each row of a block."""
+    """Token and settings of each row of a block."""
 
     token_ids: Int[Tensor, "r 1"]
     threshold: Float[Tensor, "r 1"]
@@ -127,14 +127,14 @@ class _Rows(NamedTuple):
 
 
 class _Logits:
-    """The logits of a block in the dtype of its hidden states, tile by tile; each overwrites the one before."""
+    """The logits of a block in the dtype of its hidden states, tile by tile; each tile overwrites the previous one."""
 
     def __init__(
         self, states: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, whole: Tensor | None = None
     ) -> None:
         self._states, self._weight, self._bias = states, weight, bias
         self.whole = whole
-        """All of them, once they are computed, if that is one tile."""
+        """All logits, once computed, if they fit in one tile."""
         vocab = len(weight)
         width = min(vocab, max(GROUP, chunk // max(len(states), 1) // GROUP * GROUP))
         self.slices = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
@@ -142,9 +142,9 @@ class _Logits:
         self._buffer = states.new_empty(len(states) * width if whole is None else 0)
 
     def tiles(self, chosen: Tensor | None = None) -> Iterator[tuple[slice, Float[Tensor, "r c"]]]:
-        """Of all rows, or of those chosen."""
+        """Columns and logits of each tile, for all rows or for the chosen ones."""
         if chosen is not None and chosen.all():
-            chosen = None  # no copy, then
+            chosen = None  # avoids a copy
         if self.whole is not None:
             yield self.slices[0], self.whole if chosen is None else self.whole[chosen]
             return
@@ -164,7 +164,7 @@ class _Logits:
 
 
 class _Found(NamedTuple):
-    """Logits of a tile that may belong to S, or those that do, row after row."""
+    """Logits of a tile that may belong to S, in row order."""
 
     row: Int[Tensor, " k"]
     column: Int[Tensor, " k"]
@@ -172,7 +172,7 @@ class _Found(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """S in a tile, row after row."""
+    """Members of S in a tile, in row order."""
 
     number: Int[Tensor, " r"]
     column: Int[Tensor, " k"]
@@ -181,7 +181,7 @@ class _Entries(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the backward needs of a block."""
+    """State of a block that the backward needs."""
 
     peak: Float[Tensor, "r 1"]
     """Largest logit; NaN in a row that is not finite."""
@@ -189,25 +189,25 @@ class _Kept(NamedTuple):
     """Sum of exp((z - peak) / tau) over S."""
     dense: Bool[Tensor, " r"]
     entries: list[_Entries]
-    """By tile, without those of dense rows."""
+    """Entries by tile, without those of dense rows."""
 
 
 class _Walk:
-    """What the first walk over the vocabulary learns."""
+    """State of the first walk over the vocabulary."""
 
     def __init__(self, rows: _Rows, max_share: float, vocab: int) -> None:
         self._rows, self._share, self._vocab = rows, max_share, vocab
-        # The lowest number and not -inf, the difference of two of which is NaN.
+        # The lowest finite number instead of -inf, because -inf - -inf is NaN.
         self.peak = torch.full_like(rows.tau, torch.finfo(rows.tau.dtype).min)
         self.total = torch.zeros_like(self.peak)
-        """Sum of exp((z - peak) / tau) over the vocabulary; of dense rows the second walk's."""
+        """Sum of exp((z - peak) / tau) over the vocabulary; the second walk replaces it for dense rows."""
         self.own = torch.zeros_like(self.peak)
         """Logit of the row's token."""
         self.found: list[_Found] = []
-        """By tile, what may belong to S; of dense rows not all."""
+        """Candidates for S by tile; incomplete for dense rows."""
         self.dense = torch.zeros_like(self.peak[:, 0], dtype=torch.bool)
         self._number = torch.zeros_like(rows.token_ids[:, 0])
-        """Of those of each row."""
+        """Number of candidates found per row."""
 
     def add(self, columns: slice, tile: Tensor) -> None:
         token_ids, _, tau = self._rows
@@ -218,25 +218,25 @@ class _Walk:
         tops = groups.amax(1)
         before, self.peak = self.peak, torch.maximum(self.peak, tops.amax(-1, keepdim=True))
         hits = tops - self.peak >= self._rows.threshold
-        if hits.sum() * CROWDED > hits.numel():  # so many that to count them is cheaper than to find them
+        if hits.sum() * CROWDED > hits.numel():  # counting so many is cheaper than listing them
             self._judge(columns.stop, self._number + self._count(logits))
         self.found.append(self._find(groups, hits & ~self.dense[:, None]))
         self._judge(columns.stop, self._number)
         if not self.dense.all():
             self.total *= ((before - self.peak) / tau).exp_()
-            for piece, peak, heat, total in split_rows(logits, self.peak, tau, self.total):
-                total += (piece - peak).div_(heat).exp_().sum(-1, keepdim=True)
+            for piece, peak, temperature, total in split_rows(logits, self.peak, tau, self.total):
+                total += (piece - peak).div_(temperature).exp_().sum(-1, keepdim=True)
         place = token_ids - columns.start
         own = logits.gather(1, place.clamp(0, width - 1))
         self.own = torch.where((place >= 0) & (place < width), own, self.own)
 
     def _count(self, logits: Tensor) -> Tensor:
-        """How many of each row `_find` would find."""
+        """Number of candidates that `_find` would find in each row."""
         pieces = split_rows(logits, self.peak, self._rows.threshold)
         return torch.cat([membership(piece - peak, threshold).sum(-1) for piece, peak, threshold in pieces])
 
     def _find(self, groups: Tensor, hits: Tensor) -> _Found:
-        """Compares as `constrain` does, with the peak so far: as that only grows, nothing of S is missed."""
+        """Compares as `constrain` does, but with the peak so far; the peak only grows, so no member of S is missed."""
         row, place = hits.nonzero(as_tuple=True)
         some = groups[row, :, place]
         item, lane = (some - self.peak[row] >= self._rows.threshold[row]).nonzero(as_tuple=True)
@@ -245,12 +245,13 @@ class _Walk:
         return _Found(row.int(), (lane * groups.shape[2] + place).int(), some[item, lane])
 
     def _judge(self, seen: int, number: Tensor) -> None:
-        """Half of the vocabulary is enough to tell, and as much as is worth keeping."""
+        """Marks a row as dense once it has more candidates than `max_share` of the columns seen, or of half the
+        vocabulary if fewer were seen: half is enough to tell, and as much as is worth keeping."""
         self.dense |= number > self._share * max(seen, self._vocab / 2)
 
 
 def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrained, _Kept]:
-    """Both walks."""
+    """Runs both walks over the vocabulary."""
     walk = _Walk(rows, max_share, logits.slices[-1].stop)
     for columns, tile in logits.tiles():
         walk.add(columns, tile)
@@ -258,7 +259,7 @@ def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrai
     peak = walk.peak.masked_fill((walk.peak == limits.min) | walk.peak.isinf(), math.nan)
     count, kept = torch.zeros_like(rows.token_ids[:, 0]), torch.zeros_like(peak[:, 0], dtype=torch.float64)
     entries = []
-    while walk.found:  # one goes as the other comes: together they would be twice the memory
+    while walk.found:  # frees candidates while adding entries, to avoid twice the memory
         row, column, value = walk.found.pop(0)
         block = constrain(value[:, None], rows.threshold[row], rows.tau[row], peak[row])
         mine = block.keep[:, 0].bool() & ~dense[row]
@@ -285,7 +286,7 @@ def _constrain(logits: _Logits, rows: _Rows, max_share: float) -> tuple[Constrai
 def _sparse_gradients(
     logits: _Logits, rows: _Rows, kept: _Kept, slope: Tensor, chosen: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """slope G of the chosen rows by tile, as sparse matrices."""
+    """slope * G of the chosen rows by tile, as sparse matrices."""
     share = slope / kept.kept
     index = torch.arange(len(chosen), device=chosen.device)
     for columns, (number, column, weight) in zip(logits.slices, kept.entries, strict=True):
@@ -301,7 +302,7 @@ def _sparse_gradients(
 def _dense_gradients(
     logits: _Logits, rows: _Rows, kept: _Kept, slope: Tensor, chosen: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The same as dense ones, in the dtype of the logits."""
+    """slope * G of the chosen rows by tile, as dense matrices in the dtype of the logits."""
     slope, share = slope[chosen], slope[chosen] / kept.kept[chosen]
     token_ids, *known = (column[chosen] for column in (*rows, kept.peak))
     for columns, tile in logits.tiles(chosen):
@@ -313,7 +314,7 @@ def _dense_gradients(
 
 
 class _HeadGradient:
-    """The sums over rows; `weight` and `bias` are None where no gradient is wanted."""
+    """Gradients summed over rows; `weight` and `bias` are None if they need no gradient."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._head = weight
@@ -322,7 +323,7 @@ class _HeadGradient:
         self.bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
 
     def add(self, states: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> Tensor:
-        """Of some rows, from the gradient of their logits. Returns that of the hidden states."""
+        """Adds some rows, given the gradient of their logits by tile. Returns the gradient of their hidden states."""
         pull = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
         for columns, matrix in gradients:
             _accumulate(pull, matrix, self._head[columns])

@@ -1,8 +1,8 @@
-"""How far the two sides are apart, measured before anything is rejected: what a rejection leaves always looks healthy.
+"""How far the two sides are apart, measured before any rejection: the tokens left by a rejection always look healthy.
 
-l = train - infer log-prob, samples from infer. What is computed from l takes only model tokens INSIDE the trainer's
-safe set: the true KL is infinite at an outside token, so those are a rate of their own. Everything in float64. A metric
-with nothing to average over is absent from the result, so that every value is a finite number.
+l = train - infer log-prob, samples from infer. Metrics of l cover only model tokens INSIDE the trainer's safe set: the
+true KL is infinite at an outside token, so outside tokens have a rate of their own. Everything is in float64. A metric
+with nothing to average over is absent from the result, so every value is a finite number.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ class MetricBatch:
     rewards: Float[Tensor, " N"]
     correction: Correction
     level: Level
-    """At which the correction's weights are."""
+    """Level of the correction's weights."""
     cap: float
     """C of the correction, for the predicted keep rates."""
 
 
 class MisHealth(NamedTuple):
-    """What MIS is going to keep if log w is normal, mean -K and variance 2 K; K = KL(infer || train) of a sequence."""
+    """Predicted keep rates of MIS if log w is normal: mean -K, variance 2 K, K = KL(infer || train) of a sequence."""
 
     kl_sequence: float
     keep_upper: float
-    """P(w <= C). Never below 0.88 at C = 2, so it says nothing about health; the kept weight does."""
+    """P(w <= C). Never below 0.88 at C = 2, so it does not indicate health; the kept weight does."""
     keep_two_sided: float
     """P(1/C <= w <= C)."""
     kept_weight_upper: float
-    """E[w; w <= C] = Phi((ln C - K) / sqrt(2 K)): the share of the trainer's own distribution that is learned from."""
+    """E[w; w <= C] = Phi((ln C - K) / sqrt(2 K)): the share of the trainer's own distribution that is trained on."""
     kept_weight_two_sided: float
 
 
 def mismatch_metrics(batch: MetricBatch) -> dict[str, float]:
-    """Every metric of the batch by name; names are grouped by a prefix."""
+    """All metrics of the batch by name; a prefix of the name gives the group."""
     named = _divergence(batch) | _weights(batch) | _rejection(batch) | _pruning(batch)
     values = {name: float(value) for name, value in named.items()}
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def mis_health(kl_token: float, length: float, cap: float) -> MisHealth:
-    """`length`: mean number of model tokens per sequence. A KL estimate <= 0 predicts that everything is kept."""
+    """Predicted keep rates. `length`: mean number of model tokens per sequence. With a KL estimate <= 0, all are 1."""
     K = max(kl_token * length, 0.0)
     if K == 0.0:
         return MisHealth(0.0, 1.0, 1.0, 1.0, 1.0)
@@ -80,7 +80,7 @@ def mis_health(kl_token: float, length: float, cap: float) -> MisHealth:
 def set_overlap(
     train_set: Bool[Tensor, "*batch vocab"], infer_set: Bool[Tensor, "*batch vocab"]
 ) -> Float[Tensor, "*batch"]:
-    """|V_S & V'_S| / |V_S| per position, where the logits of both sides are at hand."""
+    """|V_S & V'_S| / |V_S| per position, for callers that have the logits of both sides."""
     return (train_set & infer_set).sum(-1) / train_set.sum(-1)
 
 
@@ -118,7 +118,7 @@ def _divergence(batch: MetricBatch) -> dict[str, Tensor]:
 
 
 def _weights(batch: MetricBatch) -> dict[str, Tensor | float]:
-    """Of w before rejection, at the correction's level."""
+    """Metrics of w before rejection, at the correction's level, the kept weight, and predicted keep rates."""
     valid, units = _valid(batch), _units(batch.seen.mask, batch.level)
     log_ratios = batch.correction.log_ratios.double()
     w = level_ratios(log_ratios, valid, batch.level).expand_as(valid)[_units(valid, batch.level)]
@@ -148,7 +148,7 @@ def _rejection(batch: MetricBatch) -> dict[str, Tensor]:
 
 
 def _pruning(batch: MetricBatch) -> dict[str, Tensor]:
-    """What pruning removed: kept masses and counts at all model tokens, the log-probs of both sides with and without
+    """The effect of pruning: kept masses and counts at all model tokens, the log-probs of both sides with and without
     pruning (log pi = log pi_mp + log Z for a token inside), and the two bounds on |J_mp - J|."""
     mask, inside, infer = batch.seen.mask, batch.seen.mask & batch.seen.train.inside, batch.seen.infer
     infer_mass = infer.kept_mass[mask].double()
@@ -171,7 +171,7 @@ def _pruning(batch: MetricBatch) -> dict[str, Tensor]:
 
 
 def _bias_bounds(batch: MetricBatch) -> dict[str, Tensor]:
-    """bound: R_max T (1 - Z_min) (Prop. 5.5), doubled where rewards may be negative. bound_measured:
+    """bound: R_max T (1 - Z_min) (Prop. 5.5), doubled if the batch has a negative reward. bound_measured:
     (max R - min R) E[sum_t (1 - Z_t)]. Z is the trainer's; T, Z and R are those of the batch."""
     known = batch.seen.mask & ~batch.seen.train.kept_mass.isnan()
     pruned = (1 - batch.seen.train.kept_mass.double()).where(known, 0.0)
@@ -190,12 +190,12 @@ def _valid(batch: MetricBatch) -> Bool[Tensor, "N T"]:
 
 
 def _units(mask: Bool[Tensor, "N T"], level: Level) -> Bool[Tensor, "N T"]:
-    """One True per weight: every token of the mask, or the first of each sequence."""
+    """One True per weight: every token of the mask at token level, else the first of each sequence."""
     return mask if level is Level.TOKEN else mask & (mask.cumsum(-1) == 1)
 
 
 def _extreme(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """NaN of nothing, as the mean is."""
+    """The maximum or minimum; NaN if there are no values, as for a mean."""
     return reduce(values) if values.numel() else values.new_tensor(math.nan)
 
 

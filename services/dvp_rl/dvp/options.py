@@ -1,4 +1,4 @@
-"""What the method lets a user choose. Settings import this module, so it must not need torch."""
+"""The method's options. Settings import this module, so it must not need torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """What one weight covers. Only `sequence` is unbiased; the others are biased even without rejection."""
+    """The span that one weight covers. Only `sequence` is unbiased; the others are biased even without rejection."""
 
     SEQUENCE = "sequence"
     """exp(sum_t l_t): the product over the sequence."""
@@ -17,20 +17,20 @@ class Level(StrEnum):
 
 
 class Mode(StrEnum):
-    """What becomes of a weight w out of bounds."""
+    """Treatment of a weight w that is out of bounds."""
 
     NONE = "none"
-    """w as it is: unbiased at sequence level, unbounded variance."""
+    """w unchanged: unbiased at sequence level, with unbounded variance."""
     TIS = "tis"
     """Truncated to the bound."""
     MIS = "mis"
     """Masked: weight 0."""
     UNIT = "unit"
-    """No importance weight: 1 whatever w is. The baseline that ignores the mismatch."""
+    """No importance weight: 1 for any w. The baseline that ignores the mismatch."""
 
 
 class Bounds(StrEnum):
-    """Which reading of MIS: the blog's, or verl 0.6's."""
+    """Which bounds apply to w: those of the MIS blog post, or those of verl 0.6."""
 
     UPPER = "upper"
     """w <= C."""
@@ -39,14 +39,14 @@ class Bounds(StrEnum):
 
 
 class Baseline(StrEnum):
-    """What is subtracted from a sample's reward, to make its advantage."""
+    """The baseline that is subtracted from a sample's reward to give its advantage."""
 
     RLOO = "rloo"
     """Mean reward of the OTHER samples of the prompt, rejected ones included. Unbiased while nothing is rejected."""
     RLOO_WEIGHTED = "rloo_weighted"
-    """Mean of the others that were kept, weighted by their importance weights."""
+    """Mean of the other samples that were kept, weighted by their importance weights."""
     GRPO = "grpo"
-    """Mean of the whole group. Shrinks every advantage by (n - 1) / n against RLOO, and nothing else."""
+    """Mean of the whole group. Its only effect against RLOO: every advantage is scaled by (n - 1) / n."""
     GRPO_STD = "grpo_std"
-    """The same, divided by the group's standard deviation. Biased: prompts are weighted by 1 / std, so nearly solved
+    """As `grpo`, divided by the group's standard deviation. Biased: prompts are weighted by 1 / std, so nearly solved
     and nearly hopeless ones weigh most (arXiv 2503.20783)."""

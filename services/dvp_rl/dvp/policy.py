@@ -4,13 +4,13 @@
     log pi_mp(a)   = z_a / tau - logsumexp_{k in S} z_k / tau     for a in S
     kept mass      = sum_{k in S} softmax(z / tau)_k
 
-Trainer, Transformers engine and SGLang run this one implementation. Shapes: `*batch` is any leading shape, empty
-included; `vocab` is the vocabulary. Everything is computed in float32, or in float64 where the logits are float64.
-Settings (`log_min_p`, `temperature`) are floats or tensors that broadcast to `*batch`; tensors best in float64, as the
-product tau * log(rho) is formed in float64 and rounded once. `log_min_p` = -inf prunes nothing.
+Trainer, Transformers engine and SGLang all run this implementation. Shapes: `*batch` is any leading shape, including
+an empty one; `vocab` is the vocabulary. Everything is computed in float32, or in float64 if the logits are float64.
+Settings (`log_min_p`, `temperature`) are floats or tensors that broadcast to `*batch`, preferably float64: the product
+tau * log(rho) is formed in float64 and rounded once. `log_min_p` = -inf prunes nothing.
 
-A logit of -inf is a token of probability zero. A row with NaN, +inf or nothing finite has NaN log-probs and an empty
-set, so that its token counts as outside, too.
+A logit of -inf is a token of probability zero. A row with NaN, +inf or no finite logit has NaN log-probs and an empty
+set, so its token also counts as outside.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Setting: TypeAlias = float | Tensor
 
 OUTSIDE_LOGIT = -50.0
-"""Stand-in for (z_a - max z) / tau of a token outside S: finite, because an infinity gives NaN gradients in low
-precision, and relative to the maximum, because an absolute value fails where logits are low."""
+"""Placeholder for (z_a - max z) / tau of a token outside S. It is finite, because an infinity gives NaN gradients in
+low precision, and relative to the maximum, because an absolute value fails where logits are low."""
 
 CPU_BLOCK, DEVICE_BLOCK = 2**18, 2**24
 """Logits per block of rows: 1 MiB of float32 stays in a CPU's cache, 64 MiB fills a GPU. Either way the working copies
@@ -42,7 +42,7 @@ class Constrained(NamedTuple):
     """Log-probs of given tokens, and the sets they were taken under."""
 
     logprobs: Float[Tensor, "*batch"]
-    """log pi_mp(a); outside S it is OUTSIDE_LOGIT - logsumexp_S, at most -50, with gradient zero. The only
+    """log pi_mp(a). Outside S it is OUTSIDE_LOGIT - logsumexp_S, at most -50, with gradient zero. The only
     output with a gradient."""
     kept_mass: Float[Tensor, "*batch"]
     """Full-softmax probability of S at the same temperature, in (0, 1]."""
@@ -53,7 +53,7 @@ class Constrained(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some rows under the constrained policy."""
+    """A block of rows under the constrained policy."""
 
     scaled: Float[Tensor, "rows vocab"]
     """(z - max z) / tau."""
@@ -78,7 +78,7 @@ class Block(NamedTuple):
 def safe_set(
     logits: Float[Tensor, "*batch vocab"], *, log_min_p: Setting, temperature: Setting
 ) -> Bool[Tensor, "*batch vocab"]:
-    """S. The maximum of a finite row, and every token that ties with it, is always a member."""
+    """S as a mask. The maximum of a finite row, and every token that ties with it, is always a member."""
     rows, threshold, _ = as_rows(logits, log_min_p, temperature)
     return (_shifted(rows) >= threshold).view(logits.shape)
 
@@ -92,11 +92,12 @@ def constrained_logprobs(
 ) -> Constrained:
     """log pi_mp of one token per row, differentiable (once) in the logits with S held constant.
 
-    Backward keeps no [.., vocab] tensor but the logits themselves. Raises ValueError for temperature <= 0.
+    The only [.., vocab] tensor kept for the backward is the logits. Raises ValueError if the shapes do not match or a
+    float temperature or log_min_p is out of range.
     """
     if token_ids.shape != logits.shape[:-1]:
         raise ValueError(
-            f"token_ids has shape {tuple(token_ids.shape)}, must be {tuple(logits.shape[:-1])} as the logits"
+            f"token_ids has shape {tuple(token_ids.shape)}, expected {tuple(logits.shape[:-1])} to match the logits"
         )
     rows, threshold, tau = as_rows(logits, log_min_p, temperature)
     outputs = _ConstrainedLogprobs.apply(rows, token_ids.reshape(-1, 1), threshold, tau)  # type: ignore[no-untyped-call]
@@ -123,35 +124,37 @@ def entropy(
 def constrain(
     rows: Float[Tensor, "rows vocab"], threshold: Tensor, temperature: Tensor, peak: Tensor | None = None
 ) -> Block:
-    """The one place where the policy is computed; run without gradient.
+    """Computes the policy; the only code that does. Must run without gradient.
 
-    With `peak` [rows, 1], the largest logit of each row, `rows` may be any part of the vocabulary: sums are over it.
+    With `peak` [rows, 1], the largest logit of each row, `rows` may hold any part of the vocabulary; sums then cover
+    that part.
     """
     shifted = _shifted(rows, peak)
     keep = membership(shifted, threshold)
     scaled = shifted.div_(temperature)
     weight = scaled.exp()
     total = weight.sum(-1, keepdim=True)
-    # Every weight of a finite row is finite, so a product selects; of a row that is not, it keeps the NaN visible.
+    # All weights of a finite row are finite, so a product can select; in other rows it keeps the NaN visible.
     weight.mul_(keep)
     return Block(scaled, keep, weight, weight.sum(-1, keepdim=True), total)
 
 
 def membership(shifted: Float[Tensor, "rows vocab"], threshold: Tensor) -> Float[Tensor, "rows vocab"]:
-    """1 on S, 0 off it: a CPU compares, multiplies and sums numbers several times faster than booleans."""
+    """1 on S, 0 off it, as floats: a CPU compares, multiplies and sums them several times faster than booleans."""
     return torch.ge(shifted, threshold, out=torch.empty_like(shifted))
 
 
 def logit_gradient(
     block: Block, token_ids: Int[Tensor, "rows 1"], slope: Float[Tensor, "rows 1"], inside: Bool[Tensor, "rows 1"]
 ) -> Float[Tensor, "rows vocab"]:
-    """slope * (1[k = a] - pi_mp(k)), exactly zero off S and in rows whose token is outside. Uses up `block.weight`."""
+    """slope * (1[k = a] - pi_mp(k)), exactly zero off S and in rows with an outside token. Reuses `block.weight`."""
     partial = block.weight.mul_(-slope / block.kept).scatter_add_(-1, token_ids, slope)
     return partial.masked_fill_(~inside, 0.0)
 
 
 def as_rows(logits: Tensor, log_min_p: Setting, temperature: Setting) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, vocab] view of the logits; threshold and temperature in the working dtype, as scalars or [rows, 1]."""
+    """The logits as [rows, vocab]; threshold and temperature in the working dtype, as scalars or [rows, 1]. Raises
+    ValueError if a float setting is out of range."""
     if isinstance(temperature, (int, float)) and not 0 < temperature < math.inf:
         raise ValueError(f"temperature {temperature} must be a finite number > 0")
     if isinstance(log_min_p, (int, float)) and not log_min_p <= 0:
@@ -164,12 +167,13 @@ def as_rows(logits: Tensor, log_min_p: Setting, temperature: Setting) -> tuple[T
 
 
 def as_column(setting: Tensor, leading: torch.Size) -> Tensor:
-    """[rows, 1]; a scalar stays one, on the CPU too, where it mixes with tensors of any device."""
+    """The setting as [rows, 1]. A scalar stays a scalar; even on the CPU it mixes with tensors of any device."""
     return setting.expand(leading).reshape(-1, 1) if setting.dim() else setting
 
 
 def split_rows(rows: Tensor, *columns: Tensor, size: int | None = None) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of `size` rows (None: what a cache holds) with what belongs to them; an empty one if there are no rows."""
+    """Blocks of `size` rows (None: of CPU_BLOCK or DEVICE_BLOCK logits) with their part of each column. One empty block
+    if there are no rows."""
     if size is None:
         size = max(1, (CPU_BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK) // rows.shape[-1])
     pieces = (torch.split(column, size) if column.dim() else repeat(column) for column in columns)
@@ -177,7 +181,7 @@ def split_rows(rows: Tensor, *columns: Tensor, size: int | None = None) -> Itera
 
 
 def _shifted(logits: Tensor, peak: Tensor | None = None) -> Tensor:
-    """z - max z as a new tensor. The shift comes before everything else: it is exact where the set is decided."""
+    """z - max z as a new tensor. The shift comes first, because it is exact where membership is decided."""
     z = logits.to(_working_dtype(logits))
     return z - (z.amax(-1, keepdim=True) if peak is None else peak)
 
@@ -187,10 +191,10 @@ def _working_dtype(logits: Tensor) -> torch.dtype:
 
 
 class _ConstrainedLogprobs(torch.autograd.Function):
-    """Forward and backward in blocks of rows; the backward computes the softmax again instead of keeping it.
+    """Runs forward and backward in blocks of rows; the backward recomputes the softmax instead of keeping it.
 
     d log pi_mp(a) / d z_k = (1[k = a] - pi_mp(k)) / tau for a in S. A row whose token is outside has gradient zero: its
-    log-prob is a stand-in, and its sequence is dropped.
+    log-prob is a placeholder, and its sequence is dropped.
     """
 
     @staticmethod
@@ -208,6 +212,6 @@ class _ConstrainedLogprobs(torch.autograd.Function):
         rows, token_ids, threshold, temperature, inside = ctx.saved_tensors
         gradient = torch.empty_like(rows)
         blocks = split_rows(rows, gradient, upstream.unsqueeze(-1), token_ids, inside, threshold, temperature)
-        for block, target, slope, ids, member, limit, tau in blocks:
-            target.copy_(logit_gradient(constrain(block, limit, tau), ids, slope / tau, member))
+        for block, target, slope, ids, member, *rule in blocks:
+            target.copy_(logit_gradient(constrain(block, *rule), ids, slope / rule[-1], member))
         return gradient, None, None, None

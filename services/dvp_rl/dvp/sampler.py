@@ -1,4 +1,4 @@
-"""Draws from the constrained policy by inverse CDF: one uniform per row, one pass over the logits."""
+"""Sampling from the constrained policy by inverse CDF: one uniform per row, one pass over the logits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Draw(NamedTuple):
 
     token_ids: Int[Tensor, "*batch"]
     logprobs: Float[Tensor, "*batch"]
-    """As `constrained_logprobs` gives them for the same logits; NaN where the row was not finite."""
+    """Equal to those of `constrained_logprobs` for the same logits; NaN where the row was not finite."""
     kept_mass: Float[Tensor, "*batch"]
     kept_count: Int[Tensor, "*batch"]
 
 
 def finite_rows(logits: Float[Tensor, "*batch vocab"]) -> Bool[Tensor, "*batch"]:
-    """Rows that can be sampled: no NaN, no +inf, something finite. (-inf is a token of probability zero.)"""
-    # The maximum is NaN, +inf or -inf in exactly the other rows.
+    """Rows that can be sampled: no NaN, no +inf, at least one finite logit. (-inf is a token of probability zero.)"""
+    # In exactly the other rows the maximum is NaN, +inf or -inf.
     return logits.amax(-1).isfinite()
 
 
@@ -42,21 +42,22 @@ def sample(
     log_min_p: Setting,
     temperature: Setting,
 ) -> Draw:
-    """One token of S per row, the one that holds `uniforms` (in [0, 1)) on the cumulated probabilities.
+    """Draws one token of S per row: the one whose interval of the cumulated probabilities holds the row's uniform.
 
-    Temperature 0, as a float or in single rows of a tensor, takes the most likely token (the first of ties).
-    Check `finite_rows` first: of a row that is not finite the token means nothing.
+    `uniforms` are in [0, 1). Temperature 0, as a float or in single rows of a tensor, takes the most likely token (the
+    first of ties). Check `finite_rows` first: the token of a row that is not finite is meaningless. Raises ValueError
+    if the shapes do not match.
     """
     if uniforms.shape != logits.shape[:-1]:
         raise ValueError(
-            f"uniforms has shape {tuple(uniforms.shape)}, must be {tuple(logits.shape[:-1])} as the logits"
+            f"uniforms has shape {tuple(uniforms.shape)}, expected {tuple(logits.shape[:-1])} to match the logits"
         )
     greedy = torch.as_tensor(temperature == 0, device=logits.device)
     temperature = temperature.masked_fill(greedy, 1.0) if isinstance(temperature, Tensor) else temperature or 1.0
     rows, threshold, tau = as_rows(logits, log_min_p, temperature)
     columns = uniforms.to(torch.float64).reshape(-1, 1), as_column(greedy, uniforms.shape)
     blocks = split_rows(rows, threshold, tau, *columns)
-    parts = [_draw(constrain(block, limit, heat), *own) for block, limit, heat, *own in blocks]
+    parts = [_draw(constrain(block, threshold, tau), *own) for block, threshold, tau, *own in blocks]
     return Draw(*(torch.cat(part).view(uniforms.shape) for part in zip(*parts, strict=True)))
 
 
@@ -68,16 +69,16 @@ def _draw(block: Block, uniforms: Float64[Tensor, "rows 1"], greedy: Bool[Tensor
         drawn = torch.where(member, drawn, block.scaled.argmax(-1, keepdim=True))
     logprobs, mass, count, _ = block.read(drawn)
     greedy = greedy.view(-1) if greedy.dim() else greedy
-    # l - l is 0, or stays NaN in a row that is not finite.
+    # l - l is 0, or NaN in a row that is not finite.
     logprobs = torch.where(greedy, logprobs - logprobs, logprobs)
     return Draw(drawn.squeeze(-1), logprobs, mass.masked_fill(greedy, 1.0), count.masked_fill(greedy, 1))
 
 
 def _invert(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows 1"]) -> Int[Tensor, "rows 1"]:
-    """The entry that holds `uniforms` on each row's cumulated weights, in float64.
+    """The entry of each row whose interval of the cumulated weights, in float64, holds the row's uniform.
 
-    In two levels, first the cell of CELL entries and then the entry in it: summing cells is vectorised, a scan of the
-    whole vocabulary is not.
+    The search has two levels: first the cell of CELL entries, then the entry in it. Summing cells is vectorised; a scan
+    of the whole vocabulary is not.
     """
     rows, vocab = weights.shape
     if vocab <= 4 * CELL:
@@ -91,7 +92,7 @@ def _invert(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "row
 def _search(
     weights: Float[Tensor, "rows n"], uniforms: Float64[Tensor, "rows 1"]
 ) -> tuple[Int[Tensor, "rows 1"], Float64[Tensor, "rows 1"]]:
-    """The entry that holds `uniforms` on the cumulated weights, and where in it, again in [0, 1)."""
+    """The entry whose interval of the cumulated weights holds the uniform, and the position within it, in [0, 1)."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms * cdf[:, -1:]
     entry = torch.searchsorted(cdf, target, right=True).clamp_(max=weights.shape[-1] - 1)

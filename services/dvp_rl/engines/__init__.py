@@ -1,1 +1,1 @@
-"""One protocol, several engines. Import an engine's module by name: only `transformers` needs torch."""
+"""One protocol, several engines. Import each engine from its own module; `fake` needs no torch."""

@@ -1,7 +1,7 @@
-"""A weight folder with nothing but a low-rank adapter, as PEFT writes it, of the model that a replica was started with.
+"""A weight folder that holds only a low-rank adapter, as PEFT writes it, for the model a replica was started with.
 
-adapter_config.json, adapter_model.safetensors    r, lora_alpha, and A and B of every layer that has one
-dvp-base.json                                     {"digest": ...} of the folder of that model
+adapter_config.json, adapter_model.safetensors    r and lora_alpha; A and B of every adapted layer
+dvp-base.json                                     {"digest": ...} of that model's folder
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def check_base(folder: Path, digest: str) -> None:
         raise WeightError(f"weight folder {folder}: no digest in {BASE}: {error}") from None
     if digest != wanted:
         raise WeightError(
-            f"weight folder {folder}: an adapter of model {wanted}, this replica was started with {digest}; start it "
-            "with the trainer's model.path, or set lora.publish = 'merged' there"
+            f"weight folder {folder}: the adapter belongs to model {wanted}, but this replica was started with "
+            f"{digest}; start it with the trainer's model.path, or set lora.publish = 'merged' in the trainer"
         )
 
 
 def with_adapter(folder: Path, base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
-    """W + lora_alpha / r B A in float32 where the adapter has a layer. Raises WeightError if the base has no such W."""
+    """The base weights, with W + lora_alpha / r B A in float32 for each adapted layer. Raises WeightError if the base
+    lacks W."""
     config = json.loads((folder / CONFIG).read_text())
     scaling, weights = config["lora_alpha"] / config["r"], dict(base)
     for name in adapter:

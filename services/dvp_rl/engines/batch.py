@@ -1,4 +1,4 @@
-"""The rows that are decoded together: one row per sample, bookkeeping in tensors, no Python per token and row."""
+"""The rows decoded together: one row per sample, with state in tensors and no Python code per token and row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK = 64
-"""Uniforms that a row holds ready."""
+"""Uniform draws buffered per row."""
 NO_TOKEN = -1
 
 
@@ -31,11 +31,11 @@ class Row:
 
     submission: Submission
     index: int
-    """Which of the job's n samples."""
+    """Index of the sample among the job's n."""
     limit: int
-    """Tokens it may have."""
+    """Maximum number of new tokens."""
     spans: list[tuple[str, int]]
-    """(version, first token) for every version that drew from it."""
+    """(version, index of its first token) for every weight version that this sample was drawn under."""
     seed: int = field(init=False)
     uniforms: UniformStream = field(init=False)
 
@@ -67,10 +67,10 @@ class Row:
 
 @dataclass
 class Columns:
-    """Device tensors with one entry per row; what moves when a row moves. C is the capacity."""
+    """Device tensors with one entry per row; a row that moves takes its entries along. C is the capacity."""
 
     tokens: Tensor
-    """[C] the last token drawn: the next forward's input."""
+    """[C] last token drawn, the input of the next forward."""
     log_min_p: Tensor
     """[C] float64."""
     temperature: Tensor
@@ -96,7 +96,10 @@ class Columns:
         )
 
     def reserve(self, rows: int, tokens: int, stops: int) -> None:
-        """Room for `rows` rows of `tokens` tokens with `stops` end tokens each; geometric, contents kept."""
+        """Makes room for `rows` rows of `tokens` tokens with `stops` end tokens each; keeps contents.
+
+        Rows and tokens grow geometrically.
+        """
         have_rows, have_tokens, have_stops = len(self.tokens), self.record.shape[1], self.stops.shape[1]
         if rows <= have_rows and tokens <= have_tokens and stops <= have_stops:
             return
@@ -111,7 +114,7 @@ class Columns:
         self.record = _grown(self.record, (rows, tokens, 4))
 
     def write(self, start: int, step: Tensor, drawn: Tensor) -> None:
-        """drawn [rows, 4] becomes token step[i] of row start + i."""
+        """Stores drawn[i], of drawn [rows, 4], as token step[i] of row start + i."""
         rows = torch.arange(start, start + len(step), device=step.device)
         self.record.view(-1, 4).index_copy_(0, rows * self.record.shape[1] + step, drawn)
 
@@ -122,7 +125,7 @@ class Columns:
 
 
 class Batch:
-    """Rows 0..n-1 are unfinished samples. Lengths live on the host, so a step waits for the device once."""
+    """Rows 0..n-1 are the unfinished samples. Lengths live on the host, so a step waits for the device only once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -141,12 +144,12 @@ class Batch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[n] positions in the cache: all tokens but the newest, which is the next forward's input."""
+        """[n] cached positions: all tokens except the newest, which is the input of the next forward."""
         return self.prompts + np.maximum(self.generated - 1, 0)
 
     @property
     def inputs(self) -> Tensor:
-        """[n, 1]"""
+        """[n, 1] newest token of each row."""
         return self._columns.tokens[: len(self), None]
 
     def add(self, rows: list[Row], eos_ids: frozenset[int]) -> None:
@@ -168,9 +171,9 @@ class Batch:
         columns.stops[new] = torch.tensor(padded, device=self.device)
 
     def draw(self, logits: Tensor, start: int = 0) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """One token for each row from `start` on; logits [n - start, V].
+        """Draws one token for each row from `start` on, from logits [n - start, V].
 
-        Returns per row from `start` on: stopped by a token, and not finite (then the token means nothing).
+        Returns two flags per drawn row: ended by a stop token, and log-prob not finite (the token is then meaningless).
         """
         rows = slice(start, len(self))
         columns, generated = self._columns, self.generated[rows]
@@ -190,14 +193,14 @@ class Batch:
         return self.generated[start:] >= self._limits[start:]
 
     def token_ids(self, row: int, last: int | None = None) -> list[int]:
-        """The tokens drawn so far, or the last few of them."""
+        """The tokens drawn so far, or only the `last` ones."""
         stop = int(self.generated[row])
         first = 0 if last is None else max(0, stop - last)
         ids: list[int] = self._columns.record[row, first:stop, 0].long().tolist()
         return ids
 
     def history(self, rows: Sequence[int], width: int) -> Tensor:
-        """[rows, width] what each row has read and drawn, prompt first, zeros behind it."""
+        """[rows, width] prompt and drawn tokens of each row, cut or zero-padded on the right to `width`."""
         token_ids = torch.zeros(len(rows), width, dtype=torch.long)
         for line, row in zip(token_ids, rows, strict=True):
             known = torch.tensor([*self.rows[row].job.prompt_ids.tolist(), *self.token_ids(row)][:width])
@@ -205,7 +208,7 @@ class Batch:
         return token_ids.to(self.device)
 
     def records(self, rows: list[int]) -> list[NDArray[np.float32]]:
-        """[T, 4] of each row, on the host."""
+        """The [T, 4] record of each row, on the host."""
         if not rows:
             return []
         longest = int(self.generated[rows].max())
@@ -213,7 +216,7 @@ class Batch:
         return [record[: self.generated[row]] for record, row in zip(host, rows, strict=True)]
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Drops rows and fills the holes with the last ones. Returns (from, to) of the rows that moved."""
+        """Drops rows and fills the holes with the last rows. Returns old and new indices of the rows that moved."""
         left = len(self) - len(rows)
         dropped = set(rows)
         holes = sorted(row for row in dropped if row < left)

@@ -1,4 +1,4 @@
-"""What the event loop tells the worker thread, and how the worker answers."""
+"""Commands from the event loop to the worker thread, and the worker's replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dvp_rl.contract.job import Job
 
 @dataclass(frozen=True)
 class Reply:
-    """Hands an outcome to a future of the event loop, from any thread."""
+    """Settles a future of the event loop from any thread."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
@@ -29,7 +29,7 @@ class Reply:
         self._send(lambda: self.future.set_exception(error))
 
     def _send(self, settle: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nothing awaits the future
             self.loop.call_soon_threadsafe(lambda: None if self.future.done() else settle())
 
 
@@ -44,12 +44,12 @@ class Prefill:
 
 @dataclass(eq=False)
 class Submission:
-    """A job on its way: waiting, then spread over rows, then whole."""
+    """A job in progress: first waiting, then spread over rows, then complete."""
 
     job: Job
     reply: Reply
     placed: int = 0
-    """Samples that have, or had, a row."""
+    """Number of samples that have or had a row."""
     samples: dict[int, Sample] = field(default_factory=dict)
     prefill: Prefill | None = None
     """Kept while some of the samples still wait for a row."""
@@ -62,7 +62,7 @@ class Submission:
         self.placed, self.samples, self.prefill = 0, {}, None
 
     def reply_if_whole(self) -> bool:
-        """True if the last sample is there and the reply went out."""
+        """Replies if all samples are finished; returns whether it did."""
         whole = len(self.samples) == self.job.n
         if whole:
             self.reply.result(tuple(self.samples[i] for i in range(self.job.n)))

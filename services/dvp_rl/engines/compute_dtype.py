@@ -1,8 +1,8 @@
-"""Modules that compute in another dtype than they keep their parameters in.
+"""Modules that compute in a different dtype from that of their parameters.
 
-Values are rounded where they are used: parameters and floats that come in, at every call of the module that owns them.
-All results then are those of a model that was loaded in that dtype, as an engine loads it. Autocast's are not: it
-leaves embeddings, norms and residuals in float32.
+Parameters and floating-point inputs are cast at every call of the module that owns the parameters. Results therefore
+equal those of a model loaded in that dtype, as an engine loads it. Autocast does not achieve this: it leaves
+embeddings, norms and residuals in float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ def compute_in(
     rounding: torch.dtype | None = None,
     but: torch.nn.Module | None = None,
 ) -> None:
-    """From now on `module` and everything in it, `but` one, computes in `dtype`; gradients have the dtype of the
-    parameters.
+    """Makes `module` and all its submodules, except `but`, compute in `dtype`; gradients keep the parameters' dtype.
 
-    `rounding`: parameters take the values that they would have in this lower dtype.
+    `rounding`: parameters are first rounded to the values of this lower dtype.
     """
 
     def cast(value: Any) -> Any:
@@ -41,7 +40,7 @@ def compute_in(
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values that they have in the lower `dtype`, in their own; the gradient passes as it is."""
+    """`values` rounded to those of the lower `dtype`, in their own dtype; the gradient passes unchanged."""
     return values + (values.detach().to(dtype).to(values.dtype) - values.detach())
 
 

@@ -1,4 +1,4 @@
-"""Where along a sequence a model's layers change what they do, as its config says."""
+"""Sequence lengths at which a model's layers change their behaviour, according to its config."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NO_EDGES = {"max_window_layers", "sliding_window_pattern", "chunk_size_feed_forw
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that is about text: of a model that takes pictures, too, it is a section of its own."""
+    """The text part of a config, which is a separate section in a multimodal model."""
     return config.get_text_config(decoder=True)
 
 
 def edges(config: Any) -> list[int]:
-    """Lengths, ascending, of what the config calls a window, a chunk or a block: of sliding, chunked or chosen
-    attention, of a scan. Only a longer sequence shows what they do."""
+    """Ascending lengths of the windows, chunks and blocks that the config names, whether of sliding, chunked or sparse
+    attention or of a scan. They affect only longer sequences."""
     text = text_config(config)
     windows = getattr(text, "use_sliding_window", True) is not False
     found = {
@@ -31,10 +31,10 @@ def edges(config: Any) -> list[int]:
 
 
 def rope_limit(config: Any) -> int | None:
-    """The longest sequence whose tokens all have the angles that they had when they came; None if they never change.
+    """The longest sequence whose tokens keep their initial rotary angles; None if angles never change.
 
-    The angles of longrope and of dynamic NTK depend on the length of the sequence, or of the longest one beside it.
-    Past the limit an engine's cache holds keys of other angles than a trainer computes.
+    The angles of longrope and dynamic NTK depend on the length of the sequence, or of the longest one in the batch.
+    Beyond the limit an engine's cached keys have other angles than a trainer computes.
     """
     text = text_config(config)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -45,7 +45,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def caps_attention(config: Any) -> bool:
-    """Large attention scores are capped, which only the plain formula does (Gemma-2): how much of that shows depends on
+    """Whether large attention scores are capped (Gemma-2). Only eager attention does so; how much it changes depends on
     the weights."""
     return getattr(text_config(config), "attn_logit_softcapping", None) is not None
 
@@ -67,6 +67,6 @@ def check_full_attention(config: Any, context_length: int) -> None:
         window = getattr(text_config(config), "sliding_window", None)
         cure = f"set max_context to {window} or less, or " if kind == "sliding_attention" else ""
         raise ConfigError(
-            f"model type {config.model_type}: a layer is {kind} (window {window}, context {context_length}), the "
-            f"transformers engine has full attention only; {cure}use the sglang engine"
+            f"model type {config.model_type} has a {kind} layer (window {window}, context {context_length}), but the "
+            f"transformers engine supports full attention only; {cure}use the sglang engine"
         )

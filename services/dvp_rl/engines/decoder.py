@@ -1,4 +1,4 @@
-"""Where a batch's logits come from: a cache of keys and values here, or nothing but token ids in fixed_shape.py."""
+"""Sources of a batch's logits: a key-value cache here, token ids alone in fixed_shape.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens of one forward; a longer prompt goes alone."""
+"""Maximum number of prompt tokens per forward; a longer prompt runs alone."""
 
 
 class Placement(NamedTuple):
@@ -31,23 +31,23 @@ class Decoder(Protocol):
     """Runs the model for the batch; used by the worker's thread alone."""
 
     def begin(self, batch: Batch, placements: Sequence[Placement]) -> Tensor:
-        """[rows, V] for the first tokens of the rows that were just placed, the batch's last ones."""
+        """Logits [rows, V] for the first tokens of the rows just placed, which are the last rows of the batch."""
 
     def step(self, batch: Batch) -> Tensor:
-        """[n, V] for the next token of every row."""
+        """Logits [n, V] for the next token of every row."""
 
     def move(self, batch: Batch, source: list[int], target: list[int]) -> None:
-        """Rows `source` are rows `target` now."""
+        """Follows the batch, whose rows `source` have moved to `target`."""
 
     def recompute(self, batch: Batch) -> None:
-        """The weights are new."""
+        """Rebuilds all state after the weights changed."""
 
     def clear(self) -> None:
-        """No row is left."""
+        """Drops all state once no row is left."""
 
 
 class CachedDecoder:
-    """One prefill per job, then one position per row and step."""
+    """Runs one prefill per job, then one position per row and step."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._device = model, model.device
@@ -87,7 +87,7 @@ class CachedDecoder:
         self._cache.move(torch.tensor(source, device=self._device), torch.tensor(target, device=self._device), length)
 
     def recompute(self, batch: Batch) -> None:
-        """Fills the cache again from token ids, a block of rows at a time, padded on the right."""
+        """Rebuilds the cache from token ids, one block of rows at a time, padded on the right."""
         if not len(batch):
             return
         longest = int(batch.lengths.max())
@@ -101,7 +101,7 @@ class CachedDecoder:
         self._cache.clear()
 
     def _prefill(self, submissions: Iterable[Submission]) -> None:
-        """One forward per length, at most PREFILL_TOKENS at a time."""
+        """Prefills prompts of equal length together, at most PREFILL_TOKENS tokens per forward."""
         by_length = sorted(submissions, key=lambda s: len(s.job.prompt_ids))
         for length, group in groupby(by_length, key=lambda s: len(s.job.prompt_ids)):
             same = list(group)
@@ -113,7 +113,7 @@ class CachedDecoder:
                     submission.prefill = Prefill(cache, index, logits[index : index + 1])
 
     def _read(self, token_ids: Tensor) -> tuple[Tensor, DynamicCache]:
-        """Forward over whole rows [rows, length]: logits [rows, V] of the last position, and the filled cache."""
+        """Runs a forward over whole rows [rows, length]; returns the last logits [rows, V] and the filled cache."""
         cache = DynamicCache()
         positions = torch.arange(token_ids.shape[1], device=self._device).expand(token_ids.shape)
         out = self._model(
@@ -126,7 +126,7 @@ class CachedDecoder:
         return out.logits[:, -1], cache
 
     def _mask(self, lengths: NDArray[np.int64], positions: Tensor, span: int) -> Tensor | None:
-        """Additive [n, 1, 1, span]; None where all rows are equally long."""
+        """Additive attention mask [n, 1, 1, span]; None if all rows have the same length."""
         if lengths.min() == lengths.max():
             return None
         beyond = torch.arange(span, device=self._device) > positions[:, None]

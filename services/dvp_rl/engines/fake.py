@@ -1,4 +1,4 @@
-"""An engine with a fixed service time and no model: load tests of queue and service, on any machine, without torch."""
+"""An engine with a fixed service time and no model, for load tests of queue and service without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .seeds import UniformStream, sample_seed
 
 @dataclass(eq=False)
 class Flight:
-    """A sample on its way. `spans`: (version, first token)."""
+    """A sample in flight. `spans`: (version, index of its first token)."""
 
     num_tokens: int
     started_at: float
@@ -26,10 +26,10 @@ class Flight:
 
 
 class FakeEngine:
-    """See dvp_rl.engines.protocol.Engine. Every sample takes `service_time_s` and is of `num_tokens` random tokens.
+    """See dvp_rl.engines.protocol.Engine. Every sample takes `service_time_s` and has `num_tokens` random tokens.
 
-    `load_time_s`: how long a swap takes; it does not stop what is in flight. Samples are a function of seed and index,
-    as they are in the other engines; `num_tokens` is cut to the job's max_tokens and the context.
+    `num_tokens` is limited by the job's max_tokens and the context. `load_time_s`: duration of a swap; samples in
+    flight continue meanwhile. As in the other engines, samples are a function of seed and index.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FakeEngine:
 
     @property
     def num_running(self) -> int:
-        """Samples that hold a slot now."""
+        """Number of samples that hold a slot."""
         return len(self._flights)
 
     async def start(self) -> None:
@@ -125,7 +125,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _random_sample(seed: int, flight: Flight, vocab_size: int, reason: FinishReason) -> Sample:
-    """Uniform over the vocabulary, nothing pruned."""
+    """A sample drawn uniformly from the vocabulary, without pruning."""
     T = flight.num_tokens
     uniforms = UniformStream(seed).next(T)
     starts = [start for _, start in flight.spans]

@@ -1,12 +1,12 @@
-"""Zero mismatch: engine and trainer run every forward in one shape and so get the same bits (VeXact, arXiv 2605.14220).
+"""Zero mismatch: engine and trainer run every forward in one shape and get identical bits (VeXact, arXiv 2605.14220).
 
-A float32 sum depends on the order of its terms, and that on the kernel, which is chosen by shape. In a forward of
-[rows, length] token ids, padded at the end and without a cache, a hidden state depends on the tokens up to it in its
-own row and on nothing else: not on other rows, later tokens, or gradient mode. `rows` states at a time go through the
-LM head. Log-probs of both sides are then equal, given the same weights, dtype, number of threads, machine and PyTorch,
-and each source of mismatch can be switched on by itself.
+A float32 sum depends on the order of its terms, the order depends on the kernel, and the kernel is chosen by shape. In
+a forward of [rows, length] token ids, padded at the end and without a cache, a hidden state depends only on the tokens
+up to it in its own row: not on other rows, later tokens or gradient mode. The LM head processes `rows` states at a
+time. Log-probs of both sides are then equal, given the same weights, dtype, number of threads, machine and PyTorch
+version, and each source of mismatch can be switched on separately.
 
-It costs a whole forward per token: for diagnosis, not for speed. Shapes: R rows, L length.
+This costs a whole forward per token, so it is for diagnosis, not for speed. Shapes: R rows, L length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class FixedDecoder:
-    """Keeps nothing: every token is computed from token ids."""
+    """Keeps no state: computes every token from token ids."""
 
     def __init__(self, model: Any, shape: Shape) -> None:
         check_fixed_shape(model, shape, model.dtype)
@@ -54,7 +54,7 @@ class FixedDecoder:
         pass
 
     def _logits(self, batch: Batch, first: int) -> Tensor:
-        """[n - first, V]"""
+        """Logits [n - first, V] of the rows from `first` on."""
         newest = torch.from_numpy(batch.prompts + batch.generated - 1).to(batch.device)
         rows = range(first, len(batch))
         blocks = (rows[i : i + self._shape.rows] for i in range(0, len(rows), self._shape.rows))
@@ -69,19 +69,19 @@ class FixedDecoder:
 
 
 def whole_blocks(values: Tensor, rows: int) -> Tensor:
-    """Zeros behind, up to a multiple of `rows`."""
+    """`values` zero-padded at the end to a multiple of `rows`."""
     return pad(values, (0, 0) * (values.dim() - 1) + (0, -len(values) % rows))
 
 
 def check_fixed_shape(model: Any, shape: Shape, dtype: torch.dtype) -> None:
-    """Raises ConfigError unless the model, which computes in `dtype`, does here and now what is said above."""
+    """Raises ConfigError unless the model, which computes in `dtype`, has the above properties on this machine."""
     context = getattr(text_config(model.config), "max_position_embeddings", shape.length)
     if shape.length > context:
         raise ConfigError(f"fixed_shape {shape}: the model's context is {context} tokens")
     if not has_linear_head(model):
         raise ConfigError(
             f"fixed_shape {shape}: the logits of model type {model.config.model_type} are not the product of LM head "
-            "and hidden state alone, so that both sides cannot share them"
+            "and hidden state alone, so the two sides cannot share them"
         )
     row = some_tokens(model, shape.length)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def check_fixed_shape(model: Any, shape: Shape, dtype: torch.dtype) -> None:
     if not found <= tolerance(dtype):
         raise ConfigError(
             f"fixed_shape {shape}: hidden states of model type {model.config.model_type} would differ by {found:.2g} "
-            "standard deviations from those of a sequence that is alone"
+            "standard deviations from those of the same sequence run alone"
         )
     half = max(1, shape.length // 2)
     vocab_size = text_config(model.config).vocab_size
@@ -99,11 +99,11 @@ def check_fixed_shape(model: Any, shape: Shape, dtype: torch.dtype) -> None:
     with torch.no_grad():
         first = _states_and_logits(model, token_ids, half)
     second = _states_and_logits(model, other, half)
-    for what, here, there in zip(("hidden state", "logits"), first, second, strict=True):
+    for what, here, there in zip(("hidden states", "logits"), first, second, strict=True):
         if not torch.equal(here, there.flip(0)):
             raise ConfigError(
-                f"fixed_shape {shape}: on this machine a token's {what} depend on its row's place or on later tokens, "
-                f"by up to {float((here - there.flip(0)).abs().max()):.1g}; try one row, or another length"
+                f"fixed_shape {shape}: on this machine a token's {what} depend on its row's position or on later "
+                f"tokens, by up to {float((here - there.flip(0)).abs().max()):.1g}; try one row, or another length"
             )
 
 

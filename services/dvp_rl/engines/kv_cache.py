@@ -1,4 +1,4 @@
-"""Keys and values of the rows that are decoded together, and the attention that reads them.
+"""Keys and values of the rows decoded together, and the attention that reads them.
 
 Shapes: R rows, H query heads, K key-value heads, L positions, D head dimension; H = K * G.
 """
@@ -20,14 +20,14 @@ ATTENTION = "dvp_rows"
 
 LENGTH_STEP = 64
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Keyword arguments by which some architectures change the attention itself."""
+"""Keyword arguments with which some architectures change attention itself."""
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's cache, [R, K, L, D], written in place. Only the first rows and positions of it are in use.
+    """One layer's cache, [R, K, L, D], written in place. Only its first rows and positions are in use.
 
-    Every cell is finite unless its own row's logits are not: a masked cell has weight zero, and 0 * NaN would reach the
-    neighbours that take the row over.
+    Every cell is finite unless the logits of its own row are not. A masked cell has weight zero, but 0 * NaN would
+    still corrupt the samples that later take over the row.
     """
 
     is_sliding = False
@@ -41,10 +41,10 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         self.span = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is lazy: the constructor knows the shapes."""
+        """Does nothing: the constructor knows the shapes."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes one new position per row where `RowCache.aim` said; returns what the rows attend to."""
+        """Writes one new position per row where `RowCache.aim` points; returns the keys and values to attend to."""
         for cells, new in ((self.keys, key_states), (self.values, value_states)):
             cells.view(-1, cells.shape[3]).index_copy_(0, self.cells, new.reshape(-1, cells.shape[3]))
         count = len(key_states)
@@ -64,7 +64,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """Compact rows 0..n-1 over all layers. Grows geometrically, so that a decode step never copies it."""
+    """Compact rows 0..n-1 over all layers. Grows geometrically, so that decode steps rarely copy it."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -75,7 +75,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self.layers, self._capacity = [], (0, 0)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Room for `rows` rows of `length` positions."""
+        """Makes room for `rows` rows of `length` positions."""
         have_rows, have_length = self._capacity
         if rows <= have_rows and length <= have_length:
             return
@@ -88,7 +88,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._capacity = have_rows, have_length
 
     def fill(self, start: int, prompts: Cache, index: Tensor) -> None:
-        """Rows start, start + 1, ... take the prompts `index` of a filled cache [prompts, K, L, D]."""
+        """Copies the prompts `index` of a filled cache [prompts, K, L, D] into rows start, start + 1, ..."""
         if not self.layers:
             self.layers = [RowLayer(layer.keys, layer.values) for layer in prompts.layers]
             self._capacity = (0, 0)
@@ -100,14 +100,14 @@ class RowCache(Cache):  # type: ignore[misc]
                 target[start:stop, :, length:] = 0
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Rows `target` become copies of rows `source`, which are at most `length` long."""
+        """Copies rows `source`, which are at most `length` long, over rows `target`."""
         for layer in self.layers:
             for cells in (layer.keys, layer.values):
                 cells[target, :, :length] = cells[source, :, :length]
                 cells[target, :, length:] = 0
 
     def aim(self, positions: Tensor, span: int) -> None:
-        """The next forward writes row i at positions[i] and reads the first `span` positions of every row."""
+        """Makes the next forward write row i at positions[i] and read the first `span` positions of every row."""
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         cells: dict[int, Tensor] = {}
         for layer in self.layers:
@@ -129,9 +129,9 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """Causal attention of whole prompts (no mask needed), or of one new token per row over its cache.
 
-    In a step the G query heads of one key-value head are folded into the query axis, so keys and values are read in
-    place instead of repeated G times: [R, K, G, D] x [R, K, L, D]. The CPU's bfloat16 kernel is faster at doing that
-    itself (1.4x), the CUDA ones cannot with a mask.
+    In a decode step the G query heads of one key-value head are folded into the query axis, so keys and values are read
+    in place instead of repeated G times: [R, K, G, D] x [R, K, L, D]. The CPU's bfloat16 kernel does this itself, 1.4x
+    faster; the CUDA kernels cannot do it with a mask.
     """
     if found := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
         raise ConfigError(f"this model's attention needs {found[0]}; use the sglang engine for it")

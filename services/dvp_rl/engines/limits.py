@@ -1,4 +1,4 @@
-"""What a job must fulfil to run on an engine; the same for every engine."""
+"""Requirements that a job must meet to run on any engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dvp_rl.contract.job import MAX_GROUP_TOKENS, Job
 
 
 def check_fits(job: Job, *, context_length: int, vocab_size: int) -> None:
-    """Raises RequestError unless prompt and at least one token fit the context, every id is in the vocabulary and the
-    group is not too large."""
+    """Raises RequestError unless the prompt and at least one new token fit the context, every id is in the vocabulary
+    and the group is not too large."""
     length = len(job.prompt_ids)
     if length + 1 > context_length:
         raise RequestError(
@@ -33,11 +33,11 @@ def check_size(job: Job, context_length: int) -> None:
     if job.n * longest > MAX_GROUP_TOKENS:
         allowed = f"at most {MAX_GROUP_TOKENS} tokens in all samples together"
         raise RequestError(
-            f"n: {job.n} samples of up to {longest} tokens, {allowed}; lower n or sampling.max_tokens",
+            f"n: {job.n} samples of up to {longest} tokens are too many, {allowed}; lower n or sampling.max_tokens",
             [{"field": "n", "value": job.n, "allowed": f"{allowed}, so {MAX_GROUP_TOKENS // longest} of {longest}"}],
         )
 
 
 def max_new_tokens(job: Job, context_length: int) -> int:
-    """Tokens a sample may have: max_tokens, or what the context leaves."""
+    """Maximum number of new tokens per sample: max_tokens, or fewer if the context leaves less room."""
     return min(job.sampling.max_tokens, context_length - len(job.prompt_ids))

@@ -1,4 +1,4 @@
-"""A model and its weights from a Hugging Face folder: safetensors only, nothing is unpickled, no code is run."""
+"""Loads a model and its weights from a Hugging Face folder: safetensors only, no pickles, no code from the folder."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .reference import (
 from .tokenizer import check_model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OTHER_MODEL = "config.json and *.safetensors must be of one model"
+OTHER_MODEL = "config.json and *.safetensors must belong to the same model"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def complete_model(where: str, folder: Path, **options: Any) -> Any:
-    """The causal LM in evaluation mode, none of it random and nothing left over; `options` as in `from_pretrained`.
-    Raises ConfigError, which begins with `where`."""
+    """The causal LM in evaluation mode. No weight is missing, and none left over but multi-token-prediction layers.
+    `options` go to `from_pretrained`. Raises ConfigError, whose text begins with `where`."""
     disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -55,33 +55,33 @@ def complete_model(where: str, folder: Path, **options: Any) -> Any:
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, needed = mismatched[0]
         raise ConfigError(
-            f"{where}: {name} has shape {list(stored)}, config.json asks for {list(needed)} ({len(mismatched)} such "
-            f"tensors): {OTHER_MODEL}"
+            f"{where}: {name} has shape {list(stored)}, but config.json asks for {list(needed)} "
+            f"({len(mismatched)} such tensors): {OTHER_MODEL}"
         )
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
-            f"{where}: {missing[0]} is missing ({len(missing)} in all), it would be random: get every *.safetensors "
+            f"{where}: {missing[0]} is missing ({len(missing)} in all) and would be random: get every *.safetensors "
             "file of the model"
         )
     if unexpected := sorted(
         name for name in report["unexpected_keys"] if not predicts_further(name, model.config.to_dict())
     ):
         raise ConfigError(
-            f"{where}: {unexpected[0]} is in no {type(model).__name__} of this config.json ({len(unexpected)} such "
-            f"tensors), it would be left out: {OTHER_MODEL}"
+            f"{where}: {unexpected[0]} is not in {type(model).__name__} with this config.json "
+            f"({len(unexpected)} such tensors) and would be left out: {OTHER_MODEL}"
         )
     return model
 
 
 def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, context_length: int = sys.maxsize) -> Any:
-    """The causal LM in evaluation mode, for sequences of at most `context_length` tokens. Raises ConfigError naming
-    folder and reason."""
+    """The causal LM in evaluation mode, for sequences of at most `context_length` tokens. Raises ConfigError that
+    names folder and reason."""
     check_model_folder(folder)
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"model folder {folder}: no *.safetensors file in it (pickled weights are never read)")
     model = complete_model(f"model folder {folder}", folder, dtype=dtype)
     if not takes_attention(model):
-        raise ConfigError(f"model type {model.config.model_type} has attention of its own; use the sglang engine")
+        raise ConfigError(f"model type {model.config.model_type} has its own attention; use the sglang engine")
     attend_by(model, ATTENTION)
     if getattr(model, "_is_stateful", False):
         raise ConfigError(f"model type {model.config.model_type} keeps a recurrent state; use the sglang engine")
@@ -93,10 +93,10 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, contex
 
 
 def read_weights(folder: Path, model: Any, base: Path | None = None) -> dict[str, Tensor]:
-    """Every weight of `model`, by name, from the folder's safetensors, in the model's dtype and on the CPU.
+    """Reads every weight of `model`, by name, from the folder's safetensors, in the model's dtype and on the CPU.
 
-    Raises WeightError naming file and tensor if a name, shape or dtype does not fit, if a value is not finite, or if
-    anything is missing; tied weights may be left out. `model` is only read. An adapter is added to what is in
+    Raises WeightError that names folder and tensor if a name, shape or dtype does not fit, a value is not finite or
+    anything is missing; tied weights may be left out. `model` is not modified. An adapter is added to the weights in
     `base`.
     """
     tied = _tied(model)
@@ -120,7 +120,7 @@ def read_weights(folder: Path, model: Any, base: Path | None = None) -> dict[str
 
 @torch.no_grad()
 def swap_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    """Copies checked weights in place; tied tensors share storage, so they follow."""
+    """Copies checked weights into the model in place; tied tensors share storage, so they follow."""
     state = model.state_dict()
     for name, weight in weights.items():
         state[name].copy_(weight)
@@ -128,8 +128,8 @@ def swap_weights(model: Any, weights: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def has_linear_head(model: Any) -> bool:
-    """The logits are nothing but the product of the LM head and the last hidden state: no soft cap or scale follows.
-    Found out by comparing both on a few tokens, bit for bit."""
+    """Whether the logits are just the product of LM head and last hidden state, without a soft cap or scale. Compares
+    both bit for bit on a few tokens."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -140,17 +140,18 @@ def has_linear_head(model: Any) -> bool:
 
 @torch.inference_mode()
 def _check_step(model: Any, context_length: int) -> None:
-    """A step over our cache must give the logits of Transformers' own plain forward, also where a layer's window ends.
+    """Raises ConfigError unless a step over our cache gives the logits of Transformers' eager forward, also past the
+    end of a layer's window.
 
-    It does for full attention as Llama has it; it would not where an architecture biases, caps or stores attention in
-    its own way. Raises ConfigError then, instead of sampling from another model than the trainer's.
+    Llama-style full attention passes. An architecture that biases, caps or stores attention in its own way does not; it
+    would sample from another model than the trainer's.
     """
     kind = model.config.model_type
     tried_edge, edge = longest_edge(model, below=context_length, num_sequences=2)
     if tried_edge < edge:
         raise ConfigError(
-            f"model type {kind}: its layers change at {edge} tokens, and to read as many would take too long here; set "
-            f"max_context to {edge} or less, or use the sglang engine"
+            f"model type {kind}: its layers change at {edge} tokens, and a trial of that length would take too long "
+            f"here; set max_context to {edge} or less, or use the sglang engine"
         )
     ids = some_tokens(model, tried_edge + 8)[None]
     positions = torch.arange(ids.shape[1], device=model.device)[None]
@@ -165,7 +166,7 @@ def _check_step(model: Any, context_length: int) -> None:
             theirs = model(input_ids=ids, use_cache=False)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
+    except Exception as error:  # noqa: BLE001 - foreign architectures may raise any type
         raise ConfigError(f"model type {kind} cannot run here, use the sglang engine: {error}") from None
     if not (found := gap(ours.logits[0, -1], theirs.logits[0, -1])) <= tolerance(model.dtype):
         raise ConfigError(
@@ -176,9 +177,9 @@ def _check_step(model: Any, context_length: int) -> None:
 
 
 def _transpose_weights(model: Any) -> None:
-    """Stores linear weights input-major, same shape, other strides: a decode step's matmul is up to 1.3x faster so.
+    """Stores linear weights input-major (same shape, other strides): a decode step's matmul gets up to 1.3x faster.
 
-    Tied ones stay, because an embedding reads rows.
+    Tied weights stay as they are, because an embedding reads rows.
     """
     tied = {*_tied(model).keys(), *_tied(model).values()}
     for name, module in model.named_modules():
@@ -196,20 +197,20 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 def _read_file(file: Path) -> dict[str, Tensor]:
     try:
         weights: dict[str, Tensor] = load_file(file)
-    except (SafetensorError, OSError, RuntimeError) as error:  # PyTorch's own, for a file that cannot be opened
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: PyTorch cannot open the file
         raise WeightError(f"{file}: cannot be read as safetensors: {error}") from None
     return weights
 
 
 def _convert(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights that some architectures store under other names or in other pieces, as experts are; Transformers' own
-    loader knows how. Returns what it found, names it could not place included.
+    """Reads, with Transformers' own loader, weights that some architectures store under other names or in other pieces,
+    such as experts. Names that the loader could not place map to empty tensors.
     """
     try:
         fresh, report = type(model).from_pretrained(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-    except Exception as error:  # noqa: BLE001 - as in load_model
+    except Exception as error:  # noqa: BLE001 - as in _check_step
         raise WeightError(f"weight folder {folder}: does not fit {type(model).__name__}: {error}") from None
     found = {name: weight for name, weight in fresh.state_dict().items() if name not in _tied(fresh)}
     empty = torch.empty(0)
@@ -230,6 +231,6 @@ def _fitting(what: str, weight: Tensor, expected: Tensor) -> Tensor:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Tensors that share another one's storage, by the name of that one."""
+    """Names of tied tensors, mapped to the names of the tensors whose storage they share."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return tied

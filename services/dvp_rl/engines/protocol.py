@@ -1,4 +1,4 @@
-"""What every engine does. tests/integration/engines/test_conformance.py holds each one that computes to it."""
+"""The protocol of every engine. tests/integration/engines/test_conformance.py checks each engine that runs a model."""
 
 from __future__ import annotations
 
@@ -18,67 +18,67 @@ class Engine(Protocol):
 
     facts: EngineFacts
     context_length: int
-    """Largest number of tokens, prompt and continuation together."""
+    """Maximum number of tokens, prompt and continuation together."""
     vocab_size: int
     capacity: int
-    """Samples that generate side by side; more than that only wait."""
+    """Number of samples that generate concurrently; further samples wait."""
     job_by_job: bool
-    """One job generates at a time, however many samples it has, and gets other bits if it is divided."""
+    """Whether one job generates at a time, whatever its number of samples; dividing a job would change its bits."""
 
     @property
     def version(self) -> str:
-        """The weight version that the next token will be drawn from."""
+        """The weight version that the next token will be drawn under."""
 
     @property
     def num_running(self) -> int:
-        """Samples that generate now, at most `capacity`."""
+        """Number of samples being generated, at most `capacity`."""
 
     async def start(self) -> None:
-        """Loads the model and is ready. Raises ConfigError if the folder is no usable model."""
+        """Loads the model and makes the engine ready. Raises ConfigError if the folder holds no usable model."""
 
     async def generate(self, job: Job) -> tuple[Sample, ...]:
-        """Exactly job.n finished samples, every token stamped with the version that drew it.
+        """Generates exactly job.n finished samples, with every token stamped with the version that drew it.
 
         Cancelling the task stops the samples at the next token and frees their cache.
         Raises RequestError if the job cannot run here (prompt + one token longer than the context, token id outside the
-        vocabulary), EngineError if generation failed (logits that are not finite, engine died), UnavailableError before
-        `start` and after `close`.
+        vocabulary, group too large), EngineError if generation failed (logits not finite, engine closed meanwhile),
+        UnavailableError before `start`, after `close` and in an outage.
         """
 
     async def load(self, folder: Path, version: str) -> None:
-        """Swaps to verified weights at a token boundary. Samples in flight go on under the new weights with their cache
-        recomputed. Raises WeightError and serves the old weights on if the folder does not fit."""
+        """Swaps to verified weights at a token boundary. Samples in flight continue under the new weights with their
+        cache recomputed. If the folder does not fit, raises WeightError and keeps serving the old weights."""
 
     async def close(self) -> None:
-        """Fails what is in flight with EngineError and frees the model."""
+        """Fails jobs in flight with EngineError and frees the model."""
 
 
 @runtime_checkable
 class Recovering(Protocol):
-    """What an engine adds whose server may die and comes back by itself."""
+    """Additional methods of an engine whose server may die and recovers by itself."""
 
     @property
     def outage(self) -> str:
-        """Why nothing can be generated now; "" while it can."""
+        """Why the engine cannot generate; "" while it can."""
 
     async def recovered(self) -> None:
-        """Returns when there is no outage."""
+        """Waits until there is no outage."""
 
 
 async def recovered(engine: Engine) -> None:
-    """Returns when it has no outage."""
+    """Waits until the engine has no outage."""
     if isinstance(engine, Recovering):
         await engine.recovered()
 
 
 @runtime_checkable
 class Receiving(Protocol):
-    """What an engine adds that takes weights from a process group."""
+    """Additional methods of an engine that receives weights over a process group."""
 
     def transfer_request(self, version: str) -> TransferRequest:
-        """What to ask the trainer for. Raises WeightError if this engine, as it was started, can only read folders, and
-        UnavailableError while it has an outage."""
+        """The request to send to the trainer. Raises WeightError if this engine, as started, can only read folders, and
+        UnavailableError during an outage."""
 
     async def receive(self, offer: Offer) -> None:
-        """`Engine.load` from where the offer says. Raises WeightError; what is served then is `version`, which can be
-        older than before, for weights that came this way are kept nowhere else."""
+        """Like `Engine.load`, from the sender that the offer names. After a WeightError the engine serves `version`,
+        which can be older than before, because received weights are stored nowhere else."""

@@ -1,5 +1,5 @@
-"""What a model says of a sequence that is alone, unpadded and attended to by the plain formula ("eager"): the measure
-for every faster way to ask it, on both sides.
+"""Reference outputs of a model, for a single unpadded sequence, with Transformers' plain ("eager") attention. Engine
+and trainer measure every faster way to run the model against them.
 
 Shapes: one row of L tokens; H hidden units.
 """
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 EAGER = "eager"
 TOLERANCE = {torch.bfloat16: 0.5}
 EXACT_TOLERANCE = 1e-3
-"""Standard deviations of the states, here of every other dtype: above what rounding moves them by, below what a layout
-or an attention does to a model that does not bear it. Capped attention may show less: see context.caps_attention."""
+"""Largest accepted gap, in standard deviations of the states, for dtypes not in TOLERANCE: above rounding, below the
+error of a layout or attention unfit for the model. Capped attention may show less: see context.caps_attention."""
 LONGEST = 8192
-"""Tokens of a sequence that is tried: the plain formula keeps a number for every pair of them."""
+"""Maximum length of a trial sequence, in tokens: eager attention stores a score for every pair of them."""
 OPERATIONS = {"cpu": 2e12}
 MANY_OPERATIONS = 1e15
-"""Floating-point operations that a trial may cost, here on anything but a CPU."""
+"""Maximum number of floating-point operations per trial, on devices not in OPERATIONS."""
 
 
 def states(model: Any, inputs: Mapping[str, Any]) -> Float[Tensor, "rows columns H"]:
-    """The last hidden states; the logits of a model that keeps those to itself."""
+    """The last hidden states, or the logits if the model does not expose its hidden states."""
     if model.base_model is model:
         logits: Tensor = model(**inputs, use_cache=False).logits
         return logits
@@ -43,7 +43,7 @@ def states(model: Any, inputs: Mapping[str, Any]) -> Float[Tensor, "rows columns
 
 @contextmanager
 def attending(model: Any, attention: str) -> Iterator[None]:
-    """Within it, the model attends by what has that name with Transformers. Raises ConfigError if it cannot."""
+    """Makes the model use the Transformers attention of that name within the block. Raises ConfigError if it cannot."""
     before = model.config._attn_implementation
     attend_by(model, attention)
     try:
@@ -53,16 +53,16 @@ def attending(model: Any, attention: str) -> Iterator[None]:
 
 
 def attend_by(model: Any, attention: str) -> None:
-    """The model attends so from now on. Raises ConfigError if it cannot."""
+    """Switches the model to the attention of that name. Raises ConfigError if it cannot be switched."""
     if model.config._attn_implementation == attention:
         return
     if not takes_attention(model):
-        raise ConfigError(f"model type {model.config.model_type} has attention of its own, it takes no other")
+        raise ConfigError(f"model type {model.config.model_type} has its own attention, which cannot be replaced")
     model.set_attn_implementation(attention)
 
 
 def takes_attention(model: Any) -> bool:
-    """False for the families of old, whose attention is part of their code: Transformers would only log a warning."""
+    """Whether attention can be switched. Older families hard-code theirs, and Transformers would only log a warning."""
     takes: bool = model._can_set_attn_implementation()
     return takes
 
@@ -74,18 +74,18 @@ def states_alone(model: Any, token_ids: Int[Tensor, " L"]) -> Float[Tensor, "L H
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, in standard deviations of `theirs`; NaN if something is not finite."""
+    """The largest difference, in standard deviations of `theirs`; NaN if a value is not finite."""
     return float((ours - theirs).abs().max() / theirs.std())
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The gap that rounding alone stays below."""
+    """Upper bound of the gap that rounding alone causes."""
     return TOLERANCE.get(dtype, EXACT_TOLERANCE)
 
 
 def longest_edge(model: Any, *, below: int, num_sequences: int) -> tuple[int, int]:
-    """The longest edge of `context.edges` that so many sequences can be tried across here, and the longest that is
-    `below`; 0 for none."""
+    """The longest edge of `context.edges` that a trial of `num_sequences` sequences can cross on this device, and the
+    longest edge under `below`; 0 for none."""
     found = [edge for edge in edges(model.config) if edge < below]
     operations = OPERATIONS.get(model.device.type, MANY_OPERATIONS)
     affordable = operations / (2 * model.num_parameters() * num_sequences)
@@ -94,7 +94,7 @@ def longest_edge(model: Any, *, below: int, num_sequences: int) -> tuple[int, in
 
 
 def some_tokens(model: Any, length: int) -> Int[Tensor, " length"]:
-    """Any, always the same; low ones, which stand for text also where others stand for pictures."""
+    """Arbitrary but fixed token ids, low ones, because these stand for text even where others stand for images."""
     generator = torch.Generator().manual_seed(0)
     vocab = model.get_input_embeddings().weight.shape[0]
     return torch.randint(2, min(vocab, 1024), (length,), generator=generator).to(model.device)

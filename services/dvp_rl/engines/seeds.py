@@ -1,4 +1,4 @@
-"""Where a sample's randomness comes from: a counter-based stream per sample, a pure function of the job."""
+"""Randomness of samples: one counter-based stream per sample, a pure function of the job and the sample's index."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def sample_seed(job: Job, index: int) -> int:
     """63-bit seed of sample `index`.
 
-    Sample 0 takes sampling.seed itself (or a hash of the job id), the others a hash of it and their index. So any
-    sample can be drawn again alone: a job with n = 1 and seed = Sample.seed.
+    Sample 0 uses sampling.seed itself (or a hash of the job id), the others a hash of that and their index. Any sample
+    can therefore be drawn again alone, by a job with n = 1 and seed = Sample.seed.
     """
     base = job.sampling.seed if job.sampling.seed is not None else _hash63(job.job_id.encode())
     return base if index == 0 else _hash63(f"{base}:{index}".encode())
@@ -34,11 +34,11 @@ def _hash63(data: bytes) -> int:
 
 
 class UniformStream:
-    """The draws of one sample: draw t decides token t, whatever else runs beside it."""
+    """The draws of one sample: draw t decides token t, whatever else is in the batch."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Generator(np.random.Philox(key=seed))
 
     def next(self, count: int) -> NDArray[np.float64]:
-        """[count] in [0, 1), 53 random bits each. The cut into chunks does not change the stream."""
+        """[count] numbers in [0, 1), with 53 random bits each. Chunk sizes do not change the stream."""
         return self._generator.random(count)

@@ -1,18 +1,18 @@
-"""The production engine: a SGLang server with the dvp-sglang plugin, on loopback under this replica's care, or remote.
+"""The production engine: an SGLang server with the dvp-sglang plugin, run by this replica on loopback, or remote.
 
-Sampling, log-probs, kept mass and kept count come from inside SGLang. The engine adds what a replica needs: a swap that
-cannot mix weights, and a server that comes back after it died.
+Sampling, log-probs, kept mass and kept count come from inside SGLang. The engine adds what a replica needs: swaps that
+cannot mix weights, and recovery of a server that died.
 
-    swap      verify -> pause, requests in flight give up their cache -> load -> resume; the server stamps the tokens
-    transfer  join the trainer's process group -> the same with what it sends, each piece verified before it is loaded
-    refused   load the last folder again (SGLang may have taken half of the others) -> resume
-    no end    to a transfer, or no answer: kill the server, for it can neither be asked nor trusted any more
-    death     requests in flight fail with UnavailableError -> start again with the last folder
+    swap      verify -> pause; requests in flight lose their cache -> load -> resume; the server stamps the tokens
+    transfer  join the trainer's process group -> as a swap, with every piece verified before it is loaded
+    refused   reload the last folder, because SGLang may have loaded some of the refused weights -> resume
+    timeout   of a transfer, or no answer: kill the server, which can no longer be queried or trusted
+    death     requests in flight fail with UnavailableError -> restart with the last folder
 
-The last folder is that of the weights served. Weights that were sent are in no folder that surely stays: then it is the
-model that the engine was started with, under its own version.
+The last folder holds the weights being served. After a transfer it is the model that the engine was started with, under
+its own version, because no folder is guaranteed to keep weights that were sent.
 
-A seed is handed on to SGLang, which honours it with --enable-deterministic-inference only (not on a CPU).
+Seeds are passed on to SGLang, which honours them only with --enable-deterministic-inference (not on a CPU).
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ log = logging.getLogger(__name__)
 
 HEALTH_EVERY_S = 10.0
 MAX_UNHEALTHY = 3
-"""Failed health checks in a row after which a server that still runs counts as dead."""
+"""Consecutive failed health checks after which a running server counts as dead."""
 MAX_DEATHS = 3
-"""Deaths of the server with a job in flight after which it is the job that is to blame."""
+"""Number of server deaths with the same job in flight after which the job fails."""
 MAX_SUSPECTS = 10_000
-"""Jobs whose deaths are counted at the same time."""
+"""Maximum number of jobs for which server deaths are counted."""
 JOIN_S = 60.0
-"""Longest time for SGLang to meet the trainer; it generates nothing meanwhile."""
+"""Longest wait for SGLang to join the trainer's process group, in seconds; it generates nothing meanwhile."""
 MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
-"""Between attempts to start the server again."""
+"""Backoff between attempts to restart the server, in seconds."""
 INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
 
 
 class Flight(NamedTuple):
-    """A job that the server has, and the name of each of its samples there."""
+    """A job in flight on the server, and the request id of each of its samples."""
 
     job: Job
     request_ids: list[str]
 
 
 class Deaths(NamedTuple):
-    """Of the server, with one job in flight."""
+    """Server deaths with a given job in flight."""
 
     number: int
     last_at: float
-    """On the event loop's clock."""
+    """Time of the last death, on the event loop's clock."""
 
 
 class Weights(NamedTuple):
@@ -79,8 +79,8 @@ class Weights(NamedTuple):
 class SglangEngine:
     """See dvp_rl.engines.protocol.Engine, Recovering and Receiving.
 
-    `source`: the server to start, or one to use that runs already. `max_context`: lowers the model's own context.
-    `load_timeout_s`: longest time for SGLang to read a weight folder, or to receive weights.
+    `source`: the server to start, or a running one to use. `max_context`: lowers the model's own context.
+    `load_timeout_s`: longest time for SGLang to read a weight folder or receive weights.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SglangEngine:
         self._deaths: dict[str, Deaths] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._changing = asyncio.Lock()
-        """Held while weights are swapped and while the server is started."""
+        """Held while weights are swapped and while the server is restarted."""
         self._supervisor: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._outage = "not started"
@@ -126,7 +126,7 @@ class SglangEngine:
 
     @property
     def num_running(self) -> int:
-        """Samples that the server has been asked for, at most `capacity`; some may still wait for their first token."""
+        """Samples requested from the server, at most `capacity`; some may still wait for their first token."""
         return min(self.capacity, sum(flight.job.n for flight in self._flights.values()))
 
     @property
@@ -156,13 +156,13 @@ class SglangEngine:
             raise ConfigError(f"{error} (pickled weights are never read)") from None
 
     async def _bring_up(self) -> None:
-        """A server that answers, has the plugin, and serves `_last_folder`."""
+        """Starts the server and checks that it answers, has the plugin and serves `_last_folder`."""
         await self._server.start(*self._last_folder)
         try:
             if not is_constrained(await self._client.generate(probe_body())):
                 raise ConfigError(
                     f"the SGLang server at {self._client.url} lacks the dvp-sglang plugin, or refused to load it: its "
-                    f"log-probs are those of the whole vocabulary, nothing can be trained on them; {INSTALL}"
+                    f"log-probs cover the whole vocabulary and cannot be trained on; {INSTALL}"
                 )
             self._describe(await self._client.server_info())
             if await self._client.served() != self._last_folder:
@@ -175,7 +175,7 @@ class SglangEngine:
         self._up.set()
 
     def _describe(self, info: dict[str, Any]) -> None:
-        """What only the running server knows."""
+        """Stores what only the running server knows."""
         dtype = self._model_dtype if info["dtype"] == "auto" else info["dtype"]
         fp32_head = info.get("enable_fp32_lm_head", False)
         self.facts = EngineFacts(name="sglang", version=info["version"], dtype=dtype, fp32_head=fp32_head)
@@ -195,18 +195,18 @@ class SglangEngine:
                 await cancel(ends)
             self._outage = done.pop().result()
             self._up.clear()
-            log.error("%s\nit is started again with %s", self._outage, self._last_folder.version)
+            log.error("%s\nrestarting it with %s", self._outage, self._last_folder.version)
             async with self._changing:
                 await self._start_again()
-            log.warning("SGLang serves again, with %s", self._version)
+            log.warning("SGLang serves again with %s", self._version)
 
     async def _start_again(self) -> None:
         delay = MIN_DELAY_S
         while True:
             try:
                 return await self._bring_up()
-            except Exception as error:  # a task boundary: nobody else would try again
-                self._outage = f"SGLang cannot be started again: {error}"
+            except Exception as error:  # a task boundary: nothing else would retry
+                self._outage = f"SGLang cannot be restarted: {error}"
                 expected = isinstance(error, DvpError)
                 log.error("%s; next attempt in %g s", self._outage, delay, exc_info=None if expected else error)
             await asyncio.sleep(delay)
@@ -217,7 +217,7 @@ class SglangEngine:
         while failures < MAX_UNHEALTHY:
             await asyncio.sleep(HEALTH_EVERY_S)
             healthy = await self._client.is_healthy()
-            # While it reads weights it answers nothing.
+            # The server answers nothing while it reads weights.
             failures = 0 if healthy or self._changing.locked() else failures + 1
         return f"SGLang at {self._client.url} failed {failures} health checks in a row"
 
@@ -231,7 +231,7 @@ class SglangEngine:
             asking.cancel()
             if isinstance(self._server, RemoteServer):
                 self._in_background(self._abort(flight.request_ids))
-        # A swap on a remote server is finished; without a server nothing below takes long.
+        # A swap on a remote server runs to its end; without a server nothing below takes long.
         await asyncio.gather(*self._flights, *self._background, return_exceptions=True)
         await self._client.close()
 
@@ -239,7 +239,7 @@ class SglangEngine:
         if self._supervisor is None:
             raise UnavailableError("the engine is not running: start it first, and do not use it after close")
         if self._outage:
-            raise UnavailableError(f"SGLang does not run now: {self._outage.splitlines()[0]}")
+            raise UnavailableError(f"SGLang is not running: {self._outage.splitlines()[0]}")
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -267,20 +267,20 @@ class SglangEngine:
         return to_samples(job, answer)
 
     def _suspected(self, job: Job, began: float) -> EngineError | None:
-        """A job that the server dies of again and again counts as delivered in the end: it would go round forever.
-        Parts of a job that were in flight together count once, and parts that ended well clear it of nothing."""
+        """Counts a death of the server with `job` in flight. Returns the error that fails the job after MAX_DEATHS; it
+        would otherwise be retried forever. Parts in flight together count once; parts that succeed reset nothing."""
         number, last_at = self._deaths.pop(job.job_id, Deaths(0, -math.inf))
         if began > last_at:
             number, last_at = number + 1, asyncio.get_running_loop().time()
         if number >= MAX_DEATHS:
-            return EngineError(f"job {job.job_id}: SGLang went away {number} times while this was in flight")
+            return EngineError(f"job {job.job_id}: SGLang died {number} times while this job was in flight")
         self._deaths[job.job_id] = Deaths(number, last_at)
         if len(self._deaths) > MAX_SUSPECTS:
             del self._deaths[next(iter(self._deaths))]
         return None
 
     async def _abort(self, request_ids: list[str]) -> None:
-        with suppress(DvpError):  # a server that is away generates nothing
+        with suppress(DvpError):  # a server that is down generates nothing
             await self._client.abort(request_ids)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -294,12 +294,12 @@ class SglangEngine:
     async def load(self, folder: Path, version: str) -> None:
         if holds_adapter(folder):
             raise WeightError(
-                f"weight folder {folder}: an adapter alone, which only the transformers engine merges; set "
-                "lora.publish = 'merged' at the trainer"
+                f"weight folder {folder}: it holds only an adapter, which only the transformers engine can merge; set "
+                "lora.publish = 'merged' in the trainer"
             )
         self._check_running()
         await asyncio.to_thread(check_layout, folder, self._layout, self._optional)
-        # A swap that has begun is finished, whoever stops waiting for it: a paused server would stay paused.
+        # A swap that has begun is finished even if the caller stops waiting, or the server would stay paused.
         await asyncio.shield(self._in_background(self._swap(folder, version)))
 
     async def _swap(self, folder: Path, version: str) -> None:
@@ -312,12 +312,12 @@ class SglangEngine:
             self._last_folder, self._version = Weights(folder, version), version
 
     async def _replace(self, folder: Path, version: str) -> None:
-        """Raises WeightError with the last folder's weights in place again."""
+        """Raises WeightError if SGLang refuses the folder; the last folder's weights are then in place again."""
         if refusal := await self._while_paused(lambda: self._client.load(folder, version, self._load_timeout_s)):
             raise WeightError(f"SGLang refused {folder}: {refusal}")
 
     async def _while_paused(self, change: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """Why the server refused the change; it serves the last folder then."""
+        """Changes weights. Returns why the server refused them, or ""; after a refusal it serves the last folder."""
         await self._client.pause()
         refusal = await change()
         if refusal:
@@ -326,11 +326,11 @@ class SglangEngine:
         return refusal
 
     async def _put_back(self) -> None:
-        """Of the weights it refuses, SGLang may have taken some."""
+        """Reloads the last folder, because SGLang may have loaded some of the weights that it refused."""
         refusal = await self._client.load(*self._last_folder, self._load_timeout_s)
         if refusal:
             await self._server.stop()
-            raise WeightError(f"SGLang refused new weights, then the old ones, and is started again: {refusal}")
+            raise WeightError(f"SGLang refused new weights, then the old ones, and is being restarted: {refusal}")
         await self._client.flush()
         self._version = self._last_folder.version
 
@@ -338,7 +338,7 @@ class SglangEngine:
         if isinstance(self._server, RemoteServer):
             raise WeightError("the server at sglang.url can only load folders: this replica could not restart it")
         if self._dp > 1:
-            raise WeightError(f"sglang.dp {self._dp}: SGLang can be sent weights with 1 only; start more replicas")
+            raise WeightError(f"sglang.dp {self._dp}: SGLang can receive weights only with dp 1; start more replicas")
         self._check_running()
         return TransferRequest(id=uuid4().hex, version=version, receivers=self._tp, device=self._server.device)
 
@@ -355,11 +355,11 @@ class SglangEngine:
                 async with asyncio.timeout(self._load_timeout_s):
                     await self._receive(offer)
             except WeightError:
-                raise  # the server said no, and serves the last folder
+                raise  # the server refused and serves the last folder
             except (DvpError, TimeoutError) as error:
                 await self._server.stop()
-                why = str(error) or f"neither joined within {JOIN_S:g} s nor had all in {self._load_timeout_s:g} s"
-                raise WeightError(f"SGLang did not receive {offer.version} and is started again: {why}") from None
+                why = str(error) or f"it took over {JOIN_S:g} s to join, or over {self._load_timeout_s:g} s in all"
+                raise WeightError(f"SGLang did not receive {offer.version} and is being restarted: {why}") from None
             self._last_folder, self._version = self._model, offer.version
 
     async def _receive(self, offer: Offer) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP calls that the engine makes to a SGLang server. Every wait is bounded, every failure is one of ours."""
+"""The HTTP calls that the engine makes to an SGLang server. Every wait is bounded; every failure is a DvpError."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dvp_rl.contract.transfer import Offer
 from .sglang_wire import EMPTY_PIECE, group_body, piece_body
 
 GENERATE_S = 24 * 3600.0
-"""Longest time for one answer. What asks has a shorter bound of its own, and the end of the server cuts it off."""
+"""Longest wait for one answer, in seconds. Callers have shorter limits, and the wait ends if the server does."""
 CALL_S = 60.0
 READY_S = 5.0
 IDLE_S = 2.0
-"""How long an unused connection is kept: one that the server closes must not look like the death of a server."""
+"""Lifetime of an idle connection, in seconds: short, because one that the server closes would look like its death."""
 HEALTH_S = 30.0
 ABORTS_AT_ONCE = 32
 MAX_REASON_CHARS = 500
 
 
 class SglangClient:
-    """One server. Raises UnavailableError if it is away, RequestError, EngineError or ConfigError (a wrong key)."""
+    """One server. Raises UnavailableError if it is down, RequestError, EngineError, or ConfigError for a wrong key."""
 
     def __init__(self, url: str, *, api_key: str = "", admin_key: str = "") -> None:
         self.url = url
@@ -50,7 +50,7 @@ class SglangClient:
         await finished(self._http.aclose())
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
-        """The answer's JSON. Numbers that are not finite arrive as null."""
+        """The answer as parsed JSON. Numbers that are not finite arrive as null."""
         return await self._call("POST", "/generate", body, timeout=httpx.Timeout(GENERATE_S, connect=READY_S))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -61,11 +61,11 @@ class SglangClient:
         await asyncio.gather(*map(one, request_ids))
 
     async def is_ready(self) -> bool:
-        """Accepts requests; does not say that it would answer them."""
+        """Whether the server accepts requests, which does not mean that it answers them."""
         return await self._is_ok("/ready", READY_S)
 
     async def is_healthy(self) -> bool:
-        """Has just generated a token, for this question if need be. Takes about a second."""
+        """Whether the server has just generated a token, for this call if necessary. Takes about a second."""
         return await self._is_ok("/health", HEALTH_S)
 
     async def server_info(self) -> dict[str, Any]:
@@ -73,30 +73,30 @@ class SglangClient:
         return info
 
     async def served(self) -> tuple[Path, str]:
-        """Folder and version of its weights, as it was told."""
+        """Folder and version of the server's weights, as they were set."""
         info = await self._call("GET", "/model_info")
         return Path(info["model_path"]), info["weight_version"]
 
     async def num_running(self) -> int:
-        """Samples that have a first token and not yet a last one."""
+        """Number of samples that have their first token but not their last."""
         answer = await self._call("GET", "/v1/loads?include=core")
         return sum(load["num_running_reqs"] for load in answer["loads"])
 
     async def pause(self) -> None:
-        """What is in flight goes back into the server's queue, without its cache."""
+        """Pauses generation; requests in flight return to the server's queue without their cache."""
         await self._call("POST", "/pause_generation", {"mode": "retract"}, admin=True)
 
     async def resume(self) -> None:
         await self._call("POST", "/continue_generation", {"torch_empty_cache": False}, admin=True)
 
     async def load(self, folder: Path, version: str, timeout_s: float) -> str:
-        """Loads a folder into a paused server and empties its cache. Why not, or "" if it did."""
+        """Loads a folder into a paused server and empties its cache. Returns why it was refused, or ""."""
         body = {"model_path": _absolute(folder), "weight_version": version, "flush_cache": True}
         return await self._attempt("/update_weights_from_disk", body, timeout_s)
 
     async def join(self, offer: Offer) -> str:
-        """Enters the process group of a transfer. Why not, or "" if it did. It waits for the others for half an hour,
-        and generates nothing meanwhile."""
+        """Joins the process group of a transfer. Returns why the server did not, or "". It waits up to half an hour for
+        the others and generates nothing meanwhile."""
         try:
             async with asyncio.timeout(READY_S):
                 _, writer = await asyncio.open_connection(offer.host, offer.port)
@@ -106,8 +106,8 @@ class SglangClient:
         return await self._attempt("/init_weights_update_group", group_body(offer), GENERATE_S)
 
     async def receive(self, offer: Offer, timeout_s: float) -> str:
-        """Takes an offer's weights into a paused server that has joined, and empties its cache. Why not, or "" if it
-        did; after a refusal it may have taken some."""
+        """Receives an offer's weights into a paused server that has joined, and empties its cache. Returns why the
+        server refused, or ""; after a refusal it may have loaded some of them."""
         if refusal := await self._attempt("/begin_weight_update", {}, timeout_s):
             return refusal
         refusal = await self._receive_pieces(offer, timeout_s)
@@ -117,7 +117,7 @@ class SglangClient:
     async def _receive_pieces(self, offer: Offer, timeout_s: float) -> str:
         path = "/update_weights_from_distributed"
         if not await self._attempt(path, EMPTY_PIECE | {"group_name": offer.group}, timeout_s):
-            return "its dvp-sglang checks no weights: install the one that belongs to this replica"
+            return "its dvp-sglang does not verify weights: install the version that belongs to this replica"
         for i, piece in enumerate(offer.pieces):
             version = offer.version if i + 1 == len(offer.pieces) else None
             if refusal := await self._attempt(path, piece_body(piece, offer.group, version), timeout_s):
@@ -138,7 +138,7 @@ class SglangClient:
         return response.status_code == HTTPStatus.OK
 
     async def _attempt(self, path: str, body: Mapping[str, Any], timeout_s: float) -> str:
-        """Why the server refused, or "" if it did not."""
+        """Sends a change of weights. Returns why the server refused, or ""."""
         response = await self._send("POST", path, body, True, httpx.Timeout(timeout_s))
         if response.status_code == HTTPStatus.BAD_REQUEST:
             return _reason(response)
@@ -183,7 +183,9 @@ def _check(response: httpx.Response) -> None:
     if status == HTTPStatus.OK:
         return
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        raise ConfigError(f"SGLang refuses the key for {path}: set sglang.api_key and sglang.admin_key to the server's")
+        raise ConfigError(
+            f"SGLang refuses the key for {path}: set sglang.api_key and sglang.admin_key to the keys of the server"
+        )
     if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
         raise RequestError(f"SGLang refuses the request: {_reason(response)}")
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -192,7 +194,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The server's own words, whichever of its forms they have."""
+    """The server's own explanation, in whichever format it sent it."""
     try:
         body = from_json(response.content)
     except ValueError:
@@ -208,5 +210,5 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def _absolute(folder: Path) -> str:
-    """The server has a working directory of its own."""
+    """Makes the path absolute, because the server has its own working directory."""
     return str(folder.absolute())

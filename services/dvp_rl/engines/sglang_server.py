@@ -1,7 +1,7 @@
-"""A SGLang server as a process of this replica, or as one that somebody else runs.
+"""An SGLang server, either run by this replica as a process or run elsewhere.
 
-The process listens on loopback only, wants two random keys, writes into a log file, is the leader of a process group of
-its own, and ends with the replica (sglang_launch.py), also when that one is killed.
+The process listens on loopback only, requires two random keys, writes to a log file, leads its own process group, and
+ends with the replica, even if that is killed (sglang_launch.py).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 STUB = Path(__file__).with_name("sglang_launch.py")
 POLL_S = 0.2
 GRACE_S = 2.0
-"""In which its helpers unlink what it shared in memory."""
+"""Time for the server's helpers to unlink its shared memory, in seconds."""
 LAST_LINES = 12
 CONTEXT_MARGIN = 8
-"""SGLang ends a sample up to 6 tokens before its own context length; the engine counts to the last one."""
+"""Extra tokens of context: SGLang ends a sample up to 6 tokens before its limit; the engine uses its whole context."""
 CPU_TOKENS = 65_536
-# Without the last one an idle server keeps a core busy.
+# Without --sleep-on-idle, an idle server keeps a core busy.
 CPU_FLAGS = ("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--sleep-on-idle")
 CHECKOUT_PYTHON = Path(__file__).parents[3] / ".sglang" / "bin" / "python"
-"""What `make sglang-cpu` builds in a checkout."""
+"""Interpreter of the environment that `make sglang-cpu` builds in a checkout."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a server is started. None: SGLang's own choice."""
+    """Settings for starting a server. None leaves the choice to SGLang."""
 
     python: Path
-    """Interpreter with SGLang and the dvp-sglang plugin in it."""
+    """Interpreter of an environment with SGLang and the dvp-sglang plugin."""
     dtype: str = "float32"
     fp32_head: bool = False
     device: str = "cpu"
@@ -56,15 +56,15 @@ class Launch:
     dp: int = 1
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
-    """Tokens that the KV cache holds; 65,536 on a CPU, where SGLang cannot know what is free."""
+    """Capacity of the KV cache, in tokens. None: 65,536 on a CPU, where SGLang cannot tell how much memory is free."""
     deterministic: bool = False
     threads: int | None = None
     port: int = 0
-    """0: a free one, another one at every start."""
+    """0: a free port, chosen at every start."""
     extra_args: tuple[str, ...] = ()
-    """Further flags of sglang.launch_server; they win."""
+    """Further flags of sglang.launch_server; they override the others."""
     interface: str | None = None
-    """Network interface for what its processes tell each other and the trainer's weights. Default: loopback."""
+    """Network interface for traffic between SGLang's processes and for the trainer's weights. None: loopback."""
     ready_timeout_s: float = 600.0
     log_file: Path | None = None
     """None: a file in the temporary folder."""
@@ -73,7 +73,7 @@ class Launch:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r}: SGLang allows {', '.join(DTYPES)}")
         if self.deterministic and self.device == "cpu":
-            raise ConfigError("deterministic: SGLang can only do it on a GPU; use the transformers engine on a CPU")
+            raise ConfigError("deterministic: SGLang supports it only on a GPU; use the transformers engine on a CPU")
 
     def flags(self, folder: Path, version: str, port: int, context_length: int) -> list[str]:
         total = self.max_total_tokens or (CPU_TOKENS if self.device == "cpu" else None)
@@ -82,7 +82,7 @@ class Launch:
             "host": HOST,
             "port": port,
             "weight-version": version,
-            # Never a pickle, wherever the folder comes from.
+            # Never load a pickle, wherever the folder comes from.
             "load-format": "safetensors",
             "device": self.device,
             "dtype": self.dtype,
@@ -101,13 +101,13 @@ class Launch:
         return [*flags, "--skip-server-warmup", *self.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """This process's, without settings and secrets of ours. `scratch`: an empty folder."""
+        """This process's environment without our settings and secrets, plus SGLang's. `scratch`: an empty folder."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DVP_ROLLOUT__")}
         threads = {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
         cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {}
-        # The margin above goes beyond what the model's configuration names; no position beyond it is ever computed.
+        # CONTEXT_MARGIN goes beyond the model's own context, but no position beyond that is ever computed.
         ours = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "PYTHONUNBUFFERED": "1"}
-        # torch's own rendezvous would listen on every interface. Copies of the model (dp) need one each, and have it.
+        # torch's rendezvous would listen on every interface. With dp > 1, each copy of the model needs and has its own.
         local = {"GLOO_SOCKET_IFNAME": self.interface or "lo"}
         if self.interface:
             local["NCCL_SOCKET_IFNAME"] = self.interface
@@ -117,7 +117,7 @@ class Launch:
 
 
 class LocalServer:
-    """A process of our own; `start` may be called again after it ended."""
+    """A server run as our own process; `start` may be called again after it ended."""
 
     def __init__(self, launch: Launch, context_length: int) -> None:
         self._launch = launch
@@ -132,7 +132,7 @@ class LocalServer:
         return self._launch.device
 
     async def start(self, folder: Path, version: str) -> None:
-        """Returns when it accepts requests. Raises ConfigError with the end of its log."""
+        """Starts the server and waits until it accepts requests. Raises ConfigError with the end of its log."""
         await self.stop()
         port = _reserve(self._launch.port)
         await self.client.close()
@@ -165,7 +165,7 @@ class LocalServer:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    # Not the working directory: its packages must not hide those of SGLang's environment.
+                    # Not our working directory: its packages must not shadow those of SGLang's environment.
                     cwd=self._log_file.parent,
                     env=self._launch.environment(Path(self._scratch.name)),
                     start_new_session=True,
@@ -189,14 +189,14 @@ class LocalServer:
             raise ConfigError(f"SGLang was {remedy}. {self._last_words()}") from None
 
     async def ended(self) -> str:
-        """Waits for its end and says how it ended."""
+        """Waits until the server ends; returns how it ended."""
         process = self._process
         assert process is not None, "started"
         await process.wait()
         return f"SGLang {_how(process)}. {self._last_words()}"
 
     async def stop(self) -> None:
-        """Ends its processes."""
+        """Kills the server's processes."""
         process, self._process = self._process, None
         if process is not None:
             await finished(_kill(process))
@@ -210,17 +210,17 @@ class LocalServer:
 
 @dataclass(frozen=True)
 class Remote:
-    """A server that somebody else runs, for this replica alone, and that sees weight folders under the same paths."""
+    """A server that is run elsewhere, for this replica alone, and sees weight folders under the same paths."""
 
     url: str
     api_key: str = ""
     admin_key: str = ""
-    """"": the API key."""
+    """Empty: the API key."""
     ready_timeout_s: float = 600.0
 
 
 class RemoteServer:
-    """Nothing here starts or ends it."""
+    """A server that this replica neither starts nor stops."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -229,28 +229,28 @@ class RemoteServer:
     async def start(self, folder: Path, version: str) -> None:
         try:
             async with asyncio.timeout(self._remote.ready_timeout_s):
-                while not await self.client.is_ready():  # noqa: ASYNC110 - asks another machine
+                while not await self.client.is_ready():  # noqa: ASYNC110 - polls another machine
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             waited = f"within sglang.ready_timeout_s = {self._remote.ready_timeout_s:g} s"
             raise ConfigError(f"sglang.url {self._remote.url}: no SGLang server was ready there {waited}") from None
 
     async def ended(self) -> str:
-        """Only its health says so."""
+        """Never returns: only health checks can tell that a remote server ended."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """It stays."""
+        """Does nothing: the server keeps running."""
 
 
 def default_python() -> Path:
-    """The checkout's SGLang environment where there is one, else this interpreter."""
+    """The interpreter of the checkout's SGLang environment if it exists, else this one."""
     return CHECKOUT_PYTHON if CHECKOUT_PYTHON.exists() else Path(sys.executable)
 
 
 def _reserve(port: int) -> ReservedPort:
-    """Raises ConfigError."""
+    """Raises ConfigError if the port cannot be reserved."""
     try:
         return ReservedPort(port)
     except OSError as error:
@@ -258,8 +258,8 @@ def _reserve(port: int) -> ReservedPort:
 
 
 async def _kill(leader: asyncio.subprocess.Process) -> None:
-    """It holds nothing that is worth the 5 s that it takes over SIGTERM. Its processes end with it; what is left of the
-    group after a moment is killed, too, and may take as long to be gone."""
+    """Sends SIGKILL at once: nothing in the server is worth the 5 s that it takes over SIGTERM. Its processes end with
+    it; any left in the group after GRACE_S are killed too, and get as long to disappear."""
     with suppress(ProcessLookupError):
         leader.kill()
     await leader.wait()

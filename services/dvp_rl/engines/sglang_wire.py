@@ -1,5 +1,5 @@
-"""A job as a SGLang request, and its answer as samples. One request per job: n prompts alike, each with its own id.
-Then the requests with which weights are received."""
+"""Translates jobs to SGLang requests, their answers to samples, and offers to requests that receive weights. A job is
+one request with n equal prompts, each with its own id."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dvp_rl.contract.transfer import Offer, Piece
 from .seeds import sample_seed
 
 LEAST_LOG_MIN_P = -87.0
-"""SGLang keeps min_p in float32, whose smallest normal number is e^-87.3."""
+"""Smallest log_min_p: SGLang keeps min_p in float32, whose smallest normal number is e^-87.3."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 PROBE = {"max_new_tokens": 1, "min_p": 1.0}
-"""Keeps the most likely token and its ties, so its log-prob is 0 unless it is one of the whole vocabulary."""
+"""Keeps only the most likely token and its ties: its log-prob is -log(kept_count) where the plugin works."""
 
 TORCH_NAMES = {
     "F64": "float64",
@@ -35,15 +35,16 @@ TORCH_NAMES = {
     "I32": "int32",
     "I64": "int64",
 }
-"""Of safetensors' dtypes; SGLang refuses what is not here."""
+"""PyTorch's names of safetensors dtypes; SGLang refuses other dtypes."""
 CHECKED = "sha256="
-"""The plugin's load format: services/dvp_rl/sglang_plugin/checksum.py."""
+"""Prefix of the plugin's load format: services/dvp_rl/sglang_plugin/checksum.py."""
 EMPTY_PIECE = {"names": [], "dtypes": [], "shapes": [], "load_format": f"{CHECKED}{'0' * 64}", "flush_cache": False}
-"""Nothing, under a checksum that it does not have: only a server that checks none takes it."""
+"""No weights, with a wrong checksum: only a server that verifies no checksums accepts it."""
 
 
 def request_body(job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iterable[int]) -> dict[str, Any]:
-    """`limit`: tokens a sample may have. Raises RequestError for what SGLang cannot express."""
+    """The request for a job. `limit`: maximum number of new tokens per sample. Raises RequestError for settings that
+    SGLang cannot express."""
     sampling = job.sampling
     if sampling.log_min_p < LEAST_LOG_MIN_P:
         raise RequestError(
@@ -54,7 +55,7 @@ def request_body(job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iter
     settings = {
         "max_new_tokens": limit,
         "temperature": sampling.temperature,
-        # A greedy row needs no set.
+        # Greedy rows need no pruning.
         "min_p": math.exp(sampling.log_min_p) if sampling.temperature > 0 else 0.0,
         "stop": list(sampling.stop),
         "stop_token_ids": sorted({*eos_ids, *sampling.stop_token_ids}),
@@ -71,12 +72,12 @@ def request_body(job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iter
 
 
 def probe_body() -> dict[str, Any]:
-    """One token from a server of which nothing is known yet."""
+    """A request for one token, which shows whether the server has the plugin."""
     return {"input_ids": [0], "sampling_params": PROBE, "return_logprob": True}
 
 
 def is_constrained(answer: Any) -> bool:
-    """True if the answer to `probe_body` is from a server with the plugin."""
+    """Whether the answer to `probe_body` comes from a server with the plugin."""
     info = answer["meta_info"]
     if "kept_count" not in info or "kept_mass" not in info:
         return False
@@ -86,7 +87,7 @@ def is_constrained(answer: Any) -> bool:
 
 
 def to_samples(job: Job, answer: Any) -> tuple[Sample, ...]:
-    """Raises EngineError for an answer that is none: aborted, without a set somewhere, or in an unknown form."""
+    """The samples of an answer. Raises EngineError if it was aborted, is malformed or its logits are not finite."""
     if not isinstance(answer, list) or len(answer) != job.n:
         raise EngineError(f"job {job.job_id}: SGLang did not answer with {job.n} samples")
     try:
@@ -141,7 +142,7 @@ def group_body(offer: Offer) -> dict[str, Any]:
 
 
 def piece_body(piece: Piece, group: str, version: str | None) -> dict[str, Any]:
-    """`version`: what the weights are with this piece, the last one; None before."""
+    """The request for one piece. `version`: version of the complete weights, set with the last piece only."""
     return {
         "names": [tensor.name for tensor in piece.tensors],
         "dtypes": [TORCH_NAMES.get(tensor.dtype, tensor.dtype) for tensor in piece.tensors],

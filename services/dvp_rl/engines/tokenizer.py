@@ -1,4 +1,4 @@
-"""Text to token ids and back, for people: between the services only token ids travel."""
+"""Converts between text and token ids for users; the services exchange only token ids."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Tokenizer:
     """A model folder's tokenizer. Use one instance per thread: the fast tokenizers are not re-entrant."""
 
     eos_ids: frozenset[int]
-    """Ends a sample: the union of generation config, config and tokenizer. Never empty."""
+    """Token ids that end a sample: the union of generation config, config and tokenizer. Never empty."""
     pad_id: int
-    """An end token where the folder names no padding token."""
+    """The padding token, or an end token if the folder names none."""
     vocab_size: int
-    """Ids that have a text. A model may have more rows than that, never sampled after training."""
+    """Number of token ids that have text. A model may have more rows, which are never sampled after training."""
     core: Any
-    """The Hugging Face tokenizer behind it."""
+    """The underlying Hugging Face tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens (such as a beginning-of-sequence) that the folder asks for."""
+        """Encodes text with the special tokens (such as beginning-of-sequence) that the folder asks for."""
         ids: list[int] = self.core.encode(text)
         return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Messages through the chat template, ready for the assistant's turn.
+        """Encodes messages with the chat template, ready for the assistant's turn.
 
         Raises RequestError if the folder has no chat template or the template refuses the messages.
         """
@@ -44,7 +44,7 @@ class Tokenizer:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             ids = self.core.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
+        except Exception as error:  # noqa: BLE001 - a template is a program by the model's author
             raise RequestError(
                 f"messages: the chat template refused them: {error}",
                 [{"field": "messages", "value": [turn["role"] for turn in turns], "allowed": str(error)}],
@@ -59,7 +59,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Reads a local model folder. Raises ConfigError if there is none, or no end token in it."""
+    """Loads the tokenizer of a local model folder. Raises ConfigError if there is none or it has no end token."""
     check_model_folder(folder)
     try:
         core = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -90,7 +90,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def load_config(folder: Path) -> Any:
-    """The model's configuration. Raises ConfigError if there is none that this Transformers knows."""
+    """The model's configuration. Raises ConfigError if there is none or Transformers does not know it."""
     check_model_folder(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,9 +1,9 @@
 """The reference engine: any full-attention Hugging Face causal LM, in this process, on CPU or GPU.
 
 Continuous batching at token granularity (worker.py) over a cache written in place (kv_cache.py). In deterministic mode
-one job is one batch and threads are fixed: on the CPU results depend on weights and job alone, bit for bit. Otherwise
-the same seed draws from logits that move by about 3e-7 with the rest of the batch. With a fixed shape there is no
-cache, and log-probs are those of a trainer with the same shape, bit for bit (fixed_shape.py).
+each job is its own batch and threads are fixed: on the CPU, results depend only on weights and job, bit for bit.
+Otherwise logits vary by about 3e-7 with the rest of the batch, also under the same seed. With a fixed shape there is no
+cache, and log-probs equal those of a trainer with the same shape, bit for bit (fixed_shape.py).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 class TransformersEngine:
     """See dvp_rl.engines.protocol.Engine. The constructor reads only the folder's configuration.
 
-    `max_batch`: samples that decode side by side; the cache grows up to that many rows of the longest one's length.
-    `max_context`: lowers the model's own context. `threads`: PyTorch's intra-op threads, 1 in deterministic mode unless
-    given. In deterministic mode a swap waits for the job that has begun. `fixed_shape`: its length is the context, and
-    threads are 1 unless given.
+    `max_batch`: number of samples decoded together; the cache grows up to that many rows of the longest one's length.
+    `max_context`: lowers the model's own context. `threads`: PyTorch's intra-op threads, by default 1 in deterministic
+    mode and with `fixed_shape`. In deterministic mode a swap waits for the job that has begun. `fixed_shape`: its
+    length limits the context.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TransformersEngine:
 
     @property
     def num_running(self) -> int:
-        """Samples that hold a row of the batch now."""
+        """Number of samples that hold a row of the batch."""
         return self._worker.num_running if self._worker else 0
 
     async def start(self) -> None:
@@ -113,7 +113,7 @@ class TransformersEngine:
         self._thread.start()
 
     def _load(self) -> tuple[Tokenizer, Any, Decoder]:
-        # PyTorch keeps one count per calling thread. This thread reads later weights, too; the worker sets its own.
+        # PyTorch keeps one count per calling thread. This thread also reads later weights; the worker sets its own.
         torch.set_num_threads(self._threads)
         tokenizer = load_tokenizer(self._folder)
         dtype, context = DTYPES[self.facts.dtype], self.context_length

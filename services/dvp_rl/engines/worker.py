@@ -1,4 +1,4 @@
-"""The thread that owns the model: takes commands at token boundaries, and decodes in between.
+"""The thread that owns the model. It handles commands at token boundaries and decodes in between.
 
     boundary:  commands (submit, cancel, swap, stop) -> admit waiting samples (one prefill per job) -> first tokens
     step:      one forward over all rows -> one token each -> finished rows leave
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_MARGIN = 8
-"""Tokens decoded before the longest stop string, as some decode to nothing or join with their neighbours."""
+"""Extra tokens decoded beyond the longest stop string, as some decode to nothing or merge with their neighbours."""
 
 
 class Worker:
@@ -63,10 +63,10 @@ class Worker:
         self._threads = threads
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: set[Submission] = set()
-        """Everything that still owes a reply, wherever it is."""
+        """All submissions that still lack a reply."""
         self._suspects: set[Submission] = set()
-        """In flight when generation failed. While any of them is left one job is one batch, so that what one job does,
-        running out of memory say, is not held against the others."""
+        """Submissions in flight when generation failed. While any of them is live, each job is its own batch, so that a
+        job that runs out of memory, for example, does not fail the others."""
         self._waiting: deque[Submission] = deque()
         self._swaps: deque[Swap] = deque()
         self._batch = Batch(model.device)
@@ -77,7 +77,7 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        """Samples that hold a row now."""
+        """Number of samples that hold a row."""
         return len(self._batch)
 
     def run(self) -> None:
@@ -89,7 +89,7 @@ class Worker:
                     if len(self._batch) and not self._stopping:
                         self._draw(self._decoder.step(self._batch), 0)
             except Exception as error:
-                log.exception("generation failed; the engine serves on")
+                log.exception("generation failed; the engine continues")
                 self._start_over(EngineError(f"generation failed: {type(error).__name__}: {error}"))
         self._close(EngineError("the engine was closed"))
 
@@ -112,14 +112,14 @@ class Worker:
         self._admit()
 
     def _arrived(self) -> Iterator[Command]:
-        """What is in the mailbox; with nothing else to do, waits for a first command."""
+        """The queued commands; waits for a first one if there is nothing else to do."""
         if not (len(self._batch) or self._waiting or self._swaps):
             yield self._commands.get()
         yield from self._left_over()
 
     @property
     def _busy(self) -> bool:
-        """A job has begun and is not finished."""
+        """Whether a job has begun and is not finished."""
         return len(self._batch) > 0 or bool(self._waiting and self._waiting[0].placed)
 
     @property
@@ -145,7 +145,7 @@ class Worker:
             if self._busy and not (self._waiting and self._waiting[0].placed):
                 return
             if not self._busy:
-                self._decoder.clear()  # so that the cache's shape, too, depends on the job alone
+                self._decoder.clear()  # so that the cache's shape also depends on the job alone
         while self._waiting and free > 0:
             submission = self._waiting[0]
             count = min(free, submission.unplaced)
@@ -163,7 +163,7 @@ class Worker:
     # -- step --------------------------------------------------------------------------------------------------------
 
     def _draw(self, logits: Tensor, start: int) -> None:
-        """One token for the rows from `start` on; those that end with it leave."""
+        """Draws one token for each row from `start` on; samples that end leave the batch."""
         stopped, broken = self._batch.draw(logits, start)
         stopped |= self._at_stop_string(start)
         ended = stopped | broken | self._batch.at_limit(start)
@@ -178,7 +178,7 @@ class Worker:
         self._remove(done + self._rows_of(failed))
 
     def _at_stop_string(self, start: int) -> NDArray[np.bool_]:
-        """Per row from `start` on: its newest token completed one of its stop strings."""
+        """Whether the newest token of each row from `start` on completed one of its stop strings."""
         hit = np.zeros(len(self._batch) - start, np.bool_)
         for row in _indices(self._batch.watched[start:], start):
             stops = self._batch.rows[row].job.sampling.stop
@@ -207,7 +207,7 @@ class Worker:
     # -- leaving -----------------------------------------------------------------------------------------------------
 
     def _drop(self, submission: Submission) -> None:
-        """Of a cancelled job."""
+        """Removes a cancelled job and its rows."""
         self._forget(submission)
         self._remove(self._rows_of({submission}))
 
@@ -226,7 +226,7 @@ class Worker:
             self._decoder.move(self._batch, source, target)
 
     def _start_over(self, error: EngineError) -> None:
-        """The job that was alone in the batch is at fault. Of several each is drawn again, alone."""
+        """Recovers from a failure. A job that was alone fails with `error`; several jobs are drawn again one by one."""
         begun = [submission for submission in self._live if submission.placed]
         self._batch = Batch(self._model.device)
         self._decoder.clear()
@@ -242,7 +242,7 @@ class Worker:
         self._waiting.extendleft(begun)
 
     def _close(self, error: EngineError) -> None:
-        """Nothing waits for an answer any more."""
+        """Answers every pending submission and swap with `error`."""
         for submission in self._live:
             submission.reply.error(error)
         for command in [*self._swaps, *self._left_over()]:
@@ -257,7 +257,7 @@ class Worker:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _swap(self, swap: Swap) -> None:
-        """New weights in place; what unfinished rows have in the cache is computed again under them."""
+        """Copies new weights in place and recomputes the cache of unfinished rows under them."""
         try:
             swap_weights(self._model, swap.weights)
         except Exception as error:
@@ -270,7 +270,7 @@ class Worker:
         for row, generated in zip(self._batch.rows, self._batch.generated, strict=True):
             row.spans.append((swap.version, int(generated)))
         self._decoder.recompute(self._batch)
-        log.info("serving %s, %d samples go on under it", swap.version, len(self._batch))
+        log.info("serving %s, %d samples in flight continue under it", swap.version, len(self._batch))
 
 
 def _indices(flags: NDArray[np.bool_], start: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""What every HTTP service of this project has in common: who may call, how errors look, how it starts and stops."""
+"""What all HTTP services of this project share: access control, error format, start and stop."""

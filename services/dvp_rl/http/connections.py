@@ -1,4 +1,4 @@
-"""How long a connection may do nothing, and how many there may be. uvicorn bounds neither."""
+"""Limits the number of connections, and how long one may be idle. uvicorn limits neither."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
-"""For the line and the headers of a request, and for the rest of a request that is answered already."""
+"""Longest wait for the line and headers of a request, or for the rest of one that was already answered, in seconds."""
 READ_TIMEOUT_S = 60.0
-"""A client takes MIN_READ_BYTES of its answer in this time, or all of it."""
+"""Time in which a client must take MIN_READ_BYTES of its answer, or all of it, in seconds."""
 MIN_READ_BYTES = 64 * 1024
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers."""
+"""Largest size of a request's line and headers."""
 
 
 class Idle:
-    """The connections of one server that wait for their clients: for a request, or to be read. Oldest first."""
+    """Connections of one server that wait for their clients to send a request or read an answer. Oldest first."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
@@ -28,7 +28,8 @@ class Idle:
         self.unread: dict[Connection, asyncio.TimerHandle] = {}
 
     def make_room(self, num_connections: int, newest: Connection) -> None:
-        """Closes one if there are too many, for whoever has something to ask does so at once, and reads at once."""
+        """If there are too many connections, closes the longest silent one, or else the longest unread one: clients in
+        real use send and read at once."""
         if num_connections <= self.max_connections:
             return
         oldest = next((other for other in (*self.silent, *self.unread) if other is not newest), newest)
@@ -38,8 +39,8 @@ class Idle:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's own, without its patience with clients that do not write, or do not read. It is unread (there are bytes
-    that the client has not taken), or silent, or being answered."""
+    """uvicorn's connection, with timeouts for clients that do not write or do not read. A connection is unread (there
+    are bytes that the client has not taken), silent, or being answered."""
 
     def __init__(self, idle: Idle, **known: Any) -> None:
         super().__init__(**known)
@@ -48,14 +49,14 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def end(self) -> None:
-        """Now, whatever has not been read."""
+        """Closes the connection at once, and drops what the client has not read."""
         self._forget()
         self.transport.abort()
 
-    # --- what asyncio and uvicorn tell ----------------------------------------------------------------------------
+    # --- callbacks of asyncio and uvicorn -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # pause_writing as soon as anything is unread, resume_writing when nothing is.
+        # asyncio calls pause_writing as soon as anything is unread, resume_writing when nothing is.
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         self._note()
@@ -78,7 +79,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else after the body, where uvicorn would keep them for ever
+        if self._in_head:  # else a trailer after the body, which uvicorn would keep forever
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

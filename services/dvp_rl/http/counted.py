@@ -1,4 +1,4 @@
-"""What a service answered, for Prometheus."""
+"""Counts a service's answers for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class CountedRequests:
-    """ASGI middleware. `requests` has the labels route and status: the route's template, so that ids never become
-    labels. `sent`: bytes of the bodies."""
+    """ASGI middleware. `requests` counts answers by the labels route and status; a route is its path template, so that
+    ids never become labels. `sent` counts the bytes of the bodies."""
 
     def __init__(self, app: ASGIApp, requests: Counter, sent: Counter | None = None) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What a request must pass before anything reads it: token or loopback host, its scope, its origin, and its size."""
+"""Checks that a request must pass before a route sees it: token or loopback host, scope, origin, and size."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from dvp_rl.contract.http import MAX_BODY_BYTES
 from dvp_rl.contract.shares import EVERYBODY, RULE, fits
 from dvp_rl.loopback import is_loopback
 
+from .api_tokens import ApiTokens, Caller, Scope
 from .connections import MAX_HEAD_BYTES
 from .problems import MAX_VALUE_CHARS, respond
 from .settings import MAX_REQUESTS
-from .tokens import Caller, Scope, Tokens
 
 logger = logging.getLogger(__name__)
 operators = logging.getLogger("dvp_rl.operators")
-"""What those with a token of scope `operate` do. Strangers cannot make it speak (services/dvp_rl/logs.py)."""
+"""Logs calls that need scope `operate`. Outsiders cannot trigger its lines, so services/dvp_rl/logs.py limits none."""
 
 BUSY_S = 1.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_TIMEOUT_S = 60.0
-"""For the whole body."""
+"""Longest wait for a whole request body, in seconds."""
 
 
 class Guard:
-    """ASGI middleware. A call needs the scope of its path; reading any other path needs `read`, everything else
-    `operate`. Routes find the Caller in `request.state.caller`.
+    """ASGI middleware for access control. A call needs the scope of its path; on any other path, reading needs `read`
+    and everything else `operate`. Routes find the Caller in `request.state.caller`.
 
     Without tokens the server listens on loopback only, and a Host that is not loopback means that a web page reached it
-    through DNS rebinding. A token comes as `Bearer <token>` or, because that is what a browser asks its user for, as
-    the password of `Basic`. A browser also sends that password with requests which pages of other sites make. Those say
-    where they come from (Origin), and are refused unless they only read: the page cannot see the answer."""
+    through DNS rebinding. A token comes as `Bearer <token>`, or as the password of `Basic`, which is what a browser
+    asks its user for. A browser also sends that password with requests made by pages of other sites. Such requests name
+    their site (Origin), and are refused unless they only read: the page cannot see the answer."""
 
     def __init__(
         self,
         app: ASGIApp,
-        tokens: Tokens,
+        tokens: ApiTokens,
         scopes: Mapping[str, Scope] | None = None,
         nobody: Scope = Scope.OPERATE,
         max_body: int = MAX_BODY_BYTES,
         max_requests: int = MAX_REQUESTS,
         challenge: str = "Bearer",
     ) -> None:
-        """`scopes`: of a path and all below it. `nobody`: what may be done where there are no tokens. `max_requests`:
-        how many may be answered at the same time, each with a body of up to `max_body` bytes. `challenge`: what a
-        refused caller is asked for; `Basic realm=...` makes a browser show its dialogue."""
+        """`scopes`: scope needed for a path and all paths below it. `nobody`: scope of callers where there are no
+        tokens. `max_requests`: requests answered at the same time, each with a body of up to `max_body` bytes.
+        `challenge`: sent with a 401; `Basic realm=...` makes a browser show its login dialog."""
         self._app = app
         self._max_requests = max_requests
         self._in_progress = 0
@@ -93,7 +93,7 @@ class Guard:
         try:
             await app(scope, *self._bounded(receive, send))
         except asyncio.CancelledError:  # only uvicorn cancels requests, and only when it stops
-            logger.info("%s %s was cut off: the service stops", scope["method"], path[:MAX_VALUE_CHARS])
+            logger.info("%s %s was cut off: the service is stopping", scope["method"], path[:MAX_VALUE_CHARS])
         finally:
             self._in_progress -= 1
             self._of_callers[name] -= 1
@@ -121,7 +121,7 @@ class Guard:
     def _out_of_scope(self, caller: Caller | None, needed: Scope, method: str, path: str) -> HTTPException | None:
         if caller is None or path in OPEN_PATHS or caller.scope.includes(needed):
             return None
-        held = f"that of {caller.name} has scope {caller.scope}" if self._tokens else "this service was started without"
+        held = f"that of {caller.name} has scope {caller.scope}" if self._tokens else "this service has no tokens"
         return HTTPException(403, f"{method} {path[:MAX_VALUE_CHARS]} needs a token of scope {needed}; {held}")
 
     def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
@@ -129,8 +129,8 @@ class Guard:
         return self._limit(length.decode("latin-1")) if int(length) > self._max_body else None
 
     def _too_many(self, path: str, name: str) -> OverloadedError | None:
-        """`name`: under which the caller is counted. Probes are answered always: a supervisor must not restart what is
-        only busy."""
+        """`name`: what the caller is counted under. Probes are always answered: a supervisor must not restart a service
+        that is only busy."""
         own, free = self._of_callers[name], self._max_requests - self._in_progress
         if path in OPEN_PATHS or fits(name, own, 1, free):
             return None
@@ -141,8 +141,8 @@ class Guard:
         return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")
 
     def _bounded(self, receive: Receive, send: Send) -> tuple[Receive, Send]:
-        """Counts while the body streams in, for requests that do not state their length, and ends one that never
-        comes. After the body there are only disconnects to wait for."""
+        """Counts the bytes of the body as they stream in, as a request need not state its length, and ends a request
+        whose body never arrives. After the body, only a disconnect can follow, at any time."""
         seen, deadline, complete, answered = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, False, False
 
         async def noticed(message: Message) -> None:
@@ -173,7 +173,7 @@ def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> 
     if not origin or method in READING or [origin.partition("://")[2]] == hosts:
         return None
     host = ", ".join(hosts)[:MAX_VALUE_CHARS]
-    detail = f"a page of {origin[:MAX_VALUE_CHARS]} may not change anything at {host}; a proxy must keep the Host"
+    detail = f"a page of {origin[:MAX_VALUE_CHARS]} may not change anything at {host}; a proxy must preserve Host"
     return HTTPException(403, detail)
 
 
@@ -186,7 +186,8 @@ def _too_long(scope: Asgi) -> HTTPException | None:
 
 
 def _ambiguous(headers: dict[bytes, bytes]) -> HTTPException | None:
-    """A proxy may heed the one and this service the other, and find the next request at another place."""
+    """Content-Length with Transfer-Encoding: a proxy and this service could disagree on where the next request
+    begins."""
     if not {b"content-length", b"transfer-encoding"} <= headers.keys():
         return None
     return HTTPException(400, "Content-Length and Transfer-Encoding: send one of them", {"Connection": "close"})

@@ -1,4 +1,4 @@
-"""Every error as an RFC 9457 problem document, made in one place."""
+"""Turns every error into an RFC 9457 problem document."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
 
 
 def install(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
-    """Makes `respond` the handler of everything that can go wrong, 404, 405 and bugs included.
+    """Answers every error of the app with a problem document, including 404, 405 and bugs.
 
-    `bodies`: by path, what is posted there; its schema says what would have been allowed.
+    `bodies`: the model of the body posted to each path; its schema tells the caller what is allowed.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -66,7 +66,7 @@ def install(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
 
 
 def _documented(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI takes every model for application/json."""
+    """Corrects the media type of problem documents: FastAPI declares every model as application/json."""
     for operation in (operation for path in document["paths"].values() for operation in path.values()):
         content = operation["responses"].get("default", {}).get("content", {})
         if "application/json" in content:
@@ -83,7 +83,7 @@ def _answer(problem: Problem, headers: Mapping[str, str]) -> Response:
 
 
 def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
-    """The document and the headers that go with it."""
+    """The problem document of an error, and its headers."""
     if isinstance(error, HTTPException):
         return Problem(title=_phrase(error), status=error.status_code, detail=str(error.detail)), dict(
             error.headers or {}
@@ -99,7 +99,7 @@ def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
 
 def _unrouted(request: Request, error: HTTPException) -> str:
     allowed = (error.headers or {}).get("Allow")
-    remedy = f"allowed: {allowed}" if allowed else "GET /openapi.json lists what there is"
+    remedy = f"allowed: {allowed}" if allowed else "GET /openapi.json lists all paths"
     return f"{request.method} {request.url.path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
 
 
@@ -126,7 +126,7 @@ def _field_error(item: Mapping[str, Any], body: type[Body]) -> FieldError:
 
 
 def _plain(value: Any) -> Any:
-    """Scalars as they are, the rest as a short text: a problem never carries a whole prompt."""
+    """Numbers, booleans and None unchanged, the rest as a short text: a problem never carries a whole prompt."""
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = _encodable(value if isinstance(value, str) else repr(value))
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _encodable(text: str) -> str:
-    """JSON may name half a surrogate pair (`"\\ud800"`), which no UTF-8 answer can repeat."""
+    """Escapes lone surrogates, which JSON can express (`"\\ud800"`) and UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -148,7 +148,7 @@ def _schema(body: type[Body]) -> dict[str, Any]:
 
 
 def _allowed(schema: dict[str, Any], path: Sequence[str | int], kind: str) -> str:
-    """What the schema allows at `path`, in words; "" if it has nothing to say."""
+    """What the schema allows at `path`, in words; "" if it says nothing."""
     if kind == "extra_forbidden":
         return f"only the fields {', '.join(_node(schema, path[:-1]).get('properties', {}))}"
     return _words(_node(schema, path)) if path else ""

@@ -26,18 +26,18 @@ from .settings import MAX_REQUESTS
 logger = logging.getLogger(__name__)
 
 BACKLOG = 128
-"""Connections that the kernel keeps until they are accepted, and that asyncio accepts at once."""
+"""Connections that the kernel queues until they are accepted, and that asyncio accepts in one go."""
 MIN_CONNECTIONS = 64
 OTHER_FILES = 3 * BACKLOG + 512
-"""Connections just accepted and just closed, a backlog each and one to spare, and what else a service has open:
-libraries, weights, the broker, an engine."""
+"""Open files besides the connections that are kept: one backlog of connections just accepted, one of those just closed,
+one to spare, and whatever else a service opens (libraries, weights, the broker, an engine)."""
 WANTED_FILES = 8192
 ANSWER_S = 2
-"""Time to send the last answers after requests were ended."""
+"""Time to send the last answers after requests were ended, in seconds."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the service decides what ends when."""
+    """uvicorn without its signal handlers: the service decides what stops when."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -49,8 +49,9 @@ class HttpServer(uvicorn.Server):
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """As asyncio does, but for a mistake of its own: a second after it could not accept a connection because too many
-    files were open, it listens again on a socket that may be closed by then (selector_events.py, `_accept_connection`).
+    """asyncio's default handler, minus the report of a bug of its own: a second after it could not accept a connection
+    because too many files were open, it listens again on a socket that may be closed by then (selector_events.py,
+    `_accept_connection`).
     """
     if isinstance(context.get("exception"), ValueError) and "_start_serving" in repr(context.get("handle")):
         return
@@ -58,8 +59,9 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) -> HttpServer:
-    """`drain_s`: how long requests may go on after `should_exit`. `max_requests`: answered at the same time; twice as
-    many connections are kept, if the process may open so many files. Raises ConfigError if it may open too few."""
+    """`drain_s`: how long requests may continue after `should_exit`, in seconds. `max_requests`: requests answered at
+    the same time; twice as many connections are kept, if the process may open that many files. Raises ConfigError if it
+    may open too few."""
     max_connections = _connections(2 * max_requests)
     config = uvicorn.Config(
         app,
@@ -76,7 +78,8 @@ def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) 
 
 
 def _connections(wanted: int) -> int:
-    """How many there may be. Raises the soft limit on open files, which many systems set to 1,024."""
+    """How many connections can be kept, at most `wanted`. Increases the soft limit on open files, which is 1,024 on
+    many systems. Raises ConfigError if too few files may be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = max(wanted + OTHER_FILES, WANTED_FILES)
     files = files if hard == resource.RLIM_INFINITY else min(files, hard)
@@ -94,7 +97,7 @@ def _connections(wanted: int) -> int:
 
 
 def stop_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT. The second one has its usual effect."""
+    """An event that the first SIGTERM or SIGINT sets. A second signal has its usual effect."""
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -111,7 +114,7 @@ def stop_signals() -> asyncio.Event:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening socket, before anything heavy happens. Raises ConfigError if the port is taken or not allowed."""
+    """A listening socket, opened before any expensive work. Raises ConfigError if host or port cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -133,7 +136,7 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def port_file(file: Path | None, listener: socket.socket) -> Iterator[None]:
-    """Writes the port, whole or not at all, and removes the file at the end."""
+    """Writes the port to `file` atomically, and removes the file at the end. Raises ConfigError."""
     if file is None:
         yield
         return

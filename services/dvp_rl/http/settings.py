@@ -1,4 +1,4 @@
-"""What every service that listens can be told."""
+"""Settings that all listening services share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.loopback import is_loopback
 from dvp_rl.settings import Section, Settings
 
-from .tokens import Tokens, check_token, read_tokens
+from .api_tokens import ApiTokens, check_token, read_tokens
 
 MAX_REQUESTS = 512
-"""Answered at the same time by one service, unless it says otherwise."""
+"""Requests that one service answers at the same time, by default."""
 
 
 class Listening(BaseModel):
-    """Where a service is reached, and by whom."""
+    """Where a service listens, and who may call it."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -30,7 +30,8 @@ class Listening(BaseModel):
     token: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Tokens that may do everything; comma-separated in the environment."""
     token_folder: Path | None = None
-    """SCOPE/NAME in it holds a caller's token (services/dvp_rl/http/README.md). Read again while it is served."""
+    """Folder of callers' tokens, in files SCOPE/NAME (services/dvp_rl/http/README.md). Reread while the service
+    runs."""
 
     @field_validator("token", mode="before")
     @classmethod
@@ -59,23 +60,23 @@ class Listening(BaseModel):
     def token_variable(cls) -> str:
         raise NotImplementedError
 
-    def tokens(self) -> Tokens:
-        """Raises ConfigError if the folder is unreadable, empty, or holds what is no token."""
-        return Tokens([token.get_secret_value() for token in self.token], self.token_folder)
+    def tokens(self) -> ApiTokens:
+        """The accepted tokens. Raises ConfigError if the folder is unreadable, empty, or holds anything but tokens."""
+        return ApiTokens([token.get_secret_value() for token in self.token], self.token_folder)
 
 
 class WeightReader(Section):
-    """What is shown to dvp-weights by those who fetch from it."""
+    """Credentials for fetching from dvp-weights."""
 
     name: ClassVar[str] = "weights"
-    """The section's, for errors."""
+    """Name of the section, for error messages."""
     token: SecretStr = SecretStr("")
-    """A token of dvp-weights, of scope weights."""
+    """Token for dvp-weights, of scope weights."""
     token_file: Path | None = None
-    """File with that token, the first if there are several. Read whenever it is shown."""
+    """File with that token; of several, the first is used. Reread for every download."""
 
     def read_token(self) -> str:
-        """Raises WeightError."""
+        """The token to send. Raises WeightError if the file is unreadable or holds no valid token."""
         if self.token_file is None:
             return self.token.get_secret_value()
         try:
@@ -89,7 +90,7 @@ class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic mer
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free port: see the log, or --port-file."""
     port_file: Path | None = None
-    """Where to write the port once it is bound; removed at exit."""
+    """File to write the port to once it is bound; removed at exit."""
 
     log_format: LogFormat = LogFormat.TEXT
     log_level: LogLevel = LogLevel.INFO

@@ -1,1 +1,1 @@
-"""Watch the queue and mend it: the live page with its Prometheus metrics, and `dvp-queue`."""
+"""Monitoring and repair of the queue: the live page with its Prometheus metrics, and `dvp-queue`."""

@@ -1,4 +1,4 @@
-"""The page, its stream of events, and the few things it can do."""
+"""The page, its stream of events, and its few actions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from dvp_rl.contract.errors import UnavailableError
 from dvp_rl.contract.http import Health, Problem, QueueHealth
 from dvp_rl.http import problems
+from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from dvp_rl.http.guard import Guard
 from dvp_rl.http.settings import MAX_REQUESTS
-from dvp_rl.http.tokens import Caller, Scope, Tokens
 from dvp_rl.transport.audit import changes
 from dvp_rl.transport.dead_letters import DeadLetters
 
@@ -38,7 +38,7 @@ HEADERS = {
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
 
 
-def create_app(poller: Poller, tokens: Tokens) -> FastAPI:
+def create_app(poller: Poller, tokens: ApiTokens) -> FastAPI:
     # No /docs: its page loads scripts from elsewhere.
     app = FastAPI(title="dvp-monitor", version="1", description="The queue, live.", docs_url=None, redoc_url=None)
     app.state.poller = poller
@@ -89,16 +89,16 @@ async def script() -> Response:
 
 @router.get("/v1/caller", response_model=Viewer)
 async def viewer(caller: Calling) -> Response:
-    """Who the caller is, by the token."""
+    """The caller that the token belongs to."""
     return _json(Viewer(name=caller.name, scope=caller.scope))
 
 
 @router.get("/v1/events", response_class=StreamingResponse)
 async def events(request: Request, poller: Watched, caller: Calling) -> Response:
-    """Server-sent events: `picture` at every look at the broker, `curves` when the trainer has logged a step. They end
-    when the caller's token is no longer accepted."""
+    """Server-sent events: `picture` at every poll of the broker, `curves` when the trainer has logged a step. The
+    stream ends when the caller's token is no longer accepted."""
     poller.feed.admit(caller.limited)
-    tokens: Tokens = request.app.state.tokens
+    tokens: ApiTokens = request.app.state.tokens
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     stream = poller.feed.follow(lambda: tokens.still_has(caller), caller.limited)
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
@@ -106,7 +106,7 @@ async def events(request: Request, poller: Watched, caller: Calling) -> Response
 
 @router.get("/v1/queue", response_model=QueueHealth)
 async def queue(poller: Watched) -> Response:
-    """As a replica answers it, from the last look."""
+    """Queue health in the form that replicas answer, from the last poll."""
     if poller.snapshot is None or poller.picture.health is None:
         raise UnavailableError(poller.picture.error)
     return _json(poller.picture.health)
@@ -134,7 +134,7 @@ async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
 
 @router.post("/v1/dead/drop", response_model=Fates)
 async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
-    """Forgets the letters."""
+    """Deletes the letters, with their jobs."""
     outcomes = await DeadLetters(poller.broker, by=_named(caller)).drop(body.entry_ids)
     poller.look_now()
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
@@ -149,13 +149,13 @@ async def audit(poller: Watched, count: Annotated[int, Query(ge=1, le=1000)] = 1
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Response:
-    """This process answers."""
+    """200 as long as this process runs."""
     return _json(Health(status="ok"))
 
 
 @router.get("/readyz", response_model=Health)
 async def readyz(poller: Watched) -> Response:
-    """200 if the broker answers, else 503 and why not."""
+    """200 if the broker answers, otherwise 503 with the reason."""
     if poller.snapshot is None:
         return _json(Health(status="unavailable", detail=poller.picture.error), status=503)
     return _json(Health(status="ok"))

@@ -1,4 +1,4 @@
-"""What the page's API says, and `dvp-queue --json` about dead letters."""
+"""Bodies of the page's API, and of `dvp-queue --json` for dead letters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from dvp_rl.contract.http import Body, QueueHealth
 from dvp_rl.contract.job import Sink
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from dvp_rl.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
 
 MAX_ENTRIES = 1_000
@@ -29,7 +29,7 @@ class LetterBody(Body):
     """Unix seconds."""
     prospect: Prospect
     num_prompt_tokens: int | None
-    """null when what died was no readable job."""
+    """null if what died was not a readable job."""
 
     @classmethod
     def of(cls, letter: Letter) -> Self:
@@ -44,7 +44,7 @@ class LetterBody(Body):
 
 class LetterDetail(LetterBody):
     job: dict[str, Any] | None
-    """The whole job, its prompt included."""
+    """The whole job, including its prompt; null if it was not readable."""
 
     @classmethod
     def of(cls, letter: Letter) -> Self:
@@ -55,7 +55,7 @@ class LetterDetail(LetterBody):
 class LetterPage(Body):
     letters: tuple[LetterBody, ...]
     next: str | None
-    """`before` of the next page; null on the last."""
+    """Value of `before` that gets the next page; null on the last."""
 
     @classmethod
     def of(cls, letters: Sequence[Letter], count: int) -> Self:
@@ -99,7 +99,7 @@ class Changes(Body):
 
 class Viewer(Body):
     name: str
-    """Empty where no token is asked for."""
+    """Empty if no token is needed."""
     scope: Scope
     """`operate` may replay and drop."""
 
@@ -111,12 +111,12 @@ class Picture(Body):
     """Unix seconds."""
     run_id: str
     error: str
-    """Why the broker cannot be asked; the rest is then the last that was seen."""
+    """Why the broker does not answer; the other fields then hold what was seen last. Empty if it answers."""
     health: QueueHealth | None = None
     rates: dict[str, float] = Field(default_factory=dict)
-    """Per second, over the last half minute: what the run's counters count."""
+    """The run's counters as rates per second, over the last half minute."""
     newest_version: str = ""
-    """Announced last."""
+    """The version announced last."""
     min_seq: int = 0
     """Oldest weight seq that may take jobs."""
     trainer_waiting_s: float = 0.0
@@ -130,7 +130,7 @@ class Picture(Body):
 class Line(Body):
     label: str
     points: tuple[tuple[float, float], ...]
-    """(step, value)"""
+    """Pairs (step, value)."""
 
 
 class Panel(Body):
@@ -143,11 +143,11 @@ class Histogram(Body):
     title: str
     caption: str
     bars: tuple[tuple[str, float], ...]
-    """(label, share of all)"""
+    """Pairs (label, share of all)."""
 
 
 class Curves(Body):
     error: str = ""
     panels: tuple[Panel, ...] = ()
     staleness: Histogram | None = None
-    """null before the first group was trained."""
+    """null until a group has been trained."""

@@ -1,4 +1,4 @@
-"""`dvp-queue`: look at the queue of a run and mend it, while the system runs."""
+"""`dvp-queue`: inspects and repairs the queue of a run while the system runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from dvp_rl.contract.errors import ConfigError, NotFoundError, RequestError, Una
 from dvp_rl.contract.job import JobState
 from dvp_rl.contract.weights import RUN_ID
 from dvp_rl.settings import user_errors
-from dvp_rl.transport.admission import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.audit import Change, changes
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters, Outcome
@@ -29,6 +28,7 @@ from dvp_rl.transport.health import queue_health, take_snapshot
 from dvp_rl.transport.pending import Stream, pending
 from dvp_rl.transport.results import Held, client_jobs
 from dvp_rl.transport.roles import Role, rules
+from dvp_rl.transport.runs import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
@@ -41,7 +41,7 @@ POLL_S = 0.5
 DONE = frozenset({Outcome.REPLAYED, Outcome.DROPPED})
 
 app = typer.Typer(
-    help="Look at the queue of a run and mend it, while the system runs.",
+    help="Inspect and repair the queue of a run while the system runs.",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -51,11 +51,11 @@ app.add_typer(dead, name="dead")
 results = typer.Typer(help="What the broker holds for HTTP clients: list, drop.", no_args_is_help=True)
 app.add_typer(results, name="results")
 
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Count = Annotated[int, typer.Option(min=1, max=1000, help="Entries per page.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ENTRY]...", help="As the list shows them.")]
-All = Annotated[bool, typer.Option("--all", help="All that are there now.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ENTRY]...", help="Entries as the list shows them.")]
+All = Annotated[bool, typer.Option("--all", help="All that exist now.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def main() -> None:
@@ -66,10 +66,10 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def connection(
     context: typer.Context,
-    redis_url: Annotated[str | None, typer.Option(help="Broker; or DVP_QUEUE__REDIS_URL.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="URL of the broker; or DVP_QUEUE__REDIS_URL.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Training run; or DVP_QUEUE__RUN_ID.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings as resolved, and exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and exit.")] = False,
 ) -> None:
     given = {"--redis-url": redis_url, "--run-id": run_id, "--config": config}
     argv = [part for name, value in given.items() if value is not None for part in (name, str(value))]
@@ -82,7 +82,7 @@ def connection(
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
-    """How the queue is, what is wrong, and what to do about it."""
+    """Show the state of the queue, what is wrong, and what to do about it."""
     health = _run(context, queue_health)
     if as_json:
         typer.echo(health.model_dump_json(indent=2))
@@ -93,12 +93,12 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 @app.command(name="pending")
 def show_held(
     context: typer.Context,
-    stream: Annotated[Stream, typer.Option(help="Whose entries.")] = Stream.JOBS,
+    stream: Annotated[Stream, typer.Option(help="Stream to list.")] = Stream.JOBS,
     count: Count = 50,
-    after: Annotated[str | None, typer.Option(help="Entry that ended the page before.")] = None,
+    after: Annotated[str | None, typer.Option(help="Last entry of the previous page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Which replica, or trainer, holds what, and for how long."""
+    """Show which replica or trainer holds which entries, and for how long."""
     rows = _run(context, lambda broker: pending(broker, stream, count, after=after))
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
@@ -109,12 +109,12 @@ def show_held(
 @app.command()
 def drain(
     context: typer.Context,
-    reason: Annotated[str, typer.Option(help="Shown to whoever asks why nothing is admitted.")] = "drained by hand",
-    wait: Annotated[bool, typer.Option(help="Until nothing is queued or running.")] = True,
+    reason: Annotated[str, typer.Option(help="Shown to anyone who asks why nothing is admitted.")] = "drained by hand",
+    wait: Annotated[bool, typer.Option(help="Wait until nothing is queued or running.")] = True,
     timeout_s: Annotated[float, typer.Option(min=0, help="Longest wait.")] = 3600.0,
     as_json: Json = False,
 ) -> None:
-    """Admit no new jobs and wait until the others have ended. Lasts until `dvp-queue open`."""
+    """Stop admitting jobs and wait until the others have ended. Stays in effect until `dvp-queue open`."""
 
     async def close_and_wait(broker: Broker) -> None:
         await close_queue(broker, reason, by=_me())
@@ -130,7 +130,7 @@ def drain(
 def reopen(context: typer.Context, as_json: Json = False) -> None:
     """Admit jobs again after a drain."""
     was_closed = _run(context, lambda broker: open_queue(broker, by=_me()))
-    words = "open again" if was_closed else "was open already"
+    words = "open again" if was_closed else "was already open"
     typer.echo(json.dumps({"closed": False, "was_closed": was_closed}) if as_json else words)
 
 
@@ -138,21 +138,21 @@ def reopen(context: typer.Context, as_json: Json = False) -> None:
 def purge(
     context: typer.Context,
     yes: Yes = False,
-    force: Annotated[bool, typer.Option("--force", help="Even while a trainer or replicas work on the run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if a trainer or replicas work on the run.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all that the broker holds of this run but the audit: jobs, groups, dead letters, versions, books."""
+    """Remove all that the broker holds of this run except the audit: jobs, groups, dead letters, versions, books."""
     run_id = QueueSettings.load(context.obj).run_id
     if not yes and typer.prompt(f"This removes run {run_id} from the broker. Type its name", err=True) != run_id:
-        raise RequestError("that is not its name; nothing was removed")
+        raise RequestError("the name does not match; nothing was removed")
     removed = _run(context, lambda broker: purge_run(broker, by=_me(), force=force))
-    words = f"run {run_id} is gone, with the books of {removed} jobs, results and replicas"
+    words = f"run {run_id} is gone, with the records of {removed} jobs, results and replicas"
     typer.echo(json.dumps({"run_id": run_id, "removed": removed}) if as_json else words)
 
 
 @app.command()
 def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> None:
-    """Who changed the run by hand, purges included, and which trainer published which weights. Newest first."""
+    """Show who changed the run by hand, including purges, and which trainer published which weights. Newest first."""
 
     async def known(broker: Broker) -> list[Change]:
         found = await changes(broker, count)
@@ -169,9 +169,9 @@ def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> N
 
 @app.command()
 def users(
-    run: Annotated[str, typer.Argument(help="The only run that they may touch.", show_default="any")] = "*",
+    run: Annotated[str, typer.Argument(help="The only run that the users may touch.", show_default="any")] = "*",
 ) -> None:
-    """Print the rules of each part's user of Redis, without passwords, as redis.conf and users.acl take them."""
+    """Print the rules of each part's Redis user, without passwords, in the format of redis.conf and users.acl."""
     if run != "*" and not re.fullmatch(RUN_ID, run):
         raise RequestError(f"run {run!r}: must match {RUN_ID}")
     for role in Role:
@@ -182,10 +182,10 @@ def users(
 def list_letters(
     context: typer.Context,
     count: Count = 20,
-    before: Annotated[str | None, typer.Option(help="Entry that ended the page before.")] = None,
+    before: Annotated[str | None, typer.Option(help="Last entry of the previous page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Newest first."""
+    """List dead letters, newest first."""
     letters = _run(context, lambda broker: DeadLetters(broker).page(count, before=before))
     page = LetterPage.of(letters, count)
     if as_json:
@@ -198,7 +198,7 @@ def list_letters(
 
 @dead.command()
 def show(context: typer.Context, entry: str, as_json: Json = False) -> None:
-    """One letter with its whole error, and its job."""
+    """Show one letter with its whole error and its job."""
     letter = _run(context, lambda broker: DeadLetters(broker).get(entry))
     if as_json:
         typer.echo(LetterDetail.of(letter).model_dump_json(indent=2))
@@ -232,7 +232,7 @@ def replay(
 def drop(
     context: typer.Context, entries: Ids = None, everything: All = False, yes: Yes = False, as_json: Json = False
 ) -> None:
-    """Forget letters, with their jobs."""
+    """Delete letters, with their jobs."""
 
     async def one_by_one(broker: Broker) -> list[Fate]:
         outcomes = await DeadLetters(broker, by=_me()).drop(entries or ())
@@ -254,7 +254,7 @@ def list_results(
     count: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Largest first: results, dead letters of clients, and what jobs in work may come to."""
+    """List results, dead letters of clients, and jobs in work with the size that they may reach. Largest first."""
     jobs = nlargest(count, _run(context, client_jobs), key=attrgetter("num_bytes"))
     if as_json:
         typer.echo(json.dumps([job._asdict() for job in jobs], indent=2))
@@ -265,8 +265,8 @@ def list_results(
 @results.command(name="drop")
 def drop_results(
     context: typer.Context,
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="As the list shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All results that are there now; no job in work.")] = False,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Jobs as the list shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All results that exist now; no job in work.")] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -299,7 +299,7 @@ def _change(
     as_json: bool,
     work: Callable[[Broker], Awaitable[list[Fate]]],
 ) -> None:
-    """Exit code 1 if anything was left alone."""
+    """Asks for confirmation, does the work and shows the outcomes. Exits with code 1 if any letter was left alone."""
     _confirm(f"{verb} all dead letters", entries, everything, yes)
     fates = _run(context, work)
     if as_json:
@@ -312,7 +312,7 @@ def _change(
 
 def _confirm(question: str, named: Iterable[str] | None, everything: bool, yes: bool) -> None:
     if bool(named) == everything:
-        raise RequestError("name them, as the list shows them, or say --all")
+        raise RequestError("name them as the list shows them, or pass --all")
     if everything and not yes:
         typer.confirm(f"{question}?", abort=True, err=True)
 
@@ -327,13 +327,13 @@ async def _empty(broker: Broker, timeout_s: float) -> None:
         except TimeoutError:
             raise UnavailableError(
                 f"{snapshot.num_jobs} jobs are still queued or running after {timeout_s:g} s, and no new ones are "
-                "admitted. dvp-queue pending says who holds them (clients' with --stream client_jobs); dvp-queue open "
-                "takes the drain back"
+                "admitted. dvp-queue pending shows who holds them (clients' with --stream client_jobs); dvp-queue open "
+                "ends the drain"
             ) from None
 
 
 def _me() -> str:
-    """As this machine knows the user; whoever has the broker's password could say anything."""
+    """The user as this machine knows them, unverified: anybody with the broker's password can claim any name."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -342,7 +342,7 @@ def _me() -> str:
 
 
 def _run(context: typer.Context, work: Callable[[Broker], Awaitable[T]], *, must_exist: bool = True) -> T:
-    """`work` with a connection to the run."""
+    """The result of `work` with a connection to the run."""
     settings = QueueSettings.load(context.obj)
 
     async def connected() -> T:

@@ -1,4 +1,4 @@
-"""The training curves, from the metrics.jsonl that the trainer writes."""
+"""Training curves from the trainer's metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .bodies import Curves, Histogram, Line, Panel
 
 MAX_POINTS = 240
 MAX_READ = 1 << 22
-"""Bytes per look at the file, so that a long run's file does not hold the page up."""
+"""Most bytes read per look at the file, so that a long run's file does not delay the page."""
 
 
 class Drawn(NamedTuple):
     title: str
     caption: str
     lines: dict[str, str]
-    """Metric to label."""
+    """Label of each metric."""
 
 
 PANELS = (
@@ -40,14 +40,14 @@ PANELS = (
     Drawn("Staleness", "batches behind", {"staleness/mean": "mean", "staleness/max": "max"}),
 )
 STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))
-"""Groups that were so many batches behind, in the last bin all that were older."""
+"""Metrics that count the groups by batches behind; the last one also counts all that were older."""
 RECENT_STEPS = 100
-"""What the histogram covers."""
+"""Steps that the histogram covers."""
 WANTED = frozenset(name for panel in PANELS for name in panel.lines).union(STALENESS_BINS)
 
 
 class MetricsFile:
-    """Reads on where it stopped; a file that was replaced (a resumed run) is read anew."""
+    """Reads the file incrementally, and from the beginning if it was replaced (a resumed run)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,14 +58,14 @@ class MetricsFile:
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def look(self) -> Curves | None:
-        """None when nothing is new."""
+        """The curves; None if nothing is new."""
         try:
             with self._path.open("rb") as file:
                 inode, size = self._path.stat().st_ino, self._path.stat().st_size
                 if inode != self._inode or size < self._offset:
                     self._forget(inode)
                 file.seek(self._offset)
-                # A last line without its end is still being written.
+                # A last line without a newline is still being written.
                 whole = file.read(MAX_READ).rpartition(b"\n")[0]
         except OSError as error:
             changed, self._inode = self._inode != -1, -1
@@ -102,7 +102,7 @@ class MetricsFile:
             )
             for panel in PANELS
         )
-        error = f"{self._path}: {self._damaged} damaged lines are left out" if self._damaged else ""
+        error = f"{self._path}: {self._damaged} damaged lines were left out" if self._damaged else ""
         return Curves(error=error, panels=tuple(panel for panel in panels if panel.lines), staleness=self._staleness())
 
     def _staleness(self) -> Histogram | None:
@@ -124,7 +124,7 @@ class MetricsFile:
 
 
 def thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """At most MAX_POINTS: means of neighbours."""
+    """The curve reduced to at most MAX_POINTS points, each the mean of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS) or 1
     parts = (points[start : start + size] for start in range(0, len(points), size))
     return tuple((fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts)

@@ -1,4 +1,4 @@
-"""Queue health for Prometheus, from the poller's last look: a scrape costs the broker nothing."""
+"""Queue health for Prometheus, from the poller's last snapshot: a scrape costs the broker nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVENTS = ("submitted", "committed", "trained", "dropped", "dead", "cancelled", "
 
 
 def exposition(look: Callable[[], Snapshot | None]) -> bytes:
-    """`look`: what was last seen, None while the broker does not answer."""
+    """The metrics as Prometheus text. `look` returns the last snapshot, None while the broker does not answer."""
     registry = CollectorRegistry()
     registry.register(_Queue(look))
     return generate_latest(registry)
@@ -45,7 +45,7 @@ def _streams(seen: Snapshot) -> Iterator[Metric]:
     backlog = _gauge("backlog", "Entries that nobody has read", label="stream")
     pending = _gauge("pending", "Entries that were read and not yet finished", label="stream")
     oldest = _gauge("oldest_age_seconds", "Age of the oldest entry, 0 when there is none", label="stream")
-    redelivered = _counter("redelivered", "Entries given out once more", label="stream")
+    redelivered = _counter("redelivered", "Entries that were redelivered", label="stream")
     for name, stream in streams.items():
         backlog.add_metric([name], stream.backlog)
         pending.add_metric([name], stream.pending)
@@ -59,18 +59,18 @@ def _numbers(seen: Snapshot) -> Iterator[Metric]:
     yield _gauge("uncheckpointed_groups", "Groups that no checkpoint covers yet", seen.uncheckpointed)
     yield _gauge("dead_letters", "Dead letters that nobody has replayed or dropped", seen.dead)
     yield _gauge("closed", "1 while no jobs are admitted", float(bool(seen.closed)))
-    yield _counter("duplicates", "Results thrown away because their job had ended", seen.duplicates)
+    yield _counter("duplicates", "Results discarded because their job had already ended", seen.duplicates)
     jobs = _counter("jobs", "Jobs by what happened to them", label="event")
     for event in EVENTS:
         jobs.add_metric([event], seen.counters.get(event, 0))
     yield jobs
     yield _gauge("broker_memory_used_bytes", "Memory of the broker in use", seen.used_memory)
     yield _gauge("broker_memory_max_bytes", "maxmemory of the broker, 0 without a limit", seen.maxmemory)
-    yield _gauge("client_bytes", "What the jobs of clients take of it, or may come to", seen.client_bytes)
+    yield _gauge("client_bytes", "Broker memory that the jobs of clients take or may come to", seen.client_bytes)
     if seen.trainer is not None:
         yield _gauge("trainer_step", "Step of the trainer", seen.trainer.step)
-        yield _gauge("trainer_silent_seconds", "Since the trainer's last heartbeat", seen.trainer.last_seen_s)
-        yield _gauge("trainer_waiting_seconds", "Since when the trainer waits for groups", seen.trainer_waiting_s)
+        yield _gauge("trainer_silent_seconds", "Time since the trainer's last heartbeat", seen.trainer.last_seen_s)
+        yield _gauge("trainer_waiting_seconds", "Time that the trainer has waited for groups", seen.trainer_waiting_s)
 
 
 def _replicas(seen: Snapshot) -> Iterator[Metric]:

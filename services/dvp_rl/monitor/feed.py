@@ -1,4 +1,4 @@
-"""The newest message of each kind, as server-sent events for any number of viewers."""
+"""Sends the newest message of each kind to any number of viewers, as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dvp_rl.contract.errors import OverloadedError
 from dvp_rl.contract.shares import EVERYBODY, RULE, fits
 
 SILENCE_S = 15.0
-"""Proxies cut connections that say nothing for longer."""
+"""Longest silence on a stream, in seconds: proxies cut connections that are silent for longer."""
 STILL_HERE = b": still here\n\n"
 RETRY_AFTER_S = 10.0
 
 
 class Feed:
-    """A message is encoded once. A slow viewer skips what was overtaken; it never holds up the others."""
+    """Encodes each message once. A slow viewer skips messages that newer ones replaced, and never delays the others."""
 
     def __init__(self, max_viewers: int) -> None:
         self._viewers: Counter[str] = Counter()
@@ -27,7 +27,7 @@ class Feed:
         self._closed = False
 
     def publish(self, kind: str, data: str) -> None:
-        """`data`: one line."""
+        """Replaces the last message of this kind. `data` is one line."""
         self._number += 1
         self._messages[kind] = self._number, f"event: {kind}\ndata: {data}\n\n".encode()
         self._wake()
@@ -42,17 +42,17 @@ class Feed:
         return self._viewers.total()
 
     def admit(self, caller: str = EVERYBODY) -> None:
-        """Raises OverloadedError when enough are watching, or more of this caller than it leaves free."""
+        """Raises OverloadedError if no place is free, or if this caller would take more places than it leaves free."""
         own, free = self._viewers[caller], self.max_viewers - self.num_viewers
         if free < 1:
             raise OverloadedError(f"{self.max_viewers} viewers are watching already", RETRY_AFTER_S)
         if not fits(caller, own, 1, free):
-            raise OverloadedError(f"{own} viewers are {caller}, and {free} more may watch: {RULE}", RETRY_AFTER_S)
+            raise OverloadedError(f"{caller} has {own} viewers, and {free} more may watch: {RULE}", RETRY_AFTER_S)
 
     async def follow(
         self, may_watch: Callable[[], bool] = lambda: True, caller: str = EVERYBODY
     ) -> AsyncIterator[bytes]:
-        """What there is, then what comes, until `close` or until the viewer may watch no longer."""
+        """Yields the current messages, then new ones, until `close` or until the viewer may no longer watch."""
         seen = 0
         self._viewers[caller] += 1
         try:

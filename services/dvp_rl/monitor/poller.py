@@ -1,4 +1,4 @@
-"""The one who asks the broker, however many people watch."""
+"""Polls the broker, once for all viewers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .settings import MonitorSettings
 logger = logging.getLogger(__name__)
 
 NUM_LETTERS = 10
-"""Dead letters of the newest page."""
+"""Dead letters on the newest page."""
 
 
 class Poller:
-    """Two read-only scripts per look. Everybody else reads `picture`, or follows `feed`."""
+    """Runs two read-only scripts per poll. Everything else reads `picture`, or follows `feed`."""
 
     def __init__(self, settings: MonitorSettings) -> None:
         self.feed = Feed(settings.max_viewers)
@@ -49,7 +49,7 @@ class Poller:
         self._look_now.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Polls until cancelled."""
         try:
             while True:
                 await self._look()

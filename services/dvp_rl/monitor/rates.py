@@ -1,4 +1,4 @@
-"""From counters to events per second."""
+"""Events per second, from counters."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ WINDOW_S = 30.0
 
 
 class Rates:
-    """Over the last WINDOW_S. A counter that fell belongs to a broker that was wiped: counting starts anew."""
+    """Rates over the last WINDOW_S. A counter that fell means that the broker was wiped: counting starts over."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[str, int]]] = deque()
 
     def update(self, now: float, counters: Mapping[str, int]) -> dict[str, float]:
-        """{} at first."""
+        """The rates at the time `now`, in seconds; {} at the first call."""
         if self._seen and any(counters.get(name, 0) < value for name, value in self._seen[-1][1].items()):
             self._seen.clear()
         self._seen.append((now, counters))

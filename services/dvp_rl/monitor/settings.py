@@ -1,4 +1,4 @@
-"""What `dvp-queue` and `dvp-monitor` can be told."""
+"""Settings of `dvp-queue` and `dvp-monitor`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class MonitorSettings(ListenSettings):
     redis_url: RedisUrl = DEFAULT_URL
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
-    """The training run that is shown."""
+    """The training run to show."""
     metrics_file: Path | None = None
-    """metrics.jsonl of the trainer, for the training curves; may appear later."""
+    """The trainer's metrics.jsonl, for the training curves; it may appear later."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """0 takes a free port: see the log, or --port-file."""
     interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
-    """Seconds between two looks at the broker, however many people watch."""
+    """Seconds between two polls of the broker, however many people watch."""
     max_viewers: Annotated[int, Field(ge=1)] = 256
-    """Pages that are kept up to date at the same time."""
+    """Pages that can be open at the same time."""

@@ -1,4 +1,4 @@
-"""What `dvp-queue` shows to people."""
+"""Output of `dvp-queue` for terminals."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ def _table(*headers: str, numbers: int = 0) -> Table:
 
 
 def _plain(text: str, *, lines: bool = False) -> Text:
-    """Without control characters: errors and ids come from other processes."""
+    """The text with control characters replaced: errors and ids come from other processes."""
     return Text("".join(c if c.isprintable() or (lines and c == "\n") else "\ufffd" for c in text))

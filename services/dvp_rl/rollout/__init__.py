@@ -1,1 +1,1 @@
-"""The rollout service: one replica in front of an engine. HTTP always, the job queue when there is a broker."""
+"""The rollout service: one replica in front of an engine. It serves HTTP, and the job queue if there is a broker."""

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def _serve(settings: RolloutSettings) -> None:
-    # Imported late: --help, --dry-run and a bad setting answer at once.
+    # Imported late, so that --help, --dry-run and bad settings answer at once.
     from dvp_rl.http.server import stop_signals
 
     from .server import serve

@@ -1,8 +1,8 @@
-"""How an engine's slots are shared: training on one side, clients' jobs and HTTP requests on the other.
+"""How an engine's slots are shared between training on one side, clients' jobs and HTTP requests on the other.
 
-Neither side waits for the other. While a trainer holds the run, clients generate no more samples at a time than their
-share; training takes jobs for all that they leave. What both take beyond the engine's capacity waits in the engine, for
-as long as one sample takes.
+Neither side waits for the other. While a trainer holds the run, clients generate at most their share of the samples at
+a time, and training takes jobs for all slots that they leave. Samples beyond the engine's capacity wait in the engine,
+for as long as one sample takes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ RETRY_AFTER_S = 1.0
 
 
 class Slots:
-    """The slots of an engine with `capacity`. `client_share`: of them, what clients may have while a trainer holds the
-    run, one slot at least. `divides`: a client's job may generate in parts; else one of them generates at a time."""
+    """The slots of an engine with `capacity`. `client_share`: the fraction that clients may have while a trainer holds
+    the run, at least one slot. `divides`: clients' jobs may generate in parts; if not, one of them generates at a
+    time, undivided."""
 
     def __init__(self, capacity: int, *, max_waiting: int, client_share: float, divides: bool = True) -> None:
         self.capacity = capacity
@@ -32,12 +33,12 @@ class Slots:
 
     @property
     def in_flight(self) -> int:
-        """Samples that generate or wait here."""
+        """Samples that generate or wait on this replica."""
         return self.training.held + self.clients.held + self.clients.requested
 
     @property
     def trained(self) -> bool:
-        """A trainer holds the run."""
+        """Whether a trainer holds the run."""
         return self._trained
 
     @trained.setter
@@ -46,7 +47,7 @@ class Slots:
         self.wake()
 
     async def change(self) -> None:
-        """Returns when something may have become free."""
+        """Returns when slots may have become free."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -55,7 +56,7 @@ class Slots:
 
 
 class Side:
-    """What one of the two has taken on from the queue."""
+    """Jobs that one side has claimed from its queue, and room for more."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -64,7 +65,7 @@ class Side:
 
     @property
     def free(self) -> int:
-        """Samples for which more jobs may be claimed; below 1 when there is no room."""
+        """Samples for which more jobs may be claimed; below 1 if there is no room."""
         raise NotImplementedError
 
     @contextmanager
@@ -112,7 +113,7 @@ class Clients(Side):
 
     @property
     def taken(self) -> int:
-        """Slots that they have, or that whoever is in line takes next."""
+        """Slots in use by clients; while samples wait in line, at least all allowed ones, as those take them next."""
         return max(self.running, self.allowed) if self._line.locked() else self.running
 
     @property
@@ -122,9 +123,10 @@ class Clients(Side):
 
     @contextmanager
     def admit(self, n: int, caller: str = EVERYBODY) -> Iterator[None]:
-        """Around an HTTP request of n samples. Raises OverloadedError if it would wait too long, or if the caller took
-        more than it leaves free. The first one of all is taken whatever its n, and the first one of each caller with a
-        name if there is room at all: it counts for half of that at most, as its samples stand in line like others."""
+        """Admits an HTTP request of n samples until the context ends. Raises OverloadedError beyond the limit of
+        samples, or if the caller would take more than it leaves free. With no other request here, any n is admitted.
+        A named caller's first request is admitted if there is room at all, and counts for at most half of that room,
+        as its samples wait in line like any others."""
         limit, own = self.allowed + self.max_waiting, self.of_callers[caller]
         free = limit - self.requested
         if caller != EVERYBODY and not own:
@@ -148,7 +150,7 @@ class Clients(Side):
             self.of_callers[caller] -= n
 
     async def turn(self, n: int) -> int:
-        """Waits in line. How many of `n` samples may start now, at least 1; `ended` is to be told of each."""
+        """Waits in line and returns how many of `n` samples may start, at least 1. Call `ended` for each of them."""
         async with self._line:
             while not (granted := self._room(n)):
                 await self.slots.change()

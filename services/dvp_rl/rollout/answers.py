@@ -1,4 +1,4 @@
-"""Answers that may be large: made while they are sent, a few thousand tokens at a time, and only so many at once."""
+"""Large answers: encoded while they are sent, a few thousand tokens at a time, within a limit on their total size."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ logger = logging.getLogger(__name__)
 JSON = "application/json"
 SMALL_BYTES = 256 * 1024
 WAIT_S = 10.0
-"""For other answers to end."""
+"""Longest wait for other answers to end, in seconds."""
 RETRY_AFTER_S = 5.0
 SEND_TIMEOUT_S = 600.0
 
 
 class Room:
-    """Bytes of results, as the broker holds them, that may be read and sent at the same time. The caller whose turn was
-    longest ago comes first, and of its results the first. Small ones pass, and whoever waits for their own to be read
-    holds up nobody."""
+    """Limits the bytes of results, as stored in the broker, that are read and sent at the same time. The caller whose
+    last turn was longest ago comes first, with its oldest request. Small results pass at once. A caller that waits for
+    its own results to be read does not block others."""
 
     def __init__(self, num_bytes: int) -> None:
         self._size = self._free = num_bytes
         self._of_callers: Counter[str] = Counter()
         self._line: dict[asyncio.Future[None], tuple[int, str]] = {}
         self._served: dict[str, int] = {}
-        """When each caller was last served, as numbers that grow."""
+        """When each caller was last served, as an increasing number."""
 
     @asynccontextmanager
     async def hold(self, num_bytes: int, caller: str = EVERYBODY) -> AsyncIterator[None]:
-        """What is larger than the room has it alone, but that of a caller with a name counts for half of it at most.
-        Raises OverloadedError after WAIT_S."""
+        """Holds room for a result until the context ends. A result larger than the room takes all of it, but one of a
+        named caller counts for at most half. Raises OverloadedError after WAIT_S."""
         most = self._size if caller == EVERYBODY else self._size // 2
         held = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, most)
         if held:
@@ -86,8 +86,8 @@ class Room:
 
 
 async def in_pieces(body: BaseModel, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """`body` as JSON, with `pieces` as the value of the field `name`, which comes last. One call into pydantic cannot
-    be interrupted: for megabytes of numbers the event loop would stand still."""
+    """`body` as JSON, with `pieces` as the value of the field `name`, which comes last. A single call into pydantic
+    would block the event loop while it encodes megabytes of numbers."""
     yield body.model_dump_json(exclude={name}).encode().removesuffix(b"}") + f',"{name}":'.encode()
     async for piece in pieces:
         yield piece
@@ -99,8 +99,8 @@ async def null() -> AsyncIterator[bytes]:
 
 
 class Streamed(Response):
-    """JSON that comes in pieces, from a context that is left when the last one was sent, or the client is gone, or too
-    slow. What goes wrong before there are SMALL_BYTES is answered as an error."""
+    """JSON sent in pieces. Their context is left when the last one was sent, or the client disconnected or was too
+    slow. An error before SMALL_BYTES have been made becomes an error response."""
 
     def __init__(self, pieces: AbstractAsyncContextManager[AsyncIterator[bytes]]) -> None:
         super().__init__()

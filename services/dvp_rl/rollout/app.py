@@ -22,9 +22,9 @@ from dvp_rl.contract.http import (
     WeightStatus,
 )
 from dvp_rl.http import problems
+from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from dvp_rl.http.counted import CountedRequests
 from dvp_rl.http.guard import Guard
-from dvp_rl.http.tokens import Caller, Scope, Tokens
 
 from .answers import Streamed
 from .loops import race
@@ -33,12 +33,12 @@ from .service import Service
 API_VERSION = "1"
 SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT}
 CLIENT_GONE = 499
-"""Never seen by anybody but the metrics."""
+"""Status of requests whose client disconnected. Only the metrics show it."""
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
 
 
-def create_app(service: Service, tokens: Tokens, max_requests: int) -> FastAPI:
+def create_app(service: Service, tokens: ApiTokens, max_requests: int) -> FastAPI:
     app = FastAPI(title="dvp-rollout", version=API_VERSION, description="Rollouts under the constrained policy.")
     app.state.service = service
     app.include_router(router)
@@ -71,7 +71,7 @@ async def rollout(body: RolloutRequest, request: Request, service: Served, calle
 
 @router.post("/v1/jobs", status_code=202, response_model=JobAccepted)
 async def submit(body: JobRequest, service: Served, caller: By) -> Response:
-    """Puts the job into the queue, for any replica of the run."""
+    """Queues the job for any replica of the run."""
     return _json(JobAccepted(job_id=await service.submit(body, caller)), status=202)
 
 
@@ -83,7 +83,7 @@ async def job(job_id: str, service: Served, caller: By) -> Response:
 
 @router.delete("/v1/jobs/{job_id}", response_model=JobStatus)
 async def delete_job(job_id: str, service: Served, caller: By) -> Response:
-    """Forgets the job and its result, or cancels it. Answers the state that it had."""
+    """Deletes the job and its result, or cancels it. Returns the state that it had."""
     return _json(await service.delete_job(job_id, caller))
 
 
@@ -105,13 +105,13 @@ async def refresh_weights(service: Served) -> Response:
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Response:
-    """This process answers."""
+    """200 while this process answers."""
     return _json(Health(status="ok"))
 
 
 @router.get("/readyz", response_model=Health)
 async def readyz(service: Served) -> Response:
-    """200 if this replica can do all it was started for, else 503 and what is missing."""
+    """200 if this replica can do everything it was started for, else 503 and what is missing."""
     health = service.readiness()
     return _json(health, status=200 if health.status == "ok" else 503)
 

@@ -1,4 +1,4 @@
-"""From settings to the engine that they name; only its own libraries are imported."""
+"""Builds the engine that the settings name, and imports only the libraries of that engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from dvp_rl.contract.shape import Shape
 from dvp_rl.contract.weights import INITIAL_SEQ, WeightVersion
 from dvp_rl.engines.protocol import Engine
 from dvp_rl.engines.sglang_server import Launch, Remote, default_python
+from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_rl.weights.folder import folder_digest
 
 from .prompts import Prompts
 from .settings import EngineName, RolloutSettings, SglangSettings
 
 FAKE_CONTEXT = 4096
+ENGINE_ATTRIBUTES = ("facts", "context_length", "vocab_size", "capacity", "job_by_job", "version", "num_running")
+ENGINE_METHODS = ("start", "generate", "load", "close")
+"""What `Engine` asks of an engine."""
 LAUNCHED_ALIKE = {
     "tp",
     "dp",
@@ -29,7 +33,7 @@ LAUNCHED_ALIKE = {
 
 
 def build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
-    """Heavy: imports the engine's libraries and reads every byte of the model folder."""
+    """Slow: imports the engine's libraries and reads every byte of the model folder. Raises ConfigError."""
     try:
         from dvp_rl.engines.tokenizer import load_tokenizer
     except ModuleNotFoundError as error:
@@ -45,7 +49,7 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
     if settings.fixed_shape is not None and settings.engine is not EngineName.TRANSFORMERS:
         raise ConfigError(
             f"fixed_shape {settings.fixed_shape}: only engine = transformers computes in a fixed shape, not "
-            f"{settings.engine.value}. Nearest to it on a GPU is SGLang with --deterministic and "
+            f"{settings.engine}. The closest alternative on a GPU is SGLang with --deterministic and "
             "--sglang.extra-args='--rl-on-policy-target fsdp'"
         )
     if settings.engine is EngineName.FAKE:
@@ -76,7 +80,15 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
             fp32_head=settings.fp32_head,
             version=version,
         )
-    return _sglang(settings, version)
+    if settings.engine is EngineName.SGLANG:
+        return _sglang(settings, version)
+    return _own(settings, version)
+
+
+def _own(settings: RolloutSettings, version: str) -> Engine:
+    engine: Engine = call_hook("engine", load_hook("engine", settings.engine), settings, version=version)
+    check_members("engine", engine, attributes=ENGINE_ATTRIBUTES, methods=ENGINE_METHODS)
+    return engine
 
 
 def _sglang(settings: RolloutSettings, version: str) -> Engine:

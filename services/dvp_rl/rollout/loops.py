@@ -1,4 +1,4 @@
-"""Work in the background and its end."""
+"""Background work: repeating, retrying and ending it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_DELAY_S = 2.0
 
 
 def pauses() -> Iterator[float]:
-    """Seconds before each further try: growing, and of random length, so that replicas that lost the broker at the same
-    moment do not come back at the same moment."""
+    """Seconds before each retry: exponential backoff with jitter, so that replicas that lost the broker together do not
+    all come back together."""
     longest = MIN_DELAY_S
     while True:
         yield longest * random.uniform(0.5, 1.0)
@@ -37,7 +37,7 @@ async def keep_doing(what: str, step: Callable[[], Awaitable[object]]) -> None:
             if outage is not None:
                 logger.info("%s: works again", what)
             outage = None
-        except Exception as error:  # a task boundary: the loop has to live on
+        except Exception as error:  # a task boundary: the loop must survive
             if outage is None:
                 expected = isinstance(error, DvpError) or is_refusal(error)
                 logger.warning("%s: %s; trying again", what, error, exc_info=None if expected else error)
@@ -46,7 +46,8 @@ async def keep_doing(what: str, step: Callable[[], Awaitable[object]]) -> None:
 
 
 async def outlast(what: str, call: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """The result of an idempotent `call`, repeated while the broker is away. Raises UnavailableError in the end."""
+    """The result of an idempotent `call`, retried while the broker is away. Raises UnavailableError rather than wait
+    longer than `patience_s`."""
     clock = asyncio.get_running_loop().time
     give_up = clock() + patience_s
     for pause in pauses():

@@ -1,4 +1,4 @@
-"""Between what people write and what engines read: requests to jobs, groups to responses."""
+"""Conversion between what people write and what engines read: requests to jobs, groups to responses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 PIECE_TOKENS = 8_192
-"""A piece has so many or, with its last sample, more: a sample is never divided."""
+"""Tokens per piece of a response. The last sample of a piece may exceed it: samples are never divided."""
 NO_TEXT = "dvp:no_text"
-"""Metadata key by which a queued job remembers `return_text: false`; it never leaves the service."""
+"""Metadata key by which a queued job remembers `return_text: false`; clients never see it."""
 
 
 class Prompts:
@@ -41,7 +41,7 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     async def job(self, request: RolloutRequest, run_id: str) -> Job:
-        """The job that a request means. Raises RequestError if it cannot run on this model."""
+        """The job for a request. Raises RequestError if it cannot run on this model."""
         prompt_ids = await self._in_thread(self._encode, request)
         field = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
         self._check(field, prompt_ids)
@@ -69,7 +69,7 @@ class Prompts:
         return job
 
     def response(self, group: Group) -> AsyncIterator[bytes]:
-        """A RolloutResponse as JSON."""
+        """A RolloutResponse as JSON, in pieces."""
         metadata = {key: value for key, value in group.metadata.items() if key != NO_TEXT}
         fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "engine")}
         return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", self._samples(group))
@@ -83,7 +83,7 @@ class Prompts:
         yield b"]"
 
     async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
-        """Off the event loop, on one thread: the fast tokenizers are not re-entrant."""
+        """Calls `function` off the event loop, on a single thread: the fast tokenizers are not re-entrant."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, argument)
 
     def _encode(self, request: RolloutRequest) -> list[int]:
@@ -112,7 +112,7 @@ class Prompts:
 
 
 def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Some of them at a time: those that together have PIECE_TOKENS."""
+    """Batches of samples with at least PIECE_TOKENS tokens each; the last batch may have fewer."""
     few: list[Sample] = []
     num_tokens = 0
     for sample in samples:

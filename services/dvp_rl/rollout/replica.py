@@ -1,4 +1,4 @@
-"""One engine with a name: generates groups, and counts what it does."""
+"""One engine with a name: generates groups and counts them in metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Replica:
         await recovered(self.engine)
 
     async def generate(self, job: Job, timeout_s: float) -> Group:
-        """The finished group. Raises RequestError, EngineError (also when the engine takes longer than `timeout_s`)."""
+        """The finished group. Raises RequestError, UnavailableError, EngineError (also if the engine takes longer than
+        `timeout_s`)."""
         start = time.monotonic()
         samples = await (self._in_turn if job.sink is Sink.CLIENT else self._ask)(job, timeout_s)
         group = Group(
@@ -54,7 +55,8 @@ class Replica:
         return group
 
     async def _in_turn(self, job: Job, timeout_s: float) -> tuple[Sample, ...]:
-        """As many samples at a time as clients may generate: all of them together, or each alone. No limit in line."""
+        """Generates as many samples at a time as clients may: all in one call, or each in its own. The time in line is
+        not limited."""
         asked: list[asyncio.Task[tuple[Sample, ...]]] = []
         begun = 0
         try:
@@ -64,7 +66,7 @@ class Replica:
                     indices = range(begun, begun + granted)
                     for part in [job] if granted == job.n else [alone(job, index) for index in indices]:
                         task = group.create_task(self._ask(part, timeout_s))
-                        # Not in the task itself: one that is cancelled early never begins.
+                        # Not in the task itself: a task that is cancelled early never runs.
                         task.add_done_callback(partial(self._ended, part.n))
                         asked.append(task)
                     begun += granted

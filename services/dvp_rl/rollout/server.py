@@ -55,7 +55,7 @@ async def _run(service: Service, http: HttpServer, listener: socket.socket, aske
 
 
 def _check(settings: RolloutSettings) -> None:
-    """What can be refused before the port is taken and the engine's libraries are imported."""
+    """Checks what needs neither the port nor the engine's libraries. Raises ConfigError."""
     if not settings.model.is_dir():
         raise ConfigError(f"model {settings.model}: no such folder; expected a local Hugging Face model folder")
     settings.weights.read_token()

@@ -1,4 +1,4 @@
-"""One replica from start to stop, and what its HTTP routes may ask of it."""
+"""One replica from start to stop, and the operations behind its HTTP routes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from .weight_folders import WeightFolders
 logger = logging.getLogger(__name__)
 
 MAX_RESULTS_BYTES = 64 << 20
-"""Of results, as the broker holds them, that are read and sent at the same time."""
+"""Most bytes of results, as stored in the broker, that are read and sent at the same time."""
 
 
 class Service:
-    """`start` once, then the other methods from the same event loop, then `drain` and `close`."""
+    """Call `start` once, then the other methods from the same event loop, then `drain` and `close`."""
 
     def __init__(self, settings: RolloutSettings, context: LogContext) -> None:
         self.settings = settings
@@ -91,7 +91,7 @@ class Service:
             await self._replica.engine.close()
 
     async def rollout(self, request: RolloutRequest, caller: str = EVERYBODY) -> AsyncIterator[bytes]:
-        """A RolloutResponse as JSON. Generates here and now, past the queue. Cancelling stops the samples."""
+        """A RolloutResponse as JSON, generated on this replica without the queue. Cancelling stops the samples."""
         replica = self.replica
         job = await replica.prompts.job(request, replica.run_id)
         with replica.slots.clients.admit(job.n, caller):
@@ -173,7 +173,7 @@ class Service:
         if self._uplink is not None and self._uplink.error:
             return f"the job queue cannot be used: {self._uplink.error}"
         if self._replica.outage:
-            return f"the engine does not run: {self._replica.outage}"
+            return f"the engine is not running: {self._replica.outage}"
         if self._swap.quarantined:
             return f"takes no jobs until it serves newer weights: {self._swap.status.error or 'loading them'}"
         return ""

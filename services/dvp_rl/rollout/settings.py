@@ -1,4 +1,4 @@
-"""What `dvp-rollout` can be told."""
+"""Settings of `dvp-rollout`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import secrets
 import shlex
 import socket
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from dvp_rl.contract.shape import ShapeText
 from dvp_rl.contract.weights import RUN_ID
+from dvp_rl.hooks import choice_or_hook
 from dvp_rl.http.settings import MAX_REQUESTS, ListenSettings, WeightReader
 from dvp_rl.settings import Section
 from dvp_rl.tracing import TraceUrl
@@ -47,9 +49,9 @@ class SglangSettings(Section):
     """Only for engine = sglang."""
 
     python: Path | None = None
-    """Interpreter that has SGLang and dvp-sglang. Default: .sglang/bin/python of this checkout, or this one."""
+    """Python that has SGLang and dvp-sglang. Default: .sglang/bin/python of this checkout, else the one running."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
-    """Use the server there instead of starting one. It has to see weight folders under the same paths."""
+    """URL of a server to use instead of starting one. It must see weight folders under the same paths."""
     api_key: SecretStr = SecretStr("")
     """That server's API key."""
     admin_key: SecretStr = SecretStr("")
@@ -63,7 +65,7 @@ class SglangSettings(Section):
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the GPU's memory for weights and KV cache. Default: SGLang's choice."""
     max_total_tokens: Annotated[int, Field(ge=16)] | None = None
-    """Tokens that fit the KV cache. Default: SGLang's choice, on a CPU 65536."""
+    """Capacity of the KV cache in tokens. Default: SGLang's choice, on a CPU 65536."""
     extra_args: str = ""
     """More flags for SGLang, as in a shell; they override those above."""
     ready_timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -73,7 +75,7 @@ class SglangSettings(Section):
     interface: str | None = None
     """Network interface on which weights come from a trainer on another machine (its weights.route = distributed)."""
     log_file: Path | None = None
-    """Where its output goes, anew at every start. Default: a file in the temporary folder, named in the log."""
+    """File for its output, overwritten at every start. Default: a file in the temporary folder, named in the log."""
 
     @field_validator("extra_args")
     @classmethod
@@ -83,14 +85,14 @@ class SglangSettings(Section):
 
 
 class WeightSettings(WeightReader):
-    """Weights that are announced with a URL and lie on no volume that this replica sees."""
+    """Weights that are announced with a URL, for a replica without the trainer's volume."""
 
     cache: Path = Path("~/.cache/dvp-rl/weights")
-    """Where they are kept; replicas of one host may share it."""
+    """Folder for downloads; replicas of one host may share it."""
     shared: bool = True
-    """Read the announced folder where it is visible. Off: always fetch, e.g. because that volume is slow."""
+    """Read the announced folder if it is visible. Off: always download, e.g. because that volume is slow."""
     timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest time to fetch one version; what has arrived by then is not fetched again."""
+    """Longest time to download one version; the next attempt resumes with what has arrived."""
 
 
 class RolloutSettings(ListenSettings):
@@ -98,8 +100,9 @@ class RolloutSettings(ListenSettings):
 
     model: Path
     """Folder of a Hugging Face causal LM: config, tokenizer, safetensors."""
-    engine: EngineName = EngineName.TRANSFORMERS
-    """What generates: transformers in this process, a SGLang server beside it, or fake for load tests."""
+    engine: Annotated[str, AfterValidator(partial(choice_or_hook, EngineName))] = EngineName.TRANSFORMERS
+    """What generates: `transformers` in this process, a `sglang` server beside it, `fake` for load tests, or your own
+    engine as module:function."""
     redis_url: RedisUrl | None = None
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME.
     Without it only HTTP is served."""
@@ -109,41 +112,41 @@ class RolloutSettings(ListenSettings):
     """Name of this replica, unique within the run. Default: host, process id and a random part."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """What the model computes in."""
+    """Number format in which the model computes."""
     fp32_head: bool = False
-    """The LM head computes in float32 all the same, as that of a trainer with model.fp32_head does."""
+    """Compute the LM head in float32 whatever dtype is, as a trainer with model.fp32_head does."""
     device: str = "cpu"
     max_batch: Annotated[int, Field(ge=1, le=4096)] = 32
     """Samples that generate side by side."""
     max_context: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and continuation together. Default: what the model allows."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the engine. Default: one per CPU that it may use; SGLang chooses by itself."""
+    """CPU threads of the engine. Default: one per CPU that it may use, or SGLang's choice."""
     deterministic: bool = False
     """One job is one batch, so that a seed gives the same bits every time."""
     fixed_shape: ShapeText | None = None
     """ROWSxLENGTH: one full forward of this shape per token, so that a trainer with the same shape gets the same bits.
-    Slow; for the engine transformers."""
+    Slow; only for engine = transformers."""
 
     fake: FakeSettings = FakeSettings()
     sglang: SglangSettings = SglangSettings()
     weights: WeightSettings = WeightSettings()
 
     max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
-    """HTTP requests that are answered at the same time; more get 429."""
+    """HTTP requests that are answered at the same time; further ones get 429."""
     max_waiting: Annotated[int, Field(ge=0)] = 128
-    """Samples of HTTP requests that may wait before they get 429."""
+    """Samples of HTTP requests that may wait; further requests get 429."""
     client_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of max_batch for jobs and HTTP requests of clients while a trainer holds the run; at least one sample."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
     """Jobs of clients that may wait unread in the queue before POST /v1/jobs answers 429."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 60.0
-    """A job whose replica was silent for so long goes to another one."""
+    """Seconds of silence after which a replica's job goes to another one."""
     max_deliveries: Annotated[int, Field(ge=1, le=100)] = 3
-    """Engine errors and unclean deaths after which a job is a dead letter."""
+    """Engine errors and crashes of replicas after which a job becomes a dead letter."""
     job_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest time for one job, waiting for its weights included; of a client's job, for each part that generates."""
+    """Longest time for one job, including the wait for its weights; for a client's job, per part that generates."""
     trace_url: TraceUrl | None = None
     """Collector of OpenTelemetry traces, e.g. http://127.0.0.1:4318; needs the extra otel."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 3.0
-    """At SIGTERM: how long jobs may still finish before they are given back."""
+    """Longest time that jobs may take to finish after SIGTERM before they are given back."""

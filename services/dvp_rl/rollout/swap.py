@@ -1,4 +1,4 @@
-"""The weight swap: from the registry, over a verified folder or from the trainer itself, into the engine."""
+"""The weight swap: loads announced versions into the engine, from a verified folder or from the trainer itself."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BLOCK_MS = 5_000
 MIN_PATIENCE_MS = 500
 MAX_PATIENCE_MS = 30_000
 OFFER_S = 60.0
-"""Longest wait for the trainer to offer a version; it reads the whole of it for that."""
+"""Longest wait for the trainer to offer a version, in seconds; the trainer reads all of it first."""
 
 
 class WeightSwap:
-    """Serves the newest version that can be loaded. One that cannot leaves the old weights in place."""
+    """Serves the newest version that can be loaded. A version that cannot be loaded leaves the old weights in place."""
 
     def __init__(self, engine: Engine, folders: WeightFolders, metrics: Metrics, context: LogContext) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class WeightSwap:
 
     @property
     def quarantined(self) -> bool:
-        """True while what is served is older than what may still take jobs."""
+        """True while the weights served are too old to take jobs."""
         return self._newest is not None and self.seq < self._newest.min_seq
 
     @property
@@ -71,7 +71,7 @@ class WeightSwap:
     async def reach(self, seq: int) -> None:
         """Returns when `follow` has loaded weights of at least `seq`. The caller bounds the wait.
 
-        Raises WeightError if the newest version cannot be loaded; `follow` goes on trying.
+        Raises WeightError if the newest version cannot be loaded; `follow` keeps trying.
         """
         while self.seq < seq:
             if self._error is not None and self._newest is not None and self._newest.seq >= seq:
@@ -86,8 +86,8 @@ class WeightSwap:
         return self.status
 
     async def follow(self, registry: WeightRegistry) -> None:
-        """One round: waits for a newer version, and for an engine to load it. A version that failed is tried again
-        after a growing pause, or replaced at once when another one is announced."""
+        """One round: waits for a newer version and for the engine to be up, and loads it. A version that failed is
+        retried with backoff; a newer announcement replaces it at once."""
         if self._error is None or self._newest is None:
             newest = await registry.wait_newer(self.seq, BLOCK_MS)
         else:
@@ -121,7 +121,7 @@ class WeightSwap:
             except WeightError as error:
                 self._error = f"{announcement.version}: {error}"
                 self._metrics.swaps.labels("failed").inc()
-                logger.error("weights %s not loaded, serving on: %s", announcement.version, error)
+                logger.error("weights %s not loaded, still serving the old ones: %s", announcement.version, error)
                 raise
             finally:
                 self._loading = None
@@ -147,15 +147,15 @@ class WeightSwap:
         try:
             await self._read(announcement, registry)
         except WeightError as error:
-            raise WeightError(f"not sent: {reason}; and not read: {error}") from None
+            raise WeightError(f"transfer failed: {reason}; reading the folder failed: {error}") from None
 
     async def _receive(self, announcement: Announcement, transfers: Transfers) -> None:
         if not isinstance(self._engine, Receiving):
-            raise WeightError(f"engine {self._engine.facts.name} can only read folders, not take weights that are sent")
+            raise WeightError(f"engine {self._engine.facts.name} can only read folders, not receive transfers")
         request = self._engine.transfer_request(announcement.version)
         offer = await transfers.ask(request, OFFER_S)
         if offer.version != announcement.version:
-            raise WeightError(f"the trainer offered {offer.version}, asked for was {announcement.version}")
+            raise WeightError(f"expected an offer of {announcement.version}, the trainer offered {offer.version}")
         failpoint("swap.before")
         await self._engine.receive(offer)
 
@@ -164,7 +164,7 @@ class WeightSwap:
             folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
             failpoint("swap.before")
             await self._engine.load(folder, announcement.version)
-        except OSError as error:  # whatever is wrong with a volume: the weights served stay, and it is tried again
+        except OSError as error:  # any error of a volume: the old weights stay in service, and the load is retried
             raise WeightError(f"{announcement.folder}: {error.strerror or error}") from error
 
     def _served(self) -> None:

@@ -1,4 +1,4 @@
-"""A replica's connection to the broker: everything that needs it, for as long as the process lives."""
+"""A replica's connection to the broker and everything that needs it, for as long as the process lives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .worker import Worker
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 1.0
-"""Bound of each farewell; without a broker a stop takes drain_s + 5 s at most."""
+"""Timeout of each of the last calls to the broker, in seconds. Without a broker a stop takes at most drain_s + 5 s."""
 
 
 class Uplink:
@@ -48,13 +48,13 @@ class Uplink:
         return self._broker
 
     async def run(self) -> None:
-        """Connects, however long that takes, then starts everything. The engine is ready by now."""
+        """Connects, however long that takes, then starts everything. The engine must be ready."""
         broker = await self._connect()
         registry = WeightRegistry(broker)
         workers = [self._worker(broker, clients=clients) for clients in (False, True)]
         self._broker, self._state = broker, ReplicaState.SERVING
-        # Known before the first job is claimed: what may still take jobs, and whether a trainer holds the run. Both are
-        # looked at again and again.
+        # Before the first job is claimed, the replica must know which weights may still take jobs, and whether a
+        # trainer holds the run. The loops below keep both up to date.
         with suppress(WeightError, UnavailableError):
             await self._swap.refresh(registry)
         with suppress(DvpError):

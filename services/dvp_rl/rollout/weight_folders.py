@@ -1,4 +1,4 @@
-"""Where the folder of an announced version is: on the shared volume, or fetched."""
+"""Finds the folder of an announced version: on the shared volume, or downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import RolloutSettings
 
 class WeightFolders:
     def __init__(self, cache: WeightCache, *, shared: bool = True) -> None:
-        """`shared`: look for the announced folder before fetching."""
+        """`shared`: look for the announced folder before downloading."""
         self._cache = cache
         self._shared = shared
 
@@ -27,12 +27,12 @@ class WeightFolders:
         return cls(cache, shared=given.shared)
 
     async def find(self, announcement: Announcement, in_use: SeqsInUse) -> Path:
-        """Verified to hold what was announced. Raises WeightError."""
+        """A folder that is verified to hold the announced version. Raises WeightError."""
         folder = Path(announcement.folder)
         visible = self._shared and await asyncio.to_thread(folder.is_dir)
         if announcement.url is not None and not visible:
             return await self._cache.fetch(announcement.url, WeightVersion.parse(announcement.version), in_use)
         manifest = await asyncio.to_thread(verify_folder, folder)
         if str(manifest.version) != announcement.version:
-            raise WeightError(f"{folder} holds {manifest.version}, announced was {announcement.version}")
+            raise WeightError(f"{folder}: expected {announcement.version}, found {manifest.version}")
         return folder

@@ -22,14 +22,14 @@ from .swap import WeightSwap
 logger = logging.getLogger(__name__)
 
 BLOCK_MS = 2_000
-"""Also the longest time until expired leases of dead replicas are looked for again."""
+"""Longest wait for a job, in milliseconds, and so between two searches for expired leases of dead replicas."""
 PATIENCE_S = 600.0
-"""How long a finished group waits for a broker that is away."""
+"""Longest wait of a finished or failed job for a broker that is away, in seconds."""
 GIVE_BACK_S = 2.0
 
 
 class Worker:
-    """Takes as many jobs from one queue as its side has room for, and only while the weights served may take any."""
+    """Takes as many jobs from one queue as its side has room for, while the weights served are new enough."""
 
     def __init__(
         self,
@@ -49,12 +49,13 @@ class Worker:
         self._job_timeout_s = job_timeout_s
         self._running: dict[asyncio.Task[None], Lease] = {}
         self._settling: set[str] = set()
-        """Entries with a commit on its way: it finds out itself whether the lease is lost, or was its own to end."""
+        """Entries with a commit in flight, which `_renew` leaves alone: the commit itself detects a lost lease, and one
+        that it has ended looks lost."""
         self._samples_per_job = side.slots.capacity
-        """Of the last job; until there was one, jobs are claimed singly."""
+        """Samples of the last job. The initial value makes the first claim a single job."""
         self._loops: list[asyncio.Task[None]] = []
         self._rests_until = 0.0
-        """Jobs that it gave back, for want of weights or by a bug, are left to others until then."""
+        """Time until which it claims nothing, so that jobs that it failed or gave back go to other replicas."""
         self._errors_in_a_row = 0
 
     def start(self) -> None:
@@ -64,7 +65,7 @@ class Worker:
         ]
 
     async def stop(self, drain_s: float) -> None:
-        """Claims nothing more, lets jobs finish for `drain_s` and gives the others back."""
+        """Claims nothing more, lets jobs finish for `drain_s` and gives the rest back."""
         claiming, renewing = self._loops
         await cancel([claiming])
         if self._running:
@@ -78,7 +79,7 @@ class Worker:
                 await self._queue.close()
         except (DvpError, TimeoutError) as error:
             reason = str(error) or f"the broker took longer than {GIVE_BACK_S:g} s"
-            logger.warning("jobs not given back (%s): their leases run out within %g s", reason, self._lease_s)
+            logger.warning("jobs not given back (%s): their leases expire within %g s", reason, self._lease_s)
 
     async def _give_back(self, lease: Lease) -> None:
         # A job that was cancelled in the middle of its commit may be settled already.
@@ -97,7 +98,7 @@ class Worker:
             task = asyncio.create_task(self._guarded(lease))
             self._running[task] = lease
             task.add_done_callback(self._running.pop)
-        # Lets the new tasks take their slots before the next look at them.
+        # Lets the new tasks take their slots before the slots are checked again.
         await asyncio.sleep(0)
 
     async def _renew(self) -> None:
@@ -117,7 +118,7 @@ class Worker:
         except (LeaseLostError, UnavailableError) as error:
             outcome = "lost"
             logger.warning("job %s: %s", lease.job.job_id, error)
-        except Exception as error:  # a task boundary: counted like an engine's error, or it would come back for ever
+        except Exception as error:  # a task boundary: counted like an engine's error, or the job would return for ever
             outcome = "error"
             logger.exception("job %s: unexpected error", lease.job.job_id)
             self._rest(begin)
@@ -128,15 +129,15 @@ class Worker:
         self._replica.metrics.jobs.labels(outcome).inc()
 
     def _rest(self, begin: float) -> None:
-        """If the fault is this replica's and not the job's, it must not take whatever others leave for a moment: pauses
-        double up to the time of a lease, until something is committed. They count from when the job began: what took
-        long to fail was not taken from others."""
+        """Pauses claiming after a failure. If this replica is at fault and not the job, it must not take all the jobs
+        before others can. Pauses double up to the time of a lease, until something is committed. They count from the
+        start of the job, since a job that fails slowly takes no jobs from others."""
         pause_s = min(MAX_DELAY_S * 2 ** min(self._errors_in_a_row, 16), self._lease_s)
         self._rests_until = max(self._rests_until, begin + pause_s)
         self._errors_in_a_row += 1
 
     async def _run(self, lease: Lease, begin: float) -> str:
-        """How the job ended here. Only a commit or a fail settles it."""
+        """How the job ended on this replica. Only `commit` or `fail` settles it."""
         trace = [lease.job.metadata]
         with tracing.span("wait in queue", trace, since=lease.job.submitted_at):
             pass
@@ -149,12 +150,12 @@ class Worker:
             self._rest(begin)
             return await self._fail(lease, str(error), fatal=_left_s(lease) <= 0)
         except UnavailableError as error:
-            logger.error("job %s goes back, the engine does not run: %s", lease.job.job_id, error)
+            logger.error("job %s given back, the engine is not running: %s", lease.job.job_id, error)
             await asyncio.sleep(MAX_DELAY_S)
             await self._queue.release(lease)
             return "released"
         except WeightError as error:
-            logger.error("job %s goes back, it wants weights that are not to be had here: %s", lease.job.job_id, error)
+            logger.error("job %s given back, required weights unavailable: %s", lease.job.job_id, error)
             self._rests_until = time.monotonic() + MAX_DELAY_S
             await self._queue.release(lease)
             return "released"
@@ -168,7 +169,7 @@ class Worker:
         return settled.value
 
     async def _generate(self, lease: Lease) -> Group:
-        """The slots are held while the job waits for its weights, so that nothing else is claimed into them."""
+        """The group. The job holds its slots while it waits for weights, so that nothing else is claimed into them."""
         job, patience = lease.job, min(self._job_timeout_s, _left_s(lease))
         with self._side.hold(job.n):
             start = time.monotonic()
@@ -189,5 +190,5 @@ class Worker:
 
 
 def _left_s(lease: Lease) -> float:
-    """Until nobody wants the result any more."""
+    """Seconds until the job is overdue."""
     return math.inf if lease.overdue_at is None else lease.overdue_at - time.monotonic()

@@ -1,4 +1,4 @@
-"""Weights that arrive over a process group are loaded only if they are what was announced."""
+"""Verification of weights that arrive over a process group: only bytes with the announced digest are loaded."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 Weights: TypeAlias = list[tuple[str, Tensor]]
 
 FORMAT = "sha256="
-"""With the digest behind it the `load_format` of /update_weights_from_distributed: one buffer of that checksum."""
+"""Prefix of the `load_format` in /update_weights_from_distributed for one buffer; the digest of its bytes follows."""
 SGLANG_FORMAT = "flattened_bucket"
-"""SGLang's name for one buffer without."""
+"""SGLang's name for one buffer without a digest."""
 
 
 def receive_checked(
     receive: Callable[..., Weights], updater: Any, *args: Any, load_format: str | None = None, **kwargs: Any
 ) -> Weights:
-    """Raises ValueError, before any of them is loaded, if the bytes are others. Other formats go through."""
+    """Receives weights. Raises ValueError before any is loaded if the digest differs. Other formats pass unchecked."""
     if load_format is None or not load_format.startswith(FORMAT):
         return receive(updater, *args, load_format=load_format, **kwargs)
     weights = receive(updater, *args, load_format=SGLANG_FORMAT, **kwargs)
     expected, found = load_format.removeprefix(FORMAT), sha256(weights)
     if found != expected:
-        raise ValueError(f"the bytes received have SHA-256 {found}, announced was {expected}")
+        raise ValueError(f"expected bytes with SHA-256 {expected}, received {found}")
     return weights
 
 
 def sha256(weights: Weights) -> str:
-    """Over the bytes of all tensors, one after the other."""
+    """SHA-256 of the bytes of all tensors, one after the other."""
     digest = hashlib.sha256()
     for _, tensor in weights:
         digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)

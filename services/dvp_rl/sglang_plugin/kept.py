@@ -1,4 +1,4 @@
-"""From tensors on the device to one number per token in `meta_info`."""
+"""Copies kept mass and kept count from the device to `meta_info`, one number per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pruning import Kept
 
 
 class HostCopy:
-    """A copy to the host that has begun. It is read after the step's tokens are, and by then it is there."""
+    """An asynchronous copy to the host. It is read after the step's tokens, when it is complete."""
 
     def __init__(self, kept: Kept) -> None:
         device = kept.kept_mass.device
@@ -40,7 +40,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Column:
-    """What SGLang indexes by the row of a request, once the step is over: `HostCopy.mass` or `.count`."""
+    """`HostCopy.mass` or `.count`, which SGLang indexes by a request's row once the step is over."""
 
     copy: HostCopy
     field: str
@@ -51,6 +51,6 @@ class Column:
 
 
 def meta_info(kept: Kept) -> dict[str, Column]:
-    """For `LogitsProcessorOutput.customized_info`."""
+    """The entries for `LogitsProcessorOutput.customized_info`."""
     copy = HostCopy(kept)
     return {"kept_mass": Column(copy, "mass"), "kept_count": Column(copy, "count")}

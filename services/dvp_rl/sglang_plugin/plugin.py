@@ -1,4 +1,4 @@
-"""The entry point, and the hook on SGLang's sampler."""
+"""The entry point, and the hooks on SGLang."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ PLAIN = {
     "disaggregation_mode": "null",
     "pp_size": 1,
 }
-"""Server arguments under whose other values some tokens pass the hook by, or what it reports gets lost."""
+"""Required server arguments: under other values some tokens bypass the hook, or its results get lost."""
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""SGLang's switch for log-probs before temperature."""
+"""SGLang's environment variable for log-probs before temperature."""
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """SGLang calls it in each of its processes, before it reads the model.
+    """Registers the hooks. SGLang calls it in each of its processes, before it reads the model.
 
-    Raises SystemExit if it cannot work here. SGLang only logs other exceptions of a plugin and serves on without it:
-    the log-probs of its answers would silently be those of another policy.
+    Raises SystemExit if the plugin cannot work here. SGLang only logs other exceptions of a plugin and serves without
+    it: its log-probs would silently be those of another policy.
     """
     if reason := refusal(installed_version()):
         raise SystemExit(reason)
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def _find(target: str) -> None:
-    """SGLang only logs that a hook's target is missing, and serves on without the hook."""
+    """Raises SystemExit if a hook's target is missing: SGLang would only log that and serve without the hook."""
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
@@ -66,12 +66,12 @@ def _find(target: str) -> None:
 def constrain_sampler(
     forward: Callable[..., Any], sampler: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Prunes the rows with min_p before SGLang's sampler sees them; its softmax then is the constrained policy.
+    """Prunes the rows with min_p before SGLang's sampler sees them; its softmax is then the constrained policy.
 
-    Grammar masks, penalties and logit biases are in the logits by now; custom logit processors are applied here, so
-    that the set is taken from what is really sampled. top_k and top_p act on the pruned distribution and, as in SGLang
-    without the plugin, do not enter the log-probs. A batch without min_p goes through as it is.
-    Log-probs are float32 whatever the server's arguments are.
+    Grammar masks, penalties and logit biases are already in the logits; custom logit processors are applied here, so
+    that the set is taken from the logits actually sampled. top_k and top_p act on the pruned distribution and, as in
+    SGLang without the plugin, do not enter the log-probs. A batch without min_p passes unchanged. In other batches
+    log-probs are float32, whatever the server's arguments.
     """
     if not sampling_info.need_min_p_sampling:
         return forward(sampler, logits_output, sampling_info, *args, **kwargs)
@@ -89,7 +89,7 @@ def constrain_sampler(
 
 @contextmanager
 def _in_float32(sampler: Any) -> Iterator[None]:
-    """With --rl-on-policy-target SGLang rounds logits to bfloat16 before it samples, to be like a trainer that does."""
+    """Keeps SGLang from rounding logits to bfloat16, as --rl-on-policy-target does to match a trainer that rounds."""
     before = sampler.rl_on_policy_target, sampler.use_log_softmax_logprob
     sampler.rl_on_policy_target, sampler.use_log_softmax_logprob = None, False
     try:
@@ -99,7 +99,7 @@ def _in_float32(sampler: Any) -> Iterator[None]:
 
 
 def refuse_bypasses(server_args: Any) -> None:
-    """Raises SystemExit for settings under which log-probs or kept masses would not be those of the tokens."""
+    """Raises SystemExit for settings under which log-probs or kept masses would not match the tokens."""
     used = [f"--{name.replace('_', '-')}" for name, plain in PLAIN.items() if getattr(server_args, name) != plain]
     if os.environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true"):
         used.append(ORIGINAL_LOGPROB)

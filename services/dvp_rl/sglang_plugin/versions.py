@@ -1,4 +1,4 @@
-"""Which SGLang this plugin was tested with."""
+"""The SGLang versions that this plugin was tested with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib.metadata import version
 
 TESTED = ("0.5.23",)
 ANY_VERSION = "DVP_SGLANG_ANY_VERSION"
-"""Environment variable: 1 tries another version."""
+"""Environment variable: 1 allows other versions."""
 
 
 def refusal(installed: str) -> str | None:
-    """Why the plugin does not run inside this SGLang. A local version (0.5.23+cu130) is another build of the same."""
+    """Why the plugin refuses this SGLang, or None. A local version (0.5.23+cu130) is only another build."""
     if installed.partition("+")[0] in TESTED or os.environ.get(ANY_VERSION) == "1":
         return None
     return (

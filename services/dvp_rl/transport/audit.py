@@ -1,4 +1,4 @@
-"""Who changed a run: people, by hand, and trainers, by their weights."""
+"""Audit log of a run: changes made by people, and weights published by trainers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Change(NamedTuple):
 
 
 async def changes(broker: Broker, count: int) -> list[Change]:
-    """Newest first. The newest AUDIT_LENGTH of people are remembered, through a purge, too; and about as many of
-    trainers."""
+    """The `count` newest changes, newest first. The broker keeps the last AUDIT_LENGTH changes by people, also through
+    a purge, and about as many announcements by trainers."""
     async with broker.call(), broker.redis.pipeline(transaction=False) as both:
         both.xrevrange(broker.keys.audit, count=count)
         both.xrevrange(broker.keys.versions, count=count)
@@ -35,5 +35,5 @@ def _change(entry_id: bytes, by: str, did: str, what: str) -> Change:
 
 
 def _text(fields: dict[bytes, bytes], *names: str) -> dict[str, Any]:
-    """Empty where an older version wrote no such field."""
+    """The named fields as text; "" for a field that an older version did not write."""
     return {name: fields.get(name.encode(), b"").decode(errors="replace") for name in names}

@@ -1,4 +1,4 @@
-"""One connection to Redis or Valkey for one run: bounded waits, scripts, consumer groups.
+"""Client of Redis or Valkey for one run: bounded waits, scripts, consumer groups.
 
 Only the Redis 7.0 command subset is used, so that Redis 7 and 8 and Valkey 8 and 9 all serve.
 """
@@ -47,38 +47,38 @@ from .roles import SCRIPTS, Role, trials
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
-"""For one call with all its retries."""
+"""Longest time for one call, including all its retries, in seconds."""
 MAX_BLOCK_MS = 5_000
-"""Blocking reads are cut to this, well below the reply timeout."""
+"""Longest blocking read, in milliseconds; well below the reply timeout."""
 RELOAD_S = 0.1
-"""Before a script is loaded again that the broker forgot as soon as it had it."""
+"""Pause before reloading a script that the broker forgot right after loading it, in seconds."""
 RESULT_TTL_S = 3600
-"""How long an ended job's state, and the result for a client, are kept."""
+"""TTL of an ended job's state and of a client's result, in seconds."""
 MEMORY_SHARE = 0.7
-"""Admission stops above this share of the broker's maxmemory."""
+"""Share of the broker's maxmemory above which admission stops."""
 RESULT_SHARE = 0.85
-"""Above this one, results for clients are not stored any more: their jobs become dead letters."""
+"""Share of maxmemory above which clients' results are not stored: their jobs become dead letters."""
 CLIENT_SHARE = 0.25
-"""What the jobs of a run's clients may take of the broker's maxmemory: no job is admitted that could exceed it."""
+"""Share of maxmemory available to the jobs of a run's clients: no job that could exceed it is admitted."""
 CLIENT_MEMORY_SHARE = 0.5
-"""No client's job is admitted that could bring the broker's memory above this one: the rest is the trainer's."""
+"""Share of maxmemory beyond which no client's job may push the broker's memory: the rest is the trainer's."""
 AUDIT_LENGTH = 1_000
 AUDIT_BYTES = 1_000
 AUDIT_TTL_S = 90 * 24 * 3600
-"""How many changes by people are remembered, how much of each text, and how long after the last one."""
+"""Limits of the audit: changes by people, bytes of each text, and TTL after the last change in seconds."""
 KEY_BYTES = 512
-"""What a key and the books of it take beside its value."""
+"""Memory that a key and its accounting rows take besides the value, in bytes."""
 RETRY_AFTER_MEMORY_S = 5.0
 MAX_CALLS = 64
-"""At the same time by one process, each with a connection of its own; more wait for their turn. A service answers many
-more requests at once, and its own work must find a connection, too."""
+"""Concurrent calls by one process, each on its own connection; further calls wait for their turn. A service answers
+many more requests at once, and its own work must find a connection, too."""
 
 _KEYS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
     *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines", "audit"),
 )
-"""What every script knows under the same name in capitals; and the prefixes JOB, RESULT and REPLICA."""
+"""Keys that every script has as constants, by the same name in capitals, besides JOB, RESULT and REPLICA (prefixes)."""
 
 
 class Broker:
@@ -107,12 +107,13 @@ class Broker:
     async def connect(
         cls, url: str, run_id: str, *, role: Role | None = None, create: bool = True, patience_s: float = 0.0
     ) -> Self:
-        """Raises ConfigError (bad URL or run id, nobody answers, wrong password, a user who may not do all that `role`
-        does) naming host and port, never the password. `create=False` leaves a run that does not exist alone: for those
-        who only watch.
+        """Connects to the broker. Raises ConfigError (bad URL or run id, no answer, wrong password, a user who lacks
+        permissions that `role` needs); the message names host and port, never the password. `create=False` creates
+        nothing for a run that does not exist; use it to observe only.
 
-        A broker that is away is tried again a few times, within seconds. With `patience_s`, each call waits so long for
-        it (REPLY_TIMEOUT_S at least), this one, too, and the log says so: for those who can do nothing without."""
+        If the broker is unavailable, a call retries a few times within seconds. With `patience_s`, every call, this one
+        included, waits that long for it (REPLY_TIMEOUT_S at least) and logs the outage; use it for processes that
+        cannot work without the broker."""
         if not re.fullmatch(RUN_ID, run_id):
             raise ConfigError(f"run_id {run_id!r}: must match {RUN_ID}")
         outage = Outage(patience_s)
@@ -133,8 +134,8 @@ class Broker:
         return broker
 
     async def script(self, name: str, *args: str | bytes | int | float) -> Any:
-        """Runs lua/<name>.lua. Raises LeaseLostError (not the owner, fenced off), OverloadedError (the broker's memory
-        is full and the script does not drain), UnavailableError (broker gone or too slow)."""
+        """Runs lua/<name>.lua. Raises LeaseLostError (not the owner, or fenced off), OverloadedError (the broker's
+        memory is full and the script does not drain), UnavailableError (broker gone or too slow)."""
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
@@ -146,8 +147,8 @@ class Broker:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Around one use of `redis`: bounds it, retries included, and turns what redis-py raises into this project's
-        errors. No cancellation is lost (heed_cancellation)."""
+        """Context of one use of `redis`: bounds its time, retries included, and turns redis-py's exceptions into this
+        project's errors. No cancellation is lost (heed_cancellation)."""
         before = cancelled_before.get()
         cancelled_before.set(num_cancelled())
         patience_s = self._outage.patience_s
@@ -160,7 +161,7 @@ class Broker:
         except RefusedError as error:
             raise ConfigError(f"Redis at {self._where} {error}") from None
         except (ConnectionError, TimeoutError, builtins.TimeoutError) as error:
-            reason = str(error) or self._outage.reason or f"nothing within {limit_s:g} s"
+            reason = str(error) or self._outage.reason or f"no reply within {limit_s:g} s"
             raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
         except OutOfMemoryError:
             raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
@@ -180,12 +181,12 @@ class Broker:
             cancelled_before.set(before)
 
     async def ping(self) -> None:
-        """Raises UnavailableError, or ConfigError for a wrong password."""
+        """Raises UnavailableError, or ConfigError if the password is wrong."""
         async with self.call():
-            await self.redis.time()  # not PING: with its disk full a broker refuses that as it refuses writes
+            await self.redis.time()  # not PING: a broker with a full disk refuses it like a write
 
     async def check_role(self, role: Role) -> None:
-        """Raises ConfigError if the user may not do all that `role` does."""
+        """Raises ConfigError if the user lacks a permission that `role` needs."""
         refused = await self.script("refused", *trials(role, self.run_id))
         if refused:
             lines = [" ".join(dict.fromkeys(line.decode().split())) for line in refused[:3]]
@@ -196,28 +197,28 @@ class Broker:
             )
 
     async def set_up(self) -> None:
-        """Raises ConfigError if the server cannot be trusted to keep a run."""
+        """Creates the consumer groups. Raises ConfigError if the server cannot be trusted to keep a run."""
         async with self.call():
             info: Any = await self.redis.info()
         if info.get("cluster_enabled"):
             raise ConfigError(
-                f"Redis at {self._where} is a node of a cluster, which is not supported: name a server of its own"
+                f"Redis at {self._where} is a node of a cluster, which is not supported: use a standalone server"
             )
         if info.get("maxmemory") and (policy := info["maxmemory_policy"]) != "noeviction":
             raise ConfigError(
-                f"Redis at {self._where} has maxmemory-policy {policy}: with its memory full it would throw away jobs, "
+                f"Redis at {self._where} has maxmemory-policy {policy}: once its memory is full it would evict jobs, "
                 "groups and leases; set it to noeviction"
             )
         await self.ensure_groups()
 
     async def ensure_groups(self) -> None:
-        """Creates the consumer groups that do not exist: at connect, and again after a broker was wiped."""
+        """Creates missing consumer groups: at connect, and again after the broker was wiped."""
         await self.script("create_groups")
 
     async def read_group(
         self, stream: str, group: str, consumer: str, count: int, block_ms: int
     ) -> list[tuple[str, dict[bytes, bytes]]]:
-        """New entries as (entry id, fields); [] after `block_ms`, or when the broker was wiped meanwhile."""
+        """New entries as (entry id, fields); [] after `block_ms`, or if the broker was wiped meanwhile."""
         block = max(1, min(block_ms, MAX_BLOCK_MS))
         reply: Any = None
         wiped = False
@@ -225,11 +226,11 @@ class Broker:
             try:
                 reply = await self.redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=block)
             except ResponseError as error:
-                # A broker that was wiped has no group; one wiped during the wait answers UNBLOCKED.
+                # A wiped broker has no group; one that is wiped during the wait answers UNBLOCKED.
                 wiped = str(error).startswith(("NOGROUP", "UNBLOCKED"))
                 if not wiped:
                     raise
-        if wiped:  # a call of its own: who waits for another turn must not hold one
+        if wiped:  # outside `call`: a caller that waits for another turn must not hold one
             logger.warning("the broker lost its streams; creating them again")
             await self.ensure_groups()
         failpoint(f"read.{group}.after")
@@ -248,12 +249,12 @@ class Broker:
 _REMEDY = "dvp-queue users prints the rules of each part's user"
 
 _REFUSED_IN_A_SCRIPT = ("ACL failure in script", "The user executing the script can't")
-"""Valkey's words, and those of Redis."""
+"""Wording of Valkey, then of Redis."""
 
 
 async def _run(script: AsyncScript, args: tuple[str | bytes | int | float, ...]) -> Any:
-    """redis-py loads a script that the broker does not know, and tries once more. A broker that is killed or fails over
-    between the two has lost it again."""
+    """Runs a script until the broker has it. redis-py loads an unknown script and retries once; a broker that is killed
+    or fails over between the two has lost it again."""
     while True:
         try:
             return await script(args=args)
@@ -262,8 +263,8 @@ async def _run(script: AsyncScript, args: tuple[str | bytes | int | float, ...])
 
 
 def _source(name: str, run_id: str) -> str:
-    """A script's text: its shebang line, the names of keys and constants, the prelude, the body. Keys are not declared
-    in EVALSHA: its caller would need to be allowed to write all of them."""
+    """A script's text: shebang line, key names and constants, prelude, body. The keys are not declared in EVALSHA,
+    because the caller would then need write permission for all of them."""
     shebang, _, body = SCRIPTS[name].partition("\n")
     keys = Keys(run_id)
     constants = {

@@ -1,7 +1,7 @@
-"""Reaching the broker: its URL, how long an answer is waited for, what is tried again, and what is refused.
+"""Connection to the broker: URL, timeouts, retries, and errors that are not retried.
 
 redis://[user:password@]host:port/0       one server; rediss:// over TLS; unix:///path
-redis+sentinel://[user:password@]host:26379,host:26379/NAME        the master of that name, which Sentinels know
+redis+sentinel://[user:password@]host:26379,host:26379/NAME        the master that the Sentinels know by that name
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
 SENTINEL_TIMEOUT_S = 2.0
-"""For each step of asking one Sentinel: one that is away must not keep the others from being asked."""
+"""Timeout of each step of asking one Sentinel, in seconds: one that is away must not delay asking the others."""
 SENTINEL_PORT = 26379
 NUM_RETRIES = 5
 TELL_S = 60.0
-"""How often a patient caller is told that the broker is still away."""
+"""Interval between log lines about a continuing outage, in seconds."""
 
 _SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
 
@@ -69,7 +69,7 @@ RedisUrl = Annotated[str, AfterValidator(_check_scheme)]
 
 
 cancelled_before = ContextVar("cancelled before", default=sys.maxsize)
-"""How often the task had been cancelled when its `Broker.call` began. Outside of a call, no number is above it."""
+"""Number of cancellations of the task when its `Broker.call` began; outside a call, a value that no count exceeds."""
 
 
 def num_cancelled() -> int:
@@ -78,22 +78,22 @@ def num_cancelled() -> int:
 
 
 def heed_cancellation() -> None:
-    """Raises a cancellation or time-out that was lost. redis-py writes inside of asyncio.wait_for, and that of Python
-    3.11 drops a cancellation that comes just as the write ends."""
+    """Raises a cancellation or timeout that was lost. redis-py writes inside asyncio.wait_for, and in Python 3.11 that
+    drops a cancellation that arrives just as the write ends."""
     if num_cancelled() > cancelled_before.get():
         raise asyncio.CancelledError
 
 
 class Outage:
-    """Whether the broker is away now, for all calls of one Broker; it tells those who wait for it."""
+    """The outage state shared by all calls of one Broker. Logs the start and end of an outage if calls are patient."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.where = ""
         self.reason = ""
-        """What the last call that failed met."""
+        """Error of the last failed call."""
         self.answered = False
-        """Some call has ended well."""
+        """At least one call has succeeded."""
         self._since = self._told = 0.0
 
     def failed(self, error: Exception) -> None:
@@ -116,13 +116,13 @@ class Outage:
 
 
 _NOT_MASTER = (ReadOnlyError, MasterDownError, TryAgainError)
-"""It was demoted, or its master is away."""
+"""Replies of a server that was demoted or whose master is away."""
 _NO_STANDBY = "NOREPLICAS"
-"""It has lost those that copy it (min-replicas-to-write): another one may be the master by now."""
+"""Reply of a master that lost its replicas (min-replicas-to-write): another server may be the master by now."""
 
 
 class _Backoff(AbstractBackoff):
-    """redis-py's, which cannot count beyond 1,023 failures."""
+    """redis-py's exponential backoff with its failure count capped: the original overflows beyond 1,023 failures."""
 
     _of_few = ExponentialWithJitterBackoff(base=0.1, cap=2.0)
 
@@ -131,15 +131,15 @@ class _Backoff(AbstractBackoff):
 
 
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-"""What a server that goes away leaves behind. Before the first answer, every other error of TLS is a mistake."""
+"""TLS errors caused by a server that goes away. Any other TLS error before the first answer is a misconfiguration."""
 
 
 class RefusedError(RedisError):
-    """The user, the password or something about TLS is wrong."""
+    """The user, the password or the TLS configuration is wrong."""
 
 
 class _Retry(Retry):
-    """All connections of a Broker tell of one outage."""
+    """Retry policy that all connections of a Broker share, and with it their Outage."""
 
     def __init__(self, outage: Outage, backoff: AbstractBackoff, retries: int) -> None:
         super().__init__(backoff, retries)
@@ -149,7 +149,8 @@ class _Retry(Retry):
         return self
 
     def _refusal(self, error: Exception, whose: str) -> RefusedError | None:
-        """What redis-py takes for an outage, though trying again helps nobody: a password, certificate or key."""
+        """The RefusedError for an error that redis-py takes for an outage but that retrying cannot fix, such as a wrong
+        password, certificate or key; otherwise None."""
         cause = error.__cause__ or error.__context__
         if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)):
             return RefusedError(f"refuses the user or password of {whose}: {error}")
@@ -157,12 +158,12 @@ class _Retry(Retry):
             remedy = "rediss://...?ssl_ca_certs=FILE names the authority to trust"
             return RefusedError(f"shows a certificate that cannot be trusted: {error}; {remedy}")
         if isinstance(cause, ssl.SSLError) and not isinstance(cause, _TLS_ENDED) and not self._outage.answered:
-            return RefusedError(f"cannot be spoken to over TLS: {error}; see redis_url's options")
+            return RefusedError(f"cannot be reached over TLS: {error}; see redis_url's options")
         return None
 
 
 class _ServerRetry(_Retry):
-    """A server: it is tried again, and its absence told."""
+    """Retry policy of a server: retries and reports the outage."""
 
     def __init__(self, outage: Outage) -> None:
         super().__init__(outage, _Backoff(), sys.maxsize if outage.patience_s else NUM_RETRIES)
@@ -175,7 +176,7 @@ class _ServerRetry(_Retry):
             except ResponseError as error:
                 if not isinstance(error, _NOT_MASTER) and not str(error).startswith(_NO_STANDBY):
                     raise
-                # Whoever is the master now answers on another connection.
+                # The current master answers on another connection.
                 self._outage.failed(error)
                 raise ConnectionError(str(error)) from error
             except (ConnectionError, TimeoutError) as error:
@@ -188,19 +189,19 @@ class _ServerRetry(_Retry):
 
 
 class _SentinelRetry(_Retry):
-    """One Sentinel of several: it is asked once, then the next one is. _ServerRetry tries all of them again."""
+    """Retry policy of one Sentinel of several: no retries, the next one is asked. _ServerRetry retries all of them."""
 
     def __init__(self, outage: Outage) -> None:
         super().__init__(outage, NoBackoff(), 0)
         self.reasons: list[str] = []
-        """Why the Sentinels failed that the newest `discover_master` has asked."""
+        """Errors of the Sentinels that the last `discover_master` asked."""
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], *args: Any, **options: Any) -> Any:
         async def once() -> Any:
             heed_cancellation()
             try:
                 return await do()
-            except RedisError as error:  # also of what is no Sentinel
+            except RedisError as error:  # also from a server that is not a Sentinel
                 self.reasons.append(str(error))
                 refusal = self._refusal(error, "a Sentinel (sentinel_username and sentinel_password in redis_url)")
                 if refusal and not self._outage.answered:
@@ -225,7 +226,7 @@ class _Sentinels(Sentinel):
 
 
 class _MasterPool(SentinelConnectionPool):
-    """redis-py keeps a connection that was in use while the master changed, and goes on reading from the old one."""
+    """Reconnects to the current master: redis-py keeps a connection that was in use when the master changed."""
 
     async def ensure_connection(self, connection: Any) -> None:
         if connection.is_connected and (connection.host, connection.port) != self.master_address:
@@ -234,11 +235,11 @@ class _MasterPool(SentinelConnectionPool):
 
 
 class _ToMaster(SentinelManagedConnection):
-    """redis-py asks the Sentinels for a new connection only (its issue 3874): one that broke would be made again to the
-    server that it had, however long that one is away."""
+    """Connection that asks the Sentinels again on every reconnect. redis-py asks them for new connections only (its
+    issue 3874) and would reconnect a broken one to its old server, however long that is away."""
 
     async def connect_to(self, address: tuple[str, int]) -> None:
-        """A Sentinel may name a server that is not the master yet, or any more, and that would answer whoever reads."""
+        """Checks the role: a Sentinel may name a server that is not, or not yet, the master, but answers reads."""
         await super().connect_to(address)  # type: ignore[no-untyped-call]
         await self.send_command("INFO", "replication", check_health=False)
         if b"role:master" not in await self.read_response():
@@ -248,7 +249,7 @@ class _ToMaster(SentinelManagedConnection):
     async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
         if retry_socket_connect:
             await self.connect()  # type: ignore[no-untyped-call]
-        else:  # to the server that a Sentinel has just named
+        else:  # connect to the server that a Sentinel has just named
             await super().connect_check_health(check_health, retry_socket_connect)
 
 
@@ -257,17 +258,18 @@ class _ToMasterOverTLS(_ToMaster, SentinelManagedSSLConnection):
 
 
 def open_client(url: str, outage: Outage) -> Redis:
-    """Opens no connection yet. Raises ConfigError, without the password. `outage.where` is then the server's name."""
+    """A client that has opened no connection yet; sets `outage.where` to the server's name. Raises ConfigError, without
+    the password, if the URL is wrong."""
     try:
         beyond = "".join(re.split("[/?#]", url.partition("://")[2], maxsplit=1)[1:])
         if not url.startswith("unix:") and ("@" in beyond or "#" in url):
-            raise ValueError("the password ends the authority")  # and its first digits would be the port
+            raise ValueError("the password ends the authority")  # its first digits would become the port
         options: dict[str, Any] = {
             "protocol": 2,
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
             "socket_timeout": REPLY_TIMEOUT_S,
             "health_check_interval": 15,
-            "driver_info": None,  # CLIENT SETINFO, which Redis 7.0 does not know and no user needs
+            "driver_info": None,  # no CLIENT SETINFO: Redis 7.0 lacks it, and no user needs it
             "retry": _ServerRetry(outage),
             "retry_on_error": [ConnectionError, TimeoutError],
         }
@@ -277,10 +279,10 @@ def open_client(url: str, outage: Outage) -> Redis:
             client = Redis.from_url(url, **options)
             given = client.connection_pool.connection_kwargs
             outage.where = str(given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}")
-        # Opens nothing, but knows which options there are.
+        # Opens nothing, but rejects unknown options.
         client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, AttributeError, RedisError) as error:
-        # A ValueError of urllib's quotes a part of the password that it takes for the port.
+        # urllib's ValueError quotes the part of the password that it takes for the port.
         reason = "cannot be read; in a password, / ? # and @ are written %2F %3F %23 and %40"
         raise ConfigError(
             f"redis_url: {reason if isinstance(error, ValueError) else error}; expected "
@@ -295,21 +297,21 @@ def open_client(url: str, outage: Outage) -> Redis:
 
 
 def _master(url: str, outage: Outage, options: dict[str, Any]) -> Redis:
-    """A client of whoever is the master. redis-py has no such URL; this is the one that others have agreed on."""
+    """A client of the current master. redis-py has no such URL scheme; this is the one that other clients share."""
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     path = re.fullmatch(r"/([^/]+)(?:/(\d+))?", parts.path)
-    query = parse_qs(parts.query.replace("+", "%2B"))  # as in the rest of a URL, and in many a password
+    query = parse_qs(parts.query.replace("+", "%2B"))  # a plus is a plus, as in the rest of a URL
     nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
     if path is None or "db" in query:
-        raise RedisError("its path must be /NAME, the master's as the Sentinels know it, or /NAME/DATABASE")
+        raise RedisError("its path must be /NAME, the name of the master in the Sentinels, or /NAME/DATABASE")
     if not all(node.hostname and node.port != 0 for node in nodes):
         raise RedisError("one of the Sentinels has no host, or port 0")
     if twice := [key for key, values in query.items() if len(values) > 1]:
-        raise RedisError(f"{twice[0]} is there twice")
+        raise RedisError(f"{twice[0]} is given twice")
     own = {key: query.pop(f"sentinel_{key}")[0] for key in ("username", "password") if f"sentinel_{key}" in query}
     scheme, name, database = parts.scheme.removesuffix("+sentinel"), path[1], path[2] or 0
-    # Everything else is read as in any other URL.
+    # Everything else is parsed as in any other URL.
     options |= parse_url(f"{scheme}://{credentials}{at}localhost/{database}?{urlencode(query, doseq=True)}")
     del options["host"]
     tls = {key: value for key, value in options.items() if key.startswith("ssl_")}

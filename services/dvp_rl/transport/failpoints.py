@@ -1,10 +1,10 @@
-"""Named points where a test can stop this process. Off, and free, unless DVP_FAILPOINTS is set.
+"""Named points where a test can stop this process. Disabled at no cost unless DVP_FAILPOINTS is set.
 
-Each Lua script `<name>` is surrounded by `<name>.before` and `<name>.after`: every transition of a job's, a group's, a
-weight version's and the trainer's state is one script, so a process can be stopped on both sides of each. Besides:
+Each Lua script `<name>` is surrounded by `<name>.before` and `<name>.after`: every state transition of a job, a group,
+a weight version or the trainer is one script, so a process can be stopped on either side of it. There are also
 `read.replicas.after` and `read.trainer.after` (entries read, nothing done yet), `manifest.before`, `publish.*` and
 `retire.*` (weight folders: finished, renamed into place, renamed out of sight), `swap.*` (a replica's weights),
-`checkpoint.*` (the trainer's books, renamed into place) and `send_piece.before` (weights on their way to a replica).
+`checkpoint.*` (the trainer's checkpoint, renamed into place) and `send_piece.before` (weights being sent to a replica).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BESIDES_SCRIPTS = (
     *("retire.before", "retire.after", "swap.before", "swap.after", "checkpoint.before", "checkpoint.after"),
 )
 IN_SENDING = ("send_piece.before",)
-"""Of the process that sends weights, which `make chaos` does not have: it has a test of its own."""
+"""Points in the process that sends weights, which `make chaos` does not run: it has its own test."""
 
 
 class FailPointError(DvpError):
@@ -55,7 +55,7 @@ def _traps() -> dict[str, _Trap]:
 
 
 def parse(text: str) -> dict[str, _Trap]:
-    """`name[:n]=kill|stop|raise`, comma separated. Raises ConfigError."""
+    """Traps by point, from comma-separated `name[:n]=kill|stop|raise`. Raises ConfigError."""
     traps: dict[str, _Trap] = {}
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"\s*([a-z0-9_.]+)(?::([1-9]\d*))?=(\w+)\s*", part)
@@ -66,8 +66,8 @@ def parse(text: str) -> dict[str, _Trap]:
 
 
 def failpoint(name: str) -> None:
-    """Nothing, unless DVP_FAILPOINTS="name[:n]=kill|stop|raise,..." names this point: then its n-th pass (default 1)
-    is SIGKILL, SIGSTOP or FailPointError."""
+    """Does nothing unless DVP_FAILPOINTS="name[:n]=kill|stop|raise,..." names this point: then its n-th pass (default
+    1) ends in SIGKILL, SIGSTOP or FailPointError."""
     traps = _traps()
     if name not in traps:
         return

@@ -1,4 +1,4 @@
-"""The trainer's side of the groups and evals streams: read, settle, acknowledge after the checkpoint."""
+"""The trainer's side of the groups and evals streams: read, settle, and acknowledge after the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 FIRST = "0-0"
 FETCH_BYTES = 4 * 1024 * 1024
-"""What the broker copies for one answer, and its buffer then holds: groups may have 64 MiB each."""
+"""Most bytes of groups per broker reply, unless one group is larger: the broker buffers a copy of each reply, and a
+group may have 64 MiB."""
 
 
 Entry = tuple[str, dict[bytes, bytes]]
-"""Of a stream: its id and fields."""
+"""Id and fields of a stream entry."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,20 @@ class Delivery:
 
 @dataclass
 class _Inbox:
-    """One stream, as this trainer sees it."""
+    """This trainer's state of one stream."""
 
     sink: Sink
     stream: str
     recovering: bool = True
-    """Read entries that are pending somewhere before new ones."""
+    """The next read takes over entries that are pending for any consumer before it reads new ones."""
     cursor: str = FIRST
     delivered: set[str] = field(default_factory=set)
-    """Entry ids given out and not acknowledged."""
+    """Ids of entries that were returned and not acknowledged."""
 
 
 class GroupQueue:
-    """`fence` is TrainerLease.token; a trainer that another one replaced gets LeaseLostError from every method."""
+    """A run's groups, as one trainer sees them. `fence` is TrainerLease.token; once another trainer took over, every
+    method that calls the broker raises LeaseLostError."""
 
     def __init__(self, broker: Broker, *, fence: int) -> None:
         self.broker = broker
@@ -63,8 +65,8 @@ class GroupQueue:
         self._inboxes = {sink: _Inbox(sink, stream) for sink, stream in streams.items()}
 
     async def read(self, count: int, block_ms: int, sink: Sink = Sink.TRAIN) -> list[Delivery]:
-        """Up to `count` deliveries, each exactly once per GroupQueue; [] after `block_ms`. What an earlier trainer read
-        and never acknowledged comes first. Undecodable entries become dead letters."""
+        """Up to `count` deliveries, each exactly once per GroupQueue; [] after `block_ms`. Entries that an earlier
+        trainer read and never acknowledged come first. Undecodable entries become dead letters."""
         inbox = self._inboxes[sink]
         await self._check_fence()
         while inbox.recovering:
@@ -76,16 +78,16 @@ class GroupQueue:
         return await self._deliver(inbox, entries)
 
     async def _check_fence(self) -> None:
-        """XREADGROUP cannot block inside a script, so this check is not atomic with it: what a stopped trainer reads
-        late, the new one recovers when it is idle."""
+        """Raises LeaseLostError if a newer trainer took over. XREADGROUP cannot block inside a script, so the check is
+        not atomic with it: entries that a stopped trainer reads late are recovered by the new one when it is idle."""
         async with self.broker.call():
             newest = await self.broker.redis.get(self.broker.keys.fence)
         if newest is not None and int(newest) > self._fence:
             raise LeaseLostError(f"another trainer took over run {self.broker.run_id}")
 
     async def _recover(self, inbox: _Inbox, count: int) -> list[Delivery]:
-        """Takes over one page of what is pending for any trainer, our own entries whose reply was lost included."""
-        inbox.recovering = False  # before the call: look_again may be asked meanwhile
+        """Takes over one page of entries pending for any trainer, including our own whose reply was lost."""
+        inbox.recovering = False  # before the call, because look_again may be called meanwhile
         reply = await self.broker.script("takeover", self._fence, inbox.stream, self._consumer, count, inbox.cursor)
         entries = [(entry_id.decode(), dict(zip(*[iter(flat)] * 2, strict=True))) for entry_id, flat in reply]
         inbox.recovering |= bool(entries)
@@ -104,13 +106,13 @@ class GroupQueue:
         return pending
 
     async def _deliver(self, inbox: _Inbox, entries: Sequence[Entry]) -> list[Delivery]:
-        """Without those that were delivered before: a broker that lost its last writes gives an entry twice."""
+        """Decodes entries, except those delivered before: a broker that lost its last writes repeats them."""
         deliveries: list[Delivery] = []
         async for entry_id, fields, data in self._with_data([e for e in entries if e[0] not in inbox.delivered]):
             try:
                 item = DeadLetter.from_bytes(data) if fields.get(b"kind") == b"dead" else Group.from_bytes(data)
             except RequestError as error:
-                logger.warning("entry %s of the %s stream is no group: %s", entry_id, inbox.sink, error)
+                logger.warning("entry %s of the %s stream is not a group: %s", entry_id, inbox.sink, error)
                 await self.broker.script("bury_group", self._fence, inbox.stream, entry_id, f"not a group: {error}")
             else:
                 deliveries.append(Delivery(entry_id, inbox.sink, item))
@@ -118,7 +120,7 @@ class GroupQueue:
         return deliveries
 
     async def _with_data(self, entries: Sequence[Entry]) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
-        """Each entry with the record that it tells of: in the entry itself, or a group that lies beside the stream."""
+        """Each entry with its record, which is in the entry itself or, for a group, in a key beside the stream."""
         for page in _pages(entries):
             prefix = self.broker.keys.result("").encode()
             names = [prefix + fields.get(b"id", b"") for _, fields in page if b"size" in fields]
@@ -128,18 +130,18 @@ class GroupQueue:
                 yield entry_id, fields, (next(groups) if b"size" in fields else fields.get(b"data")) or b""
 
     def look_again(self) -> None:
-        """The next `read` looks for entries that were read and never delivered, however many are known."""
+        """Makes the next `read` look for entries that were read but never delivered, even if the counts agree."""
         for inbox in self._inboxes.values():
             inbox.recovering = True
 
     async def settle(self, *, trained: Iterable[str] = (), dropped: Iterable[str] = ()) -> None:
-        """These train jobs leave the in-flight count (making room to submit) and await their checkpoint."""
+        """Removes train jobs from the in-flight count, which makes room to submit; they then await their checkpoint."""
         for outcome, job_ids in (("trained", list(trained)), ("dropped", list(dropped))):
             if job_ids:
                 await self.broker.script("settle", self._fence, outcome, *job_ids)
 
     async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
-        """After the checkpoint that covers them (or for jobs that an earlier one covers): forgets them for good."""
+        """Deletes deliveries for good. Call it after a checkpoint that covers them, this or an earlier one."""
         everything = list(deliveries)
         for sink, inbox in self._inboxes.items():
             mine = [delivery for delivery in everything if delivery.sink is sink]
@@ -149,18 +151,18 @@ class GroupQueue:
                 inbox.delivered.difference_update(delivery.entry_id for delivery in mine)
 
     async def restore(self, outstanding: Iterable[str]) -> None:
-        """On resume: the in-flight set becomes `outstanding` (less the dead), and nothing awaits a checkpoint."""
+        """Resets the state on resume: `outstanding` (minus the dead) is in flight, nothing awaits a checkpoint."""
         await self.broker.script("restore", self._fence, *outstanding)
 
     async def recount(self, outstanding: Iterable[str]) -> int:
-        """No job but these is in flight any more. Returns how many were: a broker that lost its last writes counts jobs
-        that have ended. Not while jobs are being submitted."""
+        """Removes all other jobs from the in-flight set and returns their number: a broker that lost its last writes
+        counts jobs that have ended. Must not run while jobs are being submitted."""
         gone: int = await self.broker.script("recount", self._fence, *outstanding)
         return gone
 
 
 def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Whose groups have FETCH_BYTES together at most, or is one alone."""
+    """Pages whose groups take at most FETCH_BYTES together; a larger group has a page of its own."""
     page: list[Entry] = []
     size = 0
     for entry_id, fields in entries:

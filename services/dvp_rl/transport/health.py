@@ -1,6 +1,6 @@
 """The state of the queue, and what to do about it.
 
-One read-only script takes the numbers, so that they belong together; the rules are pure functions over them.
+One read-only script takes all numbers at one moment; the rules are pure functions of them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .replicas import BACKLOG_EVERY_S, BEAT_S, MAX_REPLICAS, MISSED_BEATS, NUM_B
 
 LOST_S = BEAT_S * MISSED_BEATS
 STALLED_S = 300.0
-"""Jobs that are older, with no result for as long, count as stuck."""
+"""Age in seconds from which jobs count as stuck, if no job has finished for as long."""
 STARVED_S = 15.0
-"""Waiting shorter than this is the normal alternation of generating and training."""
+"""Wait in seconds that indicates starvation; shorter waits are the normal alternation of generating and training."""
 MISSED_S = 300.0
-"""For so long a lost replica is missed if none came after it. Afterwards it only stays on the list."""
+"""Time in seconds for which a lost replica is reported unless another one replaced it; later it is only listed."""
 CLIENTS_WAIT_S = 60.0
-"""For so long a client's job may wait for a replica beside a trainer."""
+"""Longest acceptable wait of a client's job for a replica shared with a trainer, in seconds."""
 NAMED = 5
-"""Replicas that a detail names."""
+"""Most replicas named in a detail."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the rules look at."""
+    """Input of the rules."""
 
     jobs: StreamHealth
     client_jobs: StreamHealth
@@ -54,28 +54,28 @@ class Snapshot:
     trainer: TrainerHealth | None
     trainer_waiting_s: float
     newest_version: str
-    """Announced last; "" when none was."""
+    """Last announced version; "" if there is none."""
     min_seq: int
     """Oldest weight seq that may take jobs."""
     used_memory: int
     maxmemory: int
-    """0: no limit."""
+    """The broker's memory limit, in bytes; 0 means no limit."""
     disk_refuses: bool
-    """The broker could not write what it has to persist."""
+    """The broker's last write to its disk failed."""
     since_commit_s: float | None
-    """Since a replica last finished a job; None when none ever did."""
+    """Seconds since a replica last finished a job; None if none ever did."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """What happened since the run began, by name."""
+    """Event counts since the run began, by name."""
     client_wait_s: float = 0.0
-    """How long the next job of a client has waited for a replica."""
+    """Seconds that the next job of a client has waited for a replica."""
     client_bytes: int = 0
-    """What the jobs of clients take, or may come to."""
+    """Memory that clients' jobs take or have reserved."""
     closed: str = ""
-    """Why no jobs are admitted; "" when they are."""
+    """Reason why the queue is closed; "" if it is open."""
     finished: bool = False
-    """The trainer has done its last step."""
+    """The trainer has completed its last step."""
     backlogs: tuple[int, ...] = ()
-    """Jobs that waited, every BACKLOG_EVERY_S, oldest first; the last NUM_BACKLOGS."""
+    """The last NUM_BACKLOGS numbers of waiting jobs, measured every BACKLOG_EVERY_S, oldest first."""
 
     @property
     def live(self) -> tuple[ReplicaHealth, ...]:
@@ -87,7 +87,7 @@ class Snapshot:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that no replica has taken."""
+        """Number of jobs that no replica has taken."""
         return self.jobs.backlog + self.client_jobs.backlog
 
     @property
@@ -103,13 +103,13 @@ class Snapshot:
         return self.groups.backlog + self.groups.pending
 
 
-# What each rule sees, in numbers; "" when it does not fire.
+# Each function returns the detail of its rule, with numbers; "" if the rule does not fire.
 
 
 def broker_memory(s: Snapshot) -> str:
     if s.maxmemory == 0 or s.used_memory < MEMORY_SHARE * s.maxmemory:
         return ""
-    clients = f"; jobs of clients take, or may come to, {s.client_bytes / s.maxmemory:.0%}" if s.client_bytes else ""
+    clients = f"; clients' jobs use or have reserved {s.client_bytes / s.maxmemory:.0%}" if s.client_bytes else ""
     return f"the broker uses {s.used_memory / s.maxmemory:.0%} of its maxmemory{clients}"
 
 
@@ -153,11 +153,12 @@ def replicas_lost(s: Snapshot) -> str:
     lost = _not_replaced([r for r in s.replicas if LOST_S < r.last_seen_s <= MISSED_S], s.live)
     if not lost or not s.live:
         return ""
-    return f"{len(lost)} of {len(s.live) + len(lost)} replicas went silent without a farewell: {_named(lost)}"
+    return f"{len(lost)} of {len(s.live) + len(lost)} replicas went silent without a graceful stop: {_named(lost)}"
 
 
 def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) -> tuple[ReplicaHealth, ...]:
-    """A supervisor starts another one under another name: each that came later stands for one that had gone."""
+    """Lost replicas without a successor. A supervisor restarts a replica under a new name, so each live replica that
+    started later replaces one lost before."""
     for age in sorted((replica.up_s for replica in live if replica.up_s is not None), reverse=True):
         gone_before = [replica for replica in lost if replica.last_seen_s >= age]
         if gone_before:
@@ -179,20 +180,20 @@ def replicas_starved(s: Snapshot) -> str:
 def trainer_starved(s: Snapshot) -> str:
     if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or s.num_groups or not s.live:
         return ""
-    return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are in work"
+    return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are queued or running"
 
 
 def clients_wait(s: Snapshot) -> str:
     shared = s.live and s.trainer_lives and not s.finished
-    # With none at work it is not their share that holds them up.
+    # If none is running, their share is not what holds them up.
     if s.client_wait_s < CLIENTS_WAIT_S or not shared or not s.client_jobs.pending:
         return ""
-    waits = f"{s.client_jobs.backlog} jobs of clients wait for a replica, the next for {s.client_wait_s:.0f} s"
-    return f"{waits}; at work in their share of {len(s.live)} replicas: {s.client_jobs.pending}"
+    waits = f"{s.client_jobs.backlog} clients' jobs wait for a replica, the next for {s.client_wait_s:.0f} s"
+    return f"{waits}; running in their share of {len(s.live)} replicas: {s.client_jobs.pending}"
 
 
 def growing_backlog(s: Snapshot) -> str:
-    """Even the least that waited in the younger half of the history is more than the most in the older half."""
+    """Fires if the smallest backlog in the newer half of the history exceeds the largest in the older half."""
     half = len(s.backlogs) // 2
     if len(s.backlogs) < NUM_BACKLOGS or not s.num_waiting or min(s.backlogs[half:]) <= max(s.backlogs[:half]):
         return ""
@@ -207,7 +208,7 @@ def idle(s: Snapshot) -> str:
 
 
 class Rule(NamedTuple):
-    """One verdict. The page, `dvp-queue`, the alerts and the operator's page all use these words."""
+    """One verdict. The web page, `dvp-queue`, the alerts and the operator's page all use these texts."""
 
     verdict: Verdict
     severity: Severity
@@ -220,28 +221,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         Verdict.BROKER_DISK,
         Severity.CRITICAL,
-        "the broker cannot write to its disk, so that it refuses all that changes anything",
-        "make room where it keeps its data (CONFIG GET dir); it then goes on by itself, and so does everybody else",
+        "the broker cannot write to its disk and refuses all writes",
+        "free disk space where it keeps its data (CONFIG GET dir); everything then resumes by itself",
         broker_disk,
     ),
     Rule(
         Verdict.BROKER_MEMORY,
         Severity.CRITICAL,
-        "the broker's memory is nearly full, so that no new jobs are admitted",
-        "let the trainer catch up, drop what clients have read (dvp-queue results), or raise maxmemory",
+        "the broker's memory is nearly full, so no new jobs are admitted",
+        "let the trainer catch up, delete results that clients have read (dvp-queue results), or raise maxmemory",
         broker_memory,
     ),
     Rule(
         Verdict.NO_REPLICAS,
         Severity.CRITICAL,
-        "no replica is alive, so that no job is worked on",
+        "no replica is alive, so no jobs are processed",
         "start one: dvp-rollout --model PATH --engine ... --redis-url URL --run-id ID",
         no_replicas,
     ),
     Rule(
         Verdict.NO_TRAINER,
         Severity.CRITICAL,
-        "the trainer is gone before its run was finished",
+        "the trainer is gone, but its run is not finished",
         "start it again with the same config: it resumes from its last checkpoint",
         no_trainer,
     ),
@@ -249,13 +250,13 @@ RULES: tuple[Rule, ...] = (
         Verdict.STALLED,
         Severity.CRITICAL,
         "replicas are alive, but no job ends",
-        "look at the replicas' logs; one that hangs can be killed safely, its jobs go to another",
+        "check the replicas' logs; a replica that hangs can be killed safely, its jobs go to another one",
         stalled,
     ),
     Rule(
         Verdict.CLOSED,
         Severity.WARNING,
-        "somebody has closed the queue, so that no new jobs are admitted",
+        "somebody has closed the queue, so no new jobs are admitted",
         "open it again when the work is done: dvp-queue open",
         closed,
     ),
@@ -263,21 +264,21 @@ RULES: tuple[Rule, ...] = (
         Verdict.REPLICAS_BEHIND,
         Severity.WARNING,
         "replicas serve weights that are too old to take jobs",
-        "look into their logs why they do not load the newest: can they read the folder with the weights?",
+        "check their logs for why they do not load the newest weights: can they read the weight folder?",
         replicas_behind,
     ),
     Rule(
         Verdict.REPLICAS_LOST,
         Severity.WARNING,
-        "replicas died or hang; what they had leased goes to others",
-        "restart those that are not back yet; one that hangs can be killed safely",
+        "replicas died or hang; their jobs go to others",
+        "restart those that are not back yet; a replica that hangs can be killed safely",
         replicas_lost,
     ),
     Rule(
         Verdict.DEAD_LETTERS,
         Severity.WARNING,
         "jobs were given up; each dead letter holds its error",
-        "read the errors (dvp-queue dead list), mend the cause, then replay or drop them",
+        "read the errors (dvp-queue dead list), fix the cause, then replay or drop them",
         dead_letters,
     ),
     Rule(
@@ -297,7 +298,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         Verdict.CLIENTS_WAIT,
         Severity.WARNING,
-        "jobs of clients fill their share of the replicas beside training, and more of them wait",
+        "clients' jobs fill their share of the replicas, and more of them wait",
         "add replicas, change client_share, or delete jobs that nobody needs (DELETE /v1/jobs/{job_id})",
         clients_wait,
     ),
@@ -310,7 +311,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(Verdict.IDLE, Severity.INFO, "there is nothing to do", "nothing, or submit jobs", idle),
 )
-"""Worst first: the first that fires is the verdict; `ok` when none does."""
+"""Rules, worst first: the first that fires gives the verdict; `ok` if none does."""
 
 
 class Judgement(NamedTuple):
@@ -328,16 +329,16 @@ def judge(snapshot: Snapshot) -> Judgement:
 
 
 async def take_snapshot(broker: Broker) -> Snapshot:
-    """Raises UnavailableError, also if somebody has written into the run's books what no part of it writes."""
+    """The run's numbers. Raises UnavailableError, also if the run's keys hold values that no part of it writes."""
     reply = await broker.script("health", MAX_REPLICAS)
     try:
         return _snapshot(json.loads(reply.decode(errors="replace")))
     except (ValueError, TypeError, KeyError) as error:
-        raise UnavailableError(f"run {broker.run_id}: its books in the broker are damaged: {error!r}") from None
+        raise UnavailableError(f"run {broker.run_id}: its data in the broker is damaged: {error!r}") from None
 
 
 def _snapshot(found: dict[str, Any]) -> Snapshot:
-    # cjson writes an empty table as {}, whatever it was.
+    # cjson encodes an empty array as {}, too.
     counters = {name: int(value) for name, value in found["counters"].items()}
     committed_at = counters.get("committed_at")
     return Snapshot(
@@ -367,12 +368,12 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
 
 
 async def queue_health(broker: Broker) -> QueueHealth:
-    """One read-only script, so the numbers belong together. Cheap enough to poll."""
+    """Consistent numbers and verdict, taken by one read-only script. Cheap enough to poll."""
     return report(broker.run_id, await take_snapshot(broker))
 
 
 def report(run_id: str, snapshot: Snapshot) -> QueueHealth:
-    """The numbers with their verdict."""
+    """The snapshot's numbers with their verdict."""
     verdict, reasons = judge(snapshot)
     return QueueHealth(
         run_id=run_id,

@@ -31,21 +31,22 @@ class Lease:
     deliveries: int
     """Deliveries that already ended in an engine error or an unclean death; 0 the first time."""
     overdue_at: float | None = None
-    """The job's deadline on this process's monotonic clock, by way of the broker's: wall clocks differ, and jump."""
+    """The job's deadline on this process's monotonic clock, converted with the broker's clock: wall clocks differ and
+    jump."""
 
 
 class Committed(StrEnum):
     COMMITTED = "committed"
     DUPLICATE = "duplicate"
-    """The job had already ended otherwise; this result was thrown away and counted."""
+    """The job had already ended; this result was discarded and counted."""
     NO_ROOM = "no_room"
-    """The broker's memory is full: a client's job is a dead letter now, to be replayed when there is room again."""
+    """The broker's memory is full: a client's job became a dead letter, which can be replayed once there is room."""
 
 
 class JobQueue:
-    """A replica process has one for the trainer's jobs and one for clients'. The consumer name is the replica id plus a
-    nonce, so that a restarted replica never takes its own earlier leases for live ones. `lease_ms` is one value for all
-    replicas of a run: a lease has run out when the replica that looks says so."""
+    """Jobs as one replica sees them; a replica process has one queue for the trainer's jobs and one for clients'. The
+    consumer name is the replica id plus a nonce, so that a restarted replica never takes its earlier leases for live
+    ones. `lease_ms` must be equal in all replicas of a run: the replica that looks decides when a lease has expired."""
 
     def __init__(
         self,
@@ -65,17 +66,17 @@ class JobQueue:
         self._held: set[str] = set()
 
     async def claim(self, count: int, block_ms: int) -> list[Lease]:
-        """Up to `count` new jobs; [] after `block_ms`. Undecodable jobs and jobs past `Job.deadline` are dead-lettered
-        on the way. Neither they nor late jobs of clients are returned."""
+        """Up to `count` new jobs; [] after `block_ms`. Undecodable jobs and jobs past `Job.deadline` become dead
+        letters. Neither they nor overdue jobs of clients are returned."""
         entries = await self.broker.read_group(self.stream, REPLICAS, self.consumer, count, block_ms)
         return await self._start([(entry_id, fields.get(b"data", b"")) for entry_id, fields in entries])
 
     async def claim_expired(self, count: int) -> list[Lease]:
-        """Takes over jobs whose lease ran out. Counts a delivery each; a job with too many becomes a dead letter."""
+        """Takes over jobs whose lease expired; counts a delivery each. A job with too many becomes a dead letter."""
         taken = await self._script("expire", self.lease_ms, count, self.max_deliveries, *self._held)
         for _, job_id, _, holder in taken:
             replica_id, _, _ = holder.decode().rpartition("/")
-            reason = "died or hangs" if holder.decode() != self.consumer else "is this one, and never got the reply"
+            reason = "died or hangs" if holder.decode() != self.consumer else "is this one, which never got the reply"
             logger.warning("taking over job %s: replica %s %s", job_id.decode(), replica_id, reason)
         return await self._start([(entry_id.decode(), data) for entry_id, _, data, _ in taken])
 
@@ -100,14 +101,14 @@ class JobQueue:
             if job.run_id != self.broker.run_id:
                 raise RequestError(f"Job: run_id: {job.run_id!r}, this replica serves {self.broker.run_id!r}")
         except RequestError as error:
-            logger.warning("entry %s is no job: %s", entry_id, error)
+            logger.warning("entry %s is not a job: %s", entry_id, error)
             await self._fail(entry_id, f"not a job: {error}", fatal=True)
             return None
         return job
 
     async def renew(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Restarts the lease time. Returns the leases that are lost: stop those and drop their results.
-        Call at least every lease_ms / 3."""
+        """Renews leases and returns those that are lost: the caller must stop these jobs and drop their results. Call
+        at least every lease_ms / 3."""
         by_entry = {lease.entry_id: lease for lease in leases}
         if not by_entry:
             return []
@@ -116,8 +117,8 @@ class JobQueue:
         return [by_entry[entry_id] for entry_id in lost]
 
     async def commit(self, lease: Lease, group: Group) -> Committed:
-        """Result, dedupe key and acknowledgement in one script. Raises LeaseLostError if the caller is not the owner,
-        RequestError if the group is not the job's."""
+        """Stores result and dedupe key and acknowledges the entry, in one script. Raises LeaseLostError if the caller
+        is not the owner, RequestError if the group does not answer the job."""
         job = lease.job
         if (group.job_id, group.run_id, group.sink, len(group.samples)) != (job.job_id, job.run_id, job.sink, job.n):
             raise RequestError(
@@ -133,17 +134,17 @@ class JobQueue:
         return Committed(reply.decode())
 
     def forget(self, lease: Lease) -> None:
-        """Nobody works on it here any more: once it has run out it goes to whoever asks, this replica included."""
+        """Stops protecting a lease: once expired it goes to any replica that asks, this one included."""
         self._held.discard(lease.entry_id)
 
     async def release(self, lease: Lease) -> None:
-        """Gives the job back unfinished (graceful stop); not counted as a delivery. Raises LeaseLostError."""
+        """Returns an unfinished job to the queue (graceful stop); not counted as a delivery. Raises LeaseLostError."""
         self._held.discard(lease.entry_id)
         await self._script("release", lease.entry_id)
 
     async def fail(self, lease: Lease, error: str, *, fatal: bool = False) -> bool:
-        """Reports an engine error: counted, and back to the queue or, when that was one too many or `fatal` (the job
-        can never run, e.g. RequestError), to the dead letters. True if the job is dead. Raises LeaseLostError."""
+        """Reports an engine error and counts it. The job is requeued or, after too many deliveries or if `fatal`
+        (it can never run, e.g. RequestError), becomes a dead letter. True if the job is dead. Raises LeaseLostError."""
         self._held.discard(lease.entry_id)
         return await self._fail(lease.entry_id, error, fatal=fatal)
 
@@ -153,7 +154,7 @@ class JobQueue:
         return bool(await self._script("fail", entry_id, message, most, self.replica_id))
 
     async def close(self) -> None:
-        """Graceful stop: releases whatever this consumer still owns and removes the consumer."""
+        """Stops gracefully: releases everything this consumer still owns and removes the consumer."""
         self._held.clear()
         await self._script("abandon")
 

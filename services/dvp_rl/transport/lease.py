@@ -1,4 +1,4 @@
-"""One trainer per run: a lease with a fencing token."""
+"""The lease with a fencing token that admits one trainer per run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 ACQUIRE_POLL_S = 1.0
 FAREWELL_S = 5.0
-"""How long a trainer that ends waits for a broker that is away."""
+"""Longest wait of an ending trainer for an unavailable broker, in seconds."""
 
 
 class TrainerLease:
-    """The token only grows, also over a wiped broker. Scripts compare it with the newest one handed out, so a stopped
-    trainer that wakes up late is refused; one that merely stalled, with nobody in its place, carries on."""
+    """The trainer's lease. Its token only grows, even if the broker is wiped. Scripts compare it with the newest one
+    issued, so a stopped trainer that wakes up late is refused; one that only stalled and was not replaced continues."""
 
     def __init__(self, broker: Broker, holder: str, *, ttl_s: float = 15.0, above: int = 0) -> None:
-        """`holder`: a word for people, e.g. the command line's config name; host and pid are added. `above`: a token
-        that was given out before, in case the broker has forgotten it and its clock was set back."""
+        """`holder`: a name to show people, e.g. the name of the config file; host and pid are added. `above`: a token
+        issued before, in case the broker has forgotten it and its clock was set back."""
         self.broker = broker
         self.token = 0
         self.ttl_s = ttl_s
@@ -46,9 +46,9 @@ class TrainerLease:
         return int(self.ttl_s * 1000)
 
     async def acquire(self) -> int:
-        """Returns the token. A lease that nobody renews was a crashed trainer's: it is waited for, at most its ttl.
+        """Acquires the lease and returns the token. Waits for a crashed trainer's lease to expire, at most its TTL.
 
-        Raises ConfigError naming the holder, its host, pid and since when, once the holder has shown to be alive.
+        Raises ConfigError with the holder, its host, pid and start time, as soon as the holder renews the lease.
         """
         left_ms = math.inf
         while isinstance(reply := await self._try_acquire(), list):
@@ -72,18 +72,18 @@ class TrainerLease:
         )
 
     async def renew(self) -> None:
-        """Raises LeaseLostError if another trainer took over."""
+        """Renews the lease. Raises LeaseLostError if another trainer took over."""
         await self.broker.script("lease_renew", self.token, self._ttl_ms, self._nonce, *self._who)
 
     async def release(self) -> None:
-        """Gives the lease up if it is still ours; never raises LeaseLostError."""
+        """Releases the lease if it is still ours; never raises LeaseLostError."""
         await self.broker.script("lease_release", self.token)
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
-        """Acquires, renews in the background every ttl / 3 and releases. When the lease is lost the body is cancelled
-        and LeaseLostError leaves the block, also if the body met another error first: a trainer that was replaced
-        finds its folders gone, and making room for them would be no remedy."""
+        """Acquires the lease, renews it in the background every ttl / 3, and releases it. If the lease is lost, the
+        body is cancelled and the block raises LeaseLostError, also if the body failed with another error first: a
+        replaced trainer finds its folders gone, and that error would mislead."""
         token = await self.acquire()
         body = asyncio.current_task()
         assert body is not None, "needs a running task"
@@ -94,7 +94,7 @@ class TrainerLease:
             await _briefly(self.renew())
             raise
         finally:
-            self._leaving = True  # a renewal that is refused from here on cancels nobody
+            self._leaving = True  # from here on a refused renewal does not cancel the body
             if self._lost is not None:
                 await _take_cancellation(body)
             keeper.cancel()
@@ -109,7 +109,7 @@ class TrainerLease:
             try:
                 await self.renew()
             except UnavailableError as error:
-                # Not lost until the broker says so: the token keeps a late write out.
+                # The lease is not lost until the broker says so: the token rejects late writes.
                 logger.warning("cannot renew the trainer's lease: %s", error)
             except LeaseLostError as error:
                 logger.error("%s", error)
@@ -126,8 +126,8 @@ async def _briefly(farewell: Coroutine[Any, Any, None]) -> None:
 
 
 async def _take_cancellation(task: asyncio.Task[object]) -> None:
-    """The body may have ended by an error of its own while its cancellation was on the way: it must not meet what is
-    outside the block."""
+    """Consumes the pending cancellation of a body that has already ended with an error of its own, so that it does not
+    hit code outside the block."""
     while task.cancelling():
         task.uncancel()
     with contextlib.suppress(asyncio.CancelledError):

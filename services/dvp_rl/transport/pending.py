@@ -1,4 +1,4 @@
-"""Who holds what: entries that were read and not yet finished."""
+"""Pending entries (read but not finished) and their holders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .broker import Broker
 from .entries import checked
 
 MOST_LOOKED_AT = 1000
-"""Entries that `who_holds` reads, oldest first."""
+"""Most entries that `who_holds` reads, oldest first."""
 NAMED = 3
 
 
@@ -28,17 +28,17 @@ class Pending(NamedTuple):
     job_id: str
     sink: str
     holder: str
-    """Replica or trainer, with the nonce of its process."""
+    """Consumer: replica id and nonce of its process, or trainer and fencing token."""
     silent_s: float
-    """Since the holder took or renewed it."""
+    """Seconds since the holder took or renewed it."""
     age_s: float
-    """Since it was queued."""
+    """Seconds since it was queued."""
     deliveries: int
     """Engine errors and unclean deaths so far."""
 
 
 async def pending(broker: Broker, stream: Stream, count: int, *, after: str | None = None) -> list[Pending]:
-    """Oldest first; `after`: the entry id that ended the page before."""
+    """A page of pending entries, oldest first. `after`: last entry id of the previous page."""
     start = "0-0" if after is None else checked(after)
     rows = await broker.script("pending", getattr(broker.keys, stream), start, count)
     return [
@@ -48,7 +48,7 @@ async def pending(broker: Broker, stream: Stream, count: int, *, after: str | No
 
 
 async def who_holds(broker: Broker, job_ids: Container[str]) -> str:
-    """For people: the replicas that these jobs wait for, the longest silent first."""
+    """Human-readable list of the replicas that hold `job_ids`, the longest silent first."""
     found = await pending(broker, Stream.JOBS, MOST_LOOKED_AT)
     held = sorted((entry for entry in found if entry.job_id in job_ids), key=attrgetter("holder"))
     groups = [list(entries) for _, entries in groupby(held, key=attrgetter("holder"))]

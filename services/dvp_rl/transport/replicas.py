@@ -1,4 +1,4 @@
-"""Heartbeats: who is alive, on which version. Times are the broker's, so nobody's clock matters."""
+"""Heartbeats: which replicas are alive, and on which version. All times come from the broker's clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dvp_rl.contract.weights import WeightVersion
 from .broker import Broker
 
 BEAT_S = 2.0
-"""Seconds between heartbeats."""
+"""Interval between heartbeats, in seconds."""
 MISSED_BEATS = 5
-"""A replica, or the trainer, is lost after that many missed."""
+"""Number of missed heartbeats after which a replica or the trainer is lost."""
 BACKLOG_EVERY_S = 30.0
 NUM_BACKLOGS = 10
-"""How often the backlog is measured along with a replica's heartbeat, and how many measurements are kept."""
+"""Interval in seconds at which replicas' heartbeats measure the backlog, and number of measurements kept."""
 MAX_REPLICAS = 512
-"""Listed at most; the most recently seen ones."""
+"""Most replicas listed: the most recently seen ones."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class ReplicaBeat:
     in_flight: int
     capacity: int = 0
     loading: str = ""
-    """The version being loaded; "" when none. Kept by sweeps like the one served."""
+    """The version being loaded; "" if none. Sweeps keep it like the one served."""
     error: str = ""
-    """Why the newest version is not served."""
+    """Reason why the newest version is not served."""
     swaps_s: float = 0.0
-    """Seconds that it has spent on weight swaps since it started."""
+    """Seconds spent on weight swaps since the start."""
 
     def __post_init__(self) -> None:
         WeightVersion.parse(self.version)
@@ -45,9 +45,9 @@ class TrainerBeat:
     step: int
     version: str
     waiting_s: float = 0.0
-    """Seconds that the trainer has been waiting for groups; 0 while it trains."""
+    """Seconds that the trainer has waited for groups; 0 while it trains."""
     finished: int = 0
-    """1: it has done its last step and is about to end."""
+    """1 once the last step is done and the trainer is about to end."""
 
 
 class ReplicaRegistry:
@@ -55,23 +55,23 @@ class ReplicaRegistry:
         self.broker = broker
 
     async def beat(self, beat: ReplicaBeat) -> bool:
-        """True if a trainer holds the run."""
+        """Records a heartbeat. Returns True if a trainer holds the run."""
         return bool(await self.broker.script("beat", beat.id, int(1000 * BACKLOG_EVERY_S), NUM_BACKLOGS, *_pairs(beat)))
 
     async def beat_trainer(self, beat: TrainerBeat, *, fence: int) -> None:
         await self.broker.script("beat_trainer", fence, *_pairs(beat))
 
     async def seqs_in_use(self) -> frozenset[int]:
-        """Weight seqs that some replica serves or loads, the lost ones included: they may come back."""
+        """Weight seqs that replicas serve or load, lost replicas included because they may come back."""
         texts = [replica.get(name) for replica in await self._listed() for name in ("version", "loading")]
         seqs = set[int]()
         for text in filter(None, texts):
-            with suppress(ValueError):  # no replica of ours wrote it
+            with suppress(ValueError):  # not written by a replica of ours
                 seqs.add(WeightVersion.parse(text).seq)
         return frozenset(seqs)
 
     async def swaps_s(self) -> dict[str, float]:
-        """Seconds that each replica has spent on weight swaps since it started."""
+        """Seconds that each replica has spent on weight swaps since its start, by replica id."""
         found: dict[str, float] = {}
         for replica in await self._listed():
             with suppress(ValueError):  # as above
@@ -83,7 +83,7 @@ class ReplicaRegistry:
         return json.loads(reply.decode(errors="replace"))["replicas"] or []
 
     async def leave(self, replica_id: str) -> None:
-        """Graceful stop: forgets this replica at once."""
+        """Removes a replica that stops gracefully."""
         await self.broker.script("leave", replica_id)
 
 

@@ -1,4 +1,4 @@
-"""What the broker holds for HTTP clients: results, dead letters, and room for the results of jobs in work."""
+"""Memory that the broker holds for HTTP clients: results, dead letters, and reservations for unfinished jobs."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from .broker import Broker
 
 SCAN_COUNT = 1_000
 TOTAL, LETTER = ":total", ":dead:"
-"""Names that are no job ids."""
+"""Row name of the sum, and name prefix of dead letters; neither is a job id."""
 
 
 class Held(StrEnum):
     IN_WORK = "in work"
-    """Queued or running: the bytes that it may come to."""
+    """Queued or running: the size is the most that the job may take."""
     DONE = "done"
     DEAD = "dead letter"
 
 
 class ClientJob(NamedTuple):
     name: str
-    """The job's id, or that of the dead letter."""
+    """Id of the job or of the dead letter."""
     held: Held
     num_bytes: int
     expires_s: float | None
-    """Seconds until a result is forgotten."""
+    """Seconds until a result expires; None for others."""
     caller: str
-    """Whose it is; empty if one without limits asked for it."""
+    """Owner of the job; "" if it was submitted without a caller name."""
 
 
 async def client_jobs(broker: Broker) -> list[ClientJob]:
-    """All, in no order."""
+    """All of them, in no particular order."""
     keys = broker.keys
     reserved, held = await _rows(broker, keys.client_reserved), await _rows(broker, keys.client_held)
     callers = await _rows(broker, keys.client_callers)
@@ -56,7 +56,7 @@ async def client_jobs(broker: Broker) -> list[ClientJob]:
 
 
 async def _rows(broker: Broker, key: str) -> dict[str, str]:
-    """Read a few at a time: one that changes meanwhile comes once, as it was or as it is."""
+    """Rows of a hash without its total, read in pages: a row that changes meanwhile is returned once, old or new."""
     rows: dict[str, str] = {}
     cursor: int | None = None
     page: Any

@@ -1,7 +1,7 @@
-"""Users of Redis that may do what their part of the system does, and no more.
+"""Redis users with least privilege, one per part of the system.
 
-`dvp-queue users` prints them; deploy/redis/users.conf is what it prints. `Broker.connect(..., role=...)` makes sure at
-start that a user may do all of it: a script that was refused halfway would leave the books wrong.
+`dvp-queue users` prints their rules; deploy/redis/users.conf is its output. `Broker.connect(..., role=...)` checks at
+start that a user has all permissions of its role: a script that is refused halfway would leave inconsistent state.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ SCRIPTS = {
     for file in (files(__package__) / "lua").iterdir()
     if file.name.endswith(".lua")
 }
-"""Texts of the Lua scripts, by name. Read once: a process that can open no file more, or whose package is replaced
-while it runs, goes on with those that it began with."""
+"""Texts of the Lua scripts, by name. They are read once, so that a process keeps its scripts if it runs out of file
+descriptors or its package is replaced while it runs."""
 
 _CONNECTION = "PING SELECT INFO TIME EVALSHA SCRIPT|LOAD"
 _CLIENTS = "client_reserved client_held client_callers client_expiry client_deadlines"
 
 
 class Role(StrEnum):
-    """The name of the user, too."""
+    """A part of the system; the value is also the name of its Redis user."""
 
     ROLLOUT = "rollout"
-    """A replica: takes jobs, gives back groups, admits jobs of clients. It cannot publish weights, send them to another
-    replica, nor train."""
+    """A replica: takes jobs, returns groups, admits clients' jobs. It can neither publish weights, nor send them to
+    another replica, nor act as the trainer."""
     TRAINER = "trainer"
     MONITOR = "monitor"
-    """Sees everything, replays and drops dead letters."""
+    """Reads the queue's state; replays and drops dead letters."""
     OPERATOR = "operator"
-    """All that dvp-queue does to a run, its removal included."""
+    """Everything that dvp-queue does to a run, its removal included."""
     SCALER = "scaler"
-    """Sees how many jobs there are (KEDA)."""
+    """Reads the number of jobs (KEDA)."""
 
 
 @dataclass(frozen=True)
 class _Needs:
     scripts: str = ""
     commands: str = ""
-    """Beside those of its scripts."""
+    """Commands besides those of its scripts."""
     writes: str = ""
-    """Names in Keys. What may be written may be read."""
+    """Names in Keys that the role may read and write."""
     reads: str = ""
     puts: str = ""
-    """May be written, and not read."""
+    """Names in Keys that the role may write but not read."""
 
 
 _NEEDS = {
@@ -60,7 +60,7 @@ _NEEDS = {
         writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfer "
         f"{_CLIENTS}",
         reads="versions closed lease uncheckpointed trainer",
-        puts="transfers",  # who reads a request could answer it, with weights of its own
+        puts="transfers",  # a role that reads requests could answer them with its own weights
     ),
     Role.TRAINER: _Needs(
         scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle acknowledge "
@@ -86,7 +86,7 @@ _NEEDS = {
 
 
 def rules(role: Role, run_id: str = "*") -> str:
-    """What ACL SETUSER takes, but for a password. With a run id, for that run alone."""
+    """Arguments of ACL SETUSER except the password; with a run id, limited to that run."""
     allowed = [f"+{command.lower()}" for command in commands(role)]
     written, read, put = _patterns(role, run_id)
     keys = [*(f"%R~{key}" for key in read), *(f"%W~{key}" for key in put), *(f"~{key}" for key in written)]
@@ -99,11 +99,11 @@ def commands(role: Role) -> list[str]:
 
 
 def trials(role: Role, run_id: str) -> list[str]:
-    """Command lines, one for all that the role may do: each command, each key that it reads or writes."""
+    """Command lines that together use every permission of the role: each command, each key it reads or writes."""
     written, read, put = _patterns(role, run_id)
     key = [*written, *read][0]
     odd = {"XREADGROUP": "XREADGROUP GROUP g c STREAMS {} >", "XREAD": "XREAD STREAMS {} 0"}
-    # Where another command takes something else than a key, it may be called the same.
+    # A key's name also serves as every other argument.
     tried = [odd.get(one, one.replace("|", " ") + " {0} {0} {0}").format(key) for one in commands(role)]
     if "HSET" in commands(role):
         tried += [f"HSET {one} f v" for one in [*written, *put]] + [f"HGET {one} f" for one in [*written, *read]]
@@ -111,7 +111,7 @@ def trials(role: Role, run_id: str) -> list[str]:
 
 
 def _patterns(role: Role, run_id: str) -> list[list[str]]:
-    """Keys, and for those with a prefix all that have it: written, read, put."""
+    """Key patterns of the role: written, read, put. A name that stands for a prefix matches all its keys."""
     needs, keys = _NEEDS[role], Keys(run_id)
 
     def pattern(name: str) -> str:
@@ -123,7 +123,7 @@ def _patterns(role: Role, run_id: str) -> list[list[str]]:
 
 @cache
 def _commands_of(script: str) -> frozenset[str]:
-    """What a script calls, itself and in the functions of the prelude that it uses."""
+    """Commands that a script calls, directly and through the functions of the prelude it uses."""
     functions = dict(re.findall(r"^local function (\w+)(.*?)^end$", SCRIPTS["prelude"], re.S | re.M))
     found, used, texts = set[str](), set[str](), [SCRIPTS[script]]
     while texts:

@@ -1,4 +1,4 @@
-"""Putting jobs into the queue: the trainer's side (fenced) and the HTTP side (admission)."""
+"""Submission of jobs: the trainer's side (fenced) and the HTTP side (admission)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 64
 
 
 class Submitted(StrEnum):
-    """What became of one submitted job. Everything but NEW and REFUSED is the state of a job that existed already."""
+    """Outcome for one submitted job. All values except NEW and REFUSED are the state of a job that already existed."""
 
     NEW = "new"
     QUEUED = "queued"
@@ -32,27 +32,27 @@ class Submitted(StrEnum):
     DONE = "done"
     DEAD = "dead"
     REFUSED = "refused"
-    """Not admitted: `limit` jobs are in flight, the broker's memory is above 70 %, or the queue is closed. Submit again
-    later."""
+    """Not admitted: `limit` jobs are in flight, more than 70 % of the broker's memory is used, or the queue is closed.
+    Submit again later."""
 
 
 class JobReport(NamedTuple):
     state: JobState
     error: str | None = None
     num_bytes: int | None = None
-    """Of the result, which only a client's job has that is done."""
+    """Size of the result; None unless this is a client's job that is done."""
 
 
 class Submission:
-    """Submitting an id that exists is a no-op which returns its state: this is how a resumed trainer finds out, and why
-    submitting everything outstanding again is always safe (after a wiped broker it is all NEW)."""
+    """Submits jobs. Submitting an existing id is a no-op that returns its state. A resumed trainer relies on this: it
+    can always submit everything outstanding again (after the broker was wiped, all of it is NEW)."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
 
     async def submit(self, jobs: Sequence[Job], *, fence: int, limit: int) -> list[Submitted]:
-        """One outcome per job, in order. Sink `train` or `eval`; `limit` bounds the train jobs in flight and does not
-        apply to `eval`. Raises LeaseLostError if another trainer took over."""
+        """Submits jobs with sink `train` or `eval`; returns one outcome per job, in order. `limit` bounds the train
+        jobs in flight; it does not apply to `eval`. Raises LeaseLostError if another trainer took over."""
         for job in jobs:
             self._check(job, Sink.TRAIN, Sink.EVAL)
         outcomes: list[Submitted] = []
@@ -71,10 +71,10 @@ class Submission:
     async def submit_client(
         self, job: Job, *, limit: int, deadline_s: float | None = None, caller: str = EVERYBODY
     ) -> Submitted:
-        """Admits while fewer than `limit` jobs wait unread, and the jobs of clients cannot exceed their share of the
-        broker's memory. A `caller` with a name takes no more of either than it leaves free. One that is not done
-        `deadline_s` later, by the broker's clock, is dead, without a dead letter.
-        Raises OverloadedError(reason, retry_after_s), RequestError if this job alone could, or is another caller's."""
+        """Admits a job while fewer than `limit` jobs wait unread and clients' jobs cannot exceed their share of the
+        broker's memory. A named `caller` may take no more of either than it leaves free. A job that is not done within
+        `deadline_s`, by the broker's clock, is dead and leaves no dead letter. Raises OverloadedError(reason,
+        retry_after_s), or RequestError if this job alone could exceed the share or the id is another caller's."""
         self._check(job, Sink.CLIENT)
         if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
             raise RequestError(f"deadline_s: got {deadline_s}, allowed: number in (0, {MAX_DEADLINE_S}]")
@@ -96,21 +96,22 @@ class Submission:
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "results":
                 reason = (
-                    f"jobs of clients take, or may come to, {_mib(taken)} of {_mib(allowed)}, and this one may come to "
-                    f"{_mib(size)}: delete what was read (DELETE /v1/jobs/...)"
+                    f"clients' jobs use or have reserved {_mib(taken)} of {_mib(allowed)}, and this one may take up to "
+                    f"{_mib(size)}: delete results that were read (DELETE /v1/jobs/...)"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "caller_results":
                 reason = (
-                    f"jobs of {caller} take, or may come to, {_mib(taken)}, {_mib(allowed)} are free, and this one may "
-                    f"come to {_mib(size)}: {RULE}; delete what was read (DELETE /v1/jobs/...), or ask for less"
+                    f"jobs of {caller} use or have reserved {_mib(taken)}, {_mib(allowed)} are free, and this one may "
+                    f"take up to {_mib(size)}: {RULE}; delete results that were read (DELETE /v1/jobs/...), or request "
+                    "less"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "large":
                 whose = "one caller, half of what all have together" if caller else "all clients together"
                 most = f"{_mib(allowed)} for {whose} ({CLIENT_SHARE:.0%} of the broker's memory)"
                 raise RequestError(
-                    f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens, and the prompt, may come to "
+                    f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens, and the prompt, may take up to "
                     f"{_mib(size)}, allowed: {most}; lower n or sampling.max_tokens",
                     [{"field": "n", "value": job.n, "allowed": most}],
                 )
@@ -120,9 +121,9 @@ class Submission:
     async def delete(
         self, job_id: str, only: JobState | None = None, *, by: str = "", caller: str = EVERYBODY
     ) -> JobState:
-        """Forgets a client's job, its result or its dead letter; what is queued or running is cancelled. With `only`,
-        not in another state. `by`: who does it, if not the client. Returns the state that it had.
-        Raises NotFoundError as `status` does, RequestError if the job is the trainer's."""
+        """Deletes a client's job with its result or dead letter and returns the state it had; a queued or running job
+        is cancelled. `by`: who deletes it, if not the client. Raises NotFoundError as `status` does, also if the job is
+        not in state `only`, and RequestError if the job is the trainer's."""
         known = re.fullmatch(JOB_ID, job_id)
         state = (await self.broker.script("delete", job_id, only or "", by, caller)).decode() if known else "unknown"
         if state in ("unknown", "other"):
@@ -140,9 +141,9 @@ class Submission:
             raise RequestError(f"sink: {job.sink!r}, allowed here: {', '.join(sinks)}")
 
     async def status(self, job_id: str, *, caller: str = EVERYBODY) -> JobReport:
-        """Raises NotFoundError for an id nobody submitted, or another caller, or whose result has expired."""
+        """State of a job. Raises NotFoundError if the id is unknown, another caller's, or its result has expired."""
         keys = self.broker.keys
-        # No transaction: with its memory full Redis would refuse it, though it only reads.
+        # No transaction: Redis refuses it when its memory is full, even if it only reads.
         async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
             both.hgetall(keys.job(job_id))
             both.strlen(keys.result(job_id))
@@ -155,11 +156,11 @@ class Submission:
         return JobReport(JobState(fields["state"]), fields.get("error"), num_bytes if has_result else None)
 
     async def result(self, job_id: str, *, caller: str = EVERYBODY) -> Group:
-        """What a client's job that is done came to. Raises NotFoundError."""
+        """The result of a client's job that is done. Raises NotFoundError."""
         keys = self.broker.keys
         async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
             both.get(keys.result(job_id))
-            # Since `status` was asked it may have been deleted, and its id be another caller's.
+            # The job may have been deleted since `status`, and its id reused by another caller.
             both.hget(keys.job(job_id), "caller")
             result, whose = await both.execute()
         if result is None or (caller != EVERYBODY and whose not in (None, caller.encode())):

@@ -1,12 +1,12 @@
-"""A version of the weights on its way from the trainer's disk to a replica; and `dvp-weights`, which serves them.
+"""Weight versions on their way from the trainer's disk to a replica, and `dvp-weights`, which serves them.
 
     folder      complete Hugging Face folders with a manifest: written, renamed into place, verified, swept
-    registry    which version was announced last, and those before it; on Redis
+    registry    the version announced last, and those before it; on Redis
     download    folders over HTTP, into a cache that verifies and resumes
-    layout      the tensors of a folder, and whether a model can take them
-    pieces      the same tensors cut into what a process group sends at once
-    transfers   who asks to be sent which version, and what is offered; on Redis
-    app, mirror the server, of the trainer's own folders or of copies
+    layout      the tensors of a folder, and whether a model can load them
+    pieces      the same tensors, cut into what a process group sends at once
+    transfers   requests of replicas to be sent a version, and the trainer's offers; on Redis
+    app, mirror the server of the trainer's own folders, or of copies
 
-When a version is published or sent is the trainer's business, when it is swapped in the replica's.
+The trainer decides when a version is published or sent, the replica when it is swapped in.
 """

@@ -1,4 +1,4 @@
-"""`dvp-weights --folder DIR`. A process of its own: it never slows the trainer, and outlives its restarts."""
+"""`dvp-weights --folder DIR`. As a separate process it never slows the trainer, and outlives the trainer's restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of finished weight folders, whole or in ranges. What they must hash to is in each folder's manifest."""
+"""Serves the files of finished weight folders, whole or in ranges. Each folder's manifest holds their checksums."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dvp_rl.contract.errors import NotFoundError
 from dvp_rl.contract.http import Health, Problem
 from dvp_rl.contract.weights import FILE_NAME, RUN_ID
 from dvp_rl.http import problems
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.counted import CountedRequests
 from dvp_rl.http.guard import Guard
-from dvp_rl.http.tokens import Scope, Tokens
 from dvp_rl.weights.folder import FOLDER_NAME, MANIFEST_NAME
 
 from .mirror import Mirror
 
 MAX_BODY_BYTES = 0
-"""Nobody posts here."""
+"""No route takes a body."""
 SCOPES = {"/v1/weights": Scope.WEIGHTS}
 
 router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
@@ -33,8 +33,8 @@ class WeightFileResponse(FileResponse):
     chunk_size = 1024 * 1024  # each chunk is one trip to a thread
 
 
-def create_app(root: Path, tokens: Tokens, mirror: Mirror | None = None) -> FastAPI:
-    """`mirror`: what fills `root`, if it is not a trainer."""
+def create_app(root: Path, tokens: ApiTokens, mirror: Mirror | None = None) -> FastAPI:
+    """`mirror`: fills `root` with copies; None if a trainer fills it."""
     app = FastAPI(title="dvp-weights", version="1", description="Weight folders.", docs_url=None, redoc_url=None)
     app.state.root, app.state.mirror = root, mirror
     app.include_router(router)
@@ -42,7 +42,7 @@ def create_app(root: Path, tokens: Tokens, mirror: Mirror | None = None) -> Fast
     app.add_middleware(Guard, tokens=tokens, scopes=SCOPES, max_body=MAX_BODY_BYTES)
     registry = app.state.registry = CollectorRegistry()
     requests = Counter("dvp_weights_requests", "HTTP requests answered", ["route", "status"], registry=registry)
-    sent = Counter("dvp_weights_sent_bytes", "Bytes of weights and answers", registry=registry)
+    sent = Counter("dvp_weights_sent_bytes", "Bytes sent in response bodies", registry=registry)
     app.add_middleware(CountedRequests, requests=requests, sent=sent)
     return app
 
@@ -54,7 +54,7 @@ async def file(
     name: Annotated[str, InPath(pattern=FILE_NAME)],
     request: Request,
 ) -> Response:
-    """One file of one published version; its manifest is `dvp-manifest.json`. Ranges are served."""
+    """One file of one published version; its manifest is `dvp-manifest.json`. Range requests are supported."""
     mirror: Mirror | None = request.app.state.mirror
     if mirror is not None and name == MANIFEST_NAME:
         await mirror.refresh(run_id, folder)
@@ -63,7 +63,7 @@ async def file(
 
 def _send(root: Path, name: Path) -> Response:
     path = root / name
-    # The patterns keep a name from leaving its folder; a link could.
+    # The patterns of the route keep a name inside its folder; a link could lead out of it.
     if path.is_symlink() or not path.is_file():
         raise NotFoundError(f"{name}: no such file; old versions are deleted")
     return WeightFileResponse(path, media_type="application/octet-stream", stat_result=path.stat())

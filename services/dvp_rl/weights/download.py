@@ -1,11 +1,11 @@
-"""A weight folder over HTTP, for whoever does not see the trainer's volume.
+"""Weight folders over HTTP, for hosts that do not mount the trainer's volume.
 
     <root>/.lock                      held by the one process of this host that downloads
-    <root>/.weights-000042.partial/   goes on where the connection was cut, also in another process
+    <root>/.weights-000042.partial/   resumed where the connection was cut, also by another process
     <root>/weights-000042/            complete and verified
 
-The announcement says what the manifest must hash to and the manifest what every file must: neither the server nor the
-network is believed.
+The announcement holds the digest of the manifest, and the manifest the checksum of every file: neither the server nor
+the network is trusted.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 STALL_S = 30.0
 TRIES = 5
-"""In a row that bring not a single byte."""
+"""Consecutive attempts that transfer no bytes before the download fails."""
 MAX_DAMAGED = 2
-"""Times that one file may arrive with a wrong checksum."""
+"""Arrivals of one file with a wrong checksum that make the download fail."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 LOOK_S = 0.1
 KEEP_LAST = 1
-"""Versions that stay beside those in use and the one that comes."""
+"""Versions kept besides those in use and the one being downloaded."""
 BLOCK_BYTES = 1024 * 1024
 MAX_DETAIL_BYTES = 4096
 
 SeqsInUse = Callable[[], Awaitable[frozenset[int]]]
 Token = Callable[[], str]
-"""Asked whenever one is shown. Raises WeightError."""
+"""Returns the token to send; called for each download. Raises WeightError."""
 
 
 class _CutError(Exception):
-    """The transfer ended early; going on may help."""
+    """The transfer ended early; a retry may help."""
 
 
 class WeightCache:
-    """Folders of one run on this host's own disk; the replicas of one host may share it."""
+    """Weight folders of one run on this host's own disk; the replicas of one host may share them."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class WeightCache:
         stall_s: float = STALL_S,
         setting: str = "weights.cache",
     ) -> None:
-        """`timeout_s`: longest time for one version. `stall_s`: longest silence of the server. `setting`: which names
-        `root`, for errors."""
+        """`timeout_s`: longest time for one version. `stall_s`: longest silence of the server. `setting`: name of the
+        setting that holds `root`, for error messages."""
         self._root = root
         self._timeout_s = timeout_s
         self._token = token
@@ -83,9 +83,9 @@ class WeightCache:
         self._setting = setting
 
     async def fetch(self, url: str, version: WeightVersion, in_use: SeqsInUse) -> Path:
-        """The verified folder of the version at `url`; older ones are deleted, except those `in_use`. Raises
-        WeightError: gone, refused, damaged, too slow, disk full, no token. What has arrived by then is not fetched
-        again."""
+        """The verified folder of the version, downloaded from `url` if it is not here. Older versions are deleted
+        before a download, except those `in_use`. Raises WeightError: gone, refused, damaged, too slow, disk full, no
+        token. The next attempt resumes from what has arrived."""
         final = self._root / folder_name(version.seq)
         try:
             async with asyncio.timeout(self._timeout_s), self._alone():
@@ -93,7 +93,7 @@ class WeightCache:
                     await self._sweep(version.seq, in_use)
                     await self._download(url, version, final)
         except TimeoutError:
-            raise WeightError(f"{url}: not complete within {self._timeout_s:g} s; goes on later") from None
+            raise WeightError(f"{url}: not complete within {self._timeout_s:g} s; the next attempt resumes") from None
         except UnavailableError as error:
             raise WeightError(str(error)) from None
         except OSError as error:
@@ -102,7 +102,7 @@ class WeightCache:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """One process at a time; the kernel lets go of the lock of one that died."""
+        """Holds the lock for one process at a time; the kernel releases the lock of a process that dies."""
         self._root.mkdir(parents=True, exist_ok=True)
         with await asyncio.to_thread((self._root / ".lock").open, "w") as lock:
             while True:
@@ -113,7 +113,7 @@ class WeightCache:
             yield
 
     async def _sweep(self, seq: int, in_use: SeqsInUse) -> None:
-        # Who is away cannot say what it serves: then nothing is deleted.
+        # If it is unknown which versions are in use, nothing is deleted.
         with suppress(UnavailableError):
             keep = await in_use() | {seq}
             await asyncio.to_thread(sweep, self._root, keep=keep, last=KEEP_LAST, newest=seq)
@@ -132,8 +132,8 @@ class WeightCache:
         logger.info("fetched %s: %d MiB in %.1f s", version, missing >> 20, time.monotonic() - start)
 
     def _prepare(self, partial: Path, manifest: Manifest) -> int:
-        """Bytes still to come; every file exists then, with the beginning that an earlier attempt left. Raises
-        WeightError if the disk has no room."""
+        """Creates every missing file, keeps the beginnings left by an earlier attempt, and returns how many bytes are
+        still to come. Raises WeightError if the disk has no room."""
         sizes = {file.name: file.size for file in manifest.files}
         for path in partial.iterdir():
             if path.stat().st_size > sizes.get(path.name, -1):
@@ -151,16 +151,16 @@ class WeightCache:
 
 
 async def published(url: str, token: Token, *, look: bool = False) -> WeightVersion:
-    """What the folder at `url` holds. `look`: asks once, and waits a few seconds. Raises UnavailableError if nobody
-    answers, WeightGoneError, WeightError."""
+    """The version in the folder at `url`. `look`: asks once, with a timeout of a few seconds. Raises UnavailableError
+    if the server does not answer, WeightGoneError, WeightError."""
     async with _client(token, CONNECT_TIMEOUT_S if look else STALL_S) as client:
         _, manifest = await _read_manifest(client, url, 1 if look else TRIES)
     return manifest.version
 
 
 async def await_published(url: str, version: WeightVersion, token: Token, timeout_s: float) -> None:
-    """Returns when the folder at `url` holds this version. Raises WeightError: refused, gone, another version, or
-    nobody answers within `timeout_s`."""
+    """Waits until the folder at `url` holds this version. Raises WeightError: refused, gone, another version, or no
+    answer within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -180,19 +180,19 @@ def _holds(folder: Path, version: WeightVersion) -> bool:
 
 def _compare(url: str, held: WeightVersion, version: WeightVersion) -> None:
     if held != version:
-        raise WeightError(f"{url} holds {held}, announced was {version}")
+        raise WeightError(f"{url} holds {held}, but {version} was announced")
 
 
 def _finish(partial: Path, final: Path, manifest: bytes) -> None:
     (partial / MANIFEST_NAME).write_bytes(manifest)
     if final.exists():
-        # Damaged, or of a run of the same name before this one. Out of sight first.
+        # Damaged, or left by an earlier run of the same name. Renamed first, so that nobody sees half a folder.
         shutil.rmtree(final.rename(final.with_name(f".{final.name}.old")))
     publish_folder(partial, final)
 
 
 async def _fetch_file(client: httpx.AsyncClient, url: str, path: Path, file: WeightFile) -> None:
-    """Goes on where an earlier attempt ended. Raises WeightError."""
+    """Downloads one file, resuming where an earlier attempt ended. Raises WeightError."""
     stuck = damaged = 0
     while True:
         before = _size(path)
@@ -200,7 +200,7 @@ async def _fetch_file(client: httpx.AsyncClient, url: str, path: Path, file: Wei
             if await asyncio.to_thread(_keep_if, path, file.sha256):
                 return
             damaged += 1
-            logger.warning("%s: SHA-256 differs from %s, fetching it anew", url, MANIFEST_NAME)
+            logger.warning("%s: SHA-256 differs from %s, fetching it again", url, MANIFEST_NAME)
             if damaged == MAX_DAMAGED:
                 raise WeightError(f"{url}: SHA-256 differs from {MANIFEST_NAME}, {damaged} times in a row")
             continue
@@ -209,27 +209,28 @@ async def _fetch_file(client: httpx.AsyncClient, url: str, path: Path, file: Wei
         except _CutError as cut:
             stuck = 0 if _size(path) > before else stuck + 1
             if stuck == TRIES:
-                raise WeightError(f"{url}: {cut}; {_size(path)} of {file.size} bytes are here") from None
-            logger.warning("%s: %s at byte %d of %d, going on", url, cut, _size(path), file.size)
+                raise WeightError(f"{url}: {cut}; {_size(path)} of {file.size} bytes have arrived") from None
+            logger.warning("%s: %s at byte %d of %d, resuming", url, cut, _size(path), file.size)
             await asyncio.sleep(_pause(stuck))
 
 
 async def _append(client: httpx.AsyncClient, url: str, path: Path, size: int) -> None:
-    """Up to `size` bytes in all. Raises _CutError, WeightError."""
+    """Appends the missing bytes of a file of `size` bytes, or rewrites it if the server sends all of it. Raises
+    _CutError, WeightError."""
     have = _size(path)
     async with _get(client, url, {"Range": f"bytes={have}-"} if have else {}) as response:
         going_on = response.status_code == 206
         if going_on and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
-            raise WeightError(f"{url}: asked from byte {have}, got {response.headers.get('content-range')!r:.80}")
+            raise WeightError(f"{url}: requested from byte {have}, got {response.headers.get('content-range')!r:.80}")
         with await asyncio.to_thread(path.open, "ab" if going_on else "wb") as out:
             await _write(response, out, url, size - have if going_on else size)
     if _size(path) < size:
-        raise _CutError("the server sent less than it has")
+        raise _CutError("the response ended early")
 
 
 async def _write(response: httpx.Response, out: BinaryIO, url: str, room: int) -> None:
-    """Everything that arrives, also when it ends early. In blocks and on a thread: a disk may take its time, and this
-    event loop has jobs to serve."""
+    """Writes everything that arrives, even if the response ends early. Full blocks are written on a thread: a disk may
+    be slow, and this event loop has jobs to serve."""
     block = bytearray()
     try:
         async for chunk in response.aiter_raw():
@@ -245,7 +246,7 @@ async def _write(response: httpx.Response, out: BinaryIO, url: str, room: int) -
 
 
 def _client(token: Token, stall_s: float) -> httpx.AsyncClient:
-    # A client with a transport asks no proxy of the environment: replicas and trainer are of one installation.
+    # A client with its own transport ignores proxies of the environment: replicas and trainer are one installation.
     direct = httpx.AsyncHTTPTransport()
     shown = token()
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {shown}"} if shown else {})
@@ -254,7 +255,7 @@ def _client(token: Token, stall_s: float) -> httpx.AsyncClient:
 
 
 async def _read_manifest(client: httpx.AsyncClient, url: str, tries: int) -> tuple[bytes, Manifest]:
-    """As bytes, and what they say. Raises UnavailableError after `tries`, WeightError."""
+    """The manifest, as bytes and parsed. Raises UnavailableError after `tries` failed attempts, WeightError."""
     where = f"{url}/{MANIFEST_NAME}"
     for attempt in range(1, tries + 1):
         data = b""
@@ -274,7 +275,7 @@ async def _read_manifest(client: httpx.AsyncClient, url: str, tries: int) -> tup
 
 @asynccontextmanager
 async def _get(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> AsyncIterator[httpx.Response]:
-    """A successful answer. Raises _CutError, also for what goes wrong while it is read, and WeightError."""
+    """A successful response. Raises _CutError if a retry may help, also while it is read; otherwise WeightError."""
     try:
         async with client.stream("GET", url, headers=headers) as response:
             if response.status_code not in (200, 206):
@@ -300,7 +301,7 @@ def _refusal(url: str, status: int, detail: str) -> Exception:
 
 
 async def _detail(response: httpx.Response) -> str:
-    """What a problem document says, as one printable line; "" for anything else."""
+    """The detail of a problem document, as one printable line; "" for anything else."""
     data = b""
     async for chunk in response.aiter_raw():
         data += chunk
@@ -322,7 +323,7 @@ def _size(path: Path) -> int:
 
 
 def _keep_if(path: Path, sha256: str) -> bool:
-    """True if that is its checksum; empties the file if not."""
+    """True if the file has this checksum; otherwise empties it."""
     with path.open("rb") as file:
         matches = hashlib.file_digest(file, "sha256").hexdigest() == sha256
     if not matches:

@@ -1,7 +1,7 @@
-"""Weight folders on the shared volume: written beside and renamed into place, verified before they are loaded.
+"""Weight folders on the shared volume: written under a hidden name, renamed into place, verified before loading.
 
     <root>/weights-000041/            complete, announced
-    <root>/.weights-000042.partial/   being written; swept when its writer died
+    <root>/.weights-000042.partial/   being written; swept if its writer died
 
 A weight folder is flat: regular files and `dvp-manifest.json`, which lists each with its size and SHA-256.
 """
@@ -28,13 +28,13 @@ MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 
 
 def folder_name(seq: int) -> str:
-    """`weights-000042`: what publish_folder's `final` is called, and what sweep looks for. It is written under
-    `.weights-000042.partial`, beside it."""
+    """`weights-000042`: name of a published folder, which `sweep` looks for. A folder is written as
+    `.weights-000042.partial` in the same place."""
     return f"weights-{seq:06d}"
 
 
 def write_manifest(folder: Path, run_id: str, seq: int, step: int) -> Manifest:
-    """Hashes and syncs every file of a finished folder; the manifest comes last. Raises WeightError (disk full)."""
+    """Hashes and syncs every file of a finished folder, then writes the manifest. Raises WeightError (disk full)."""
     try:
         files = tuple(_describe_file(path, sync=True) for path in _listing(folder))
         manifest = Manifest(run_id=run_id, seq=seq, step=step, files=files)
@@ -51,7 +51,7 @@ def publish_folder(partial: Path, final: Path) -> None:
     failpoint("publish.before")
     try:
         if final.exists():
-            raise WeightError(f"weight folder {final} exists already: a sequence number is used once")
+            raise WeightError(f"weight folder {final} already exists: a sequence number is used only once")
         partial.rename(final)
         _sync(final.parent)
     except OSError as error:
@@ -60,8 +60,8 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def verify_folder(folder: Path) -> Manifest:
-    """Reads every byte. Raises WeightError naming the file: missing, extra, wrong size, wrong checksum, symbolic link,
-    or no manifest."""
+    """The folder's manifest, after a check of every byte. Raises WeightError naming the file: missing, extra, wrong
+    size, wrong checksum, symbolic link, or no manifest."""
     manifest = read_manifest(folder)
     listed = {file.name: file for file in manifest.files}
     try:
@@ -79,7 +79,7 @@ def verify_folder(folder: Path) -> Manifest:
 
 def folder_digest(folder: Path) -> str:
     """What Manifest.digest would be for a plain Hugging Face folder: the digest of an initial version. Subfolders and
-    hidden files are no weights and do not count; links into a model cache are followed."""
+    hidden files are ignored; links into a model cache are followed. Raises WeightError."""
     try:
         paths = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] != "." and p.name != MANIFEST_NAME)
         files = tuple(_describe_file(path) for path in paths)
@@ -89,18 +89,19 @@ def folder_digest(folder: Path) -> str:
 
 
 def newest_seq(root: Path) -> int:
-    """The highest sequence number that any folder under root was ever written for, finished or not; 0 without one.
-    Raises WeightError (not readable)."""
+    """The highest sequence number of the folders under root, finished or not; 0 if there is none. Raises WeightError
+    (not readable)."""
     names = (re.fullmatch(r"\.?weights-(\d{6,})(?:\.partial|\.old)?", path.name) for path in _entries(root))
     return max((int(match[1]) for match in names if match), default=0)
 
 
 def sweep(root: Path, *, keep: Iterable[int], last: int, newest: int) -> list[Path]:
-    """Deletes folders under root, except the `last` newest that are published and the seqs in `keep`, and what an
-    interrupted publish of other seqs left. Call it between publishes only. Returns what it deleted. Raises WeightError
+    """Deletes published folders under root, except the `last` newest and the seqs in `keep`, and what an interrupted
+    publish or sweep left of other seqs. Call it between publishes only. Returns what it deleted. Raises WeightError
     (not writable).
 
-    `newest`: the caller's own newest seq. What lies above it is another's, which may have replaced this one."""
+    `newest`: the caller's own newest seq. Higher ones stay: another process wrote them, and may have replaced this
+    one."""
     entries = _entries(root)
     seqs = {int(match[1]): path for path in entries if (match := re.fullmatch(FOLDER_NAME, path.name))}
     kept = set(keep) | set(sorted(seqs, reverse=True)[: max(last, 1)])
@@ -112,7 +113,7 @@ def sweep(root: Path, *, keep: Iterable[int], last: int, newest: int) -> list[Pa
         and int(match[1]) < newest
     ]
     doomed = [path for seq, path in sorted(seqs.items()) if seq not in kept and seq < newest]
-    # Out of sight first: a reader must see a whole folder or none.
+    # Renamed first: a reader must see a whole folder or none.
     failpoint("retire.before")
     try:
         hidden = [path.rename(root / f".{path.name}.old") for path in doomed]
@@ -132,7 +133,7 @@ def _entries(root: Path) -> list[Path]:
 
 
 def _listing(folder: Path) -> list[Path]:
-    """Every entry but the manifest, sorted. Raises WeightError for anything that is no plain file."""
+    """Every entry but the manifest, sorted. Raises WeightError for anything but a plain file."""
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_NAME)
     for path in paths:
         if path.is_symlink() or not path.is_file():
@@ -161,19 +162,19 @@ def _compare(path: Path, listed: WeightFile) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the folder should hold. Raises WeightError."""
+    """The manifest, i.e. what the folder should hold. Raises WeightError."""
     path = folder / MANIFEST_NAME
     try:
         if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise WeightError(f"{path}: a link, or larger than {MAX_MANIFEST_BYTES} bytes")
         data = path.read_bytes()
     except OSError as error:
-        raise WeightError(f"{path}: no manifest, so the folder is no finished weight version ({error})") from None
+        raise WeightError(f"{path}: no manifest, so the folder is not a finished weight version ({error})") from None
     return parse_manifest(data, str(path))
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Raises WeightError naming `where`."""
+    """The validated manifest. Raises WeightError naming `where`."""
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:

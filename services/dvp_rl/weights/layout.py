@@ -1,8 +1,8 @@
-"""What a weight folder holds, read without a model: names, shapes and dtypes, and whether every number is finite.
+"""The tensors of a weight folder, read without a model: names, shapes and dtypes, and whether every number is finite.
 
-SGLang takes the weights of a folder one by one as they come. It leaves out what is missing, ignores what it does not
-know, and dies of a file that is damaged, as its way back reads the same file again. So a folder is compared with the
-one that is served before SGLang sees it.
+SGLang loads the tensors of a folder one by one. It skips missing ones, ignores unknown ones, and crashes on a damaged
+file, because its fallback reads the same file again. So a folder is compared with the one being served before SGLang
+sees it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dvp_rl.contract.errors import WeightError
 from dvp_rl.contract.transfer import TensorSpec
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""What may take each other's place; bfloat16 is looked at as bits."""
+"""Dtypes that may replace each other. bfloat16 is read as bits, as NumPy does not have it."""
 BF16_EXPONENT = np.uint16(0x7F80)
-"""All ones in infinity and NaN."""
+"""Bits of the exponent: all ones in infinity and NaN."""
 BLOCK = 1 << 20
 TIED = "lm_head.weight"
 
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 def read_layout(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's safetensors files by name; reads headers only. Raises WeightError."""
+    """The tensors of the folder's safetensors files by name; reads headers only. Raises WeightError."""
     try:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -48,8 +48,8 @@ def read_layout(folder: Path) -> dict[str, Stored]:
 
 
 def check_layout(folder: Path, served: Mapping[str, Stored], optional: Collection[str]) -> None:
-    """Raises WeightError naming file and tensor unless the folder's tensors are those of `served`, by name, shape and
-    kind of number, and finite; `optional` ones may be left out. Reads every byte."""
+    """Raises WeightError naming file and tensor unless the folder's tensors match those of `served` by name, shape and
+    kind of number, and are finite. `optional` tensors may be missing or added. Reads every byte."""
     layout = read_layout(folder)
     check_tensors(f"weight folder {folder}", layout, served, optional)
     for name, stored in layout.items():
@@ -59,7 +59,7 @@ def check_layout(folder: Path, served: Mapping[str, Stored], optional: Collectio
 def check_tensors(
     where: str, offered: Mapping[str, Stored | TensorSpec], served: Mapping[str, Stored], optional: Collection[str]
 ) -> None:
-    """The same without a look at the numbers."""
+    """Checks names, shapes and kinds of numbers as `check_layout` does, but not the numbers. Raises WeightError."""
     if missing := sorted(served.keys() - offered.keys() - set(optional)):
         raise WeightError(f"{where}: {missing[0]} is missing ({len(missing)} in all)")
     if unknown := sorted(offered.keys() - served.keys() - set(optional)):
@@ -69,22 +69,22 @@ def check_tensors(
 
 
 def optional_tensors(folder: Path) -> frozenset[str]:
-    """What a folder of the model in this one may hold or leave out. Raises WeightError."""
+    """Tensors that any folder of the same model may hold or omit. Raises WeightError."""
     config = _read_config(folder)
     tied = {TIED} if config.get("tie_word_embeddings") else set()
     return frozenset(tied.union(name for name in read_layout(folder) if predicts_further(name, config)))
 
 
 def predicts_further(name: str, config: Mapping[str, Any]) -> bool:
-    """The tensor is of the layers behind the last one, which predict more than the next token (multi-token prediction).
-    Transformers leaves them out, so a trainer never publishes them."""
+    """Whether the tensor belongs to the layers after the last one, which predict more than the next token (multi-token
+    prediction). Transformers omits them, so a trainer never publishes them."""
     depth, extra = (config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     behind = tuple(f"model.layers.{layer}." for layer in range(depth, depth + extra))
     return name.startswith(behind) or any(part.startswith("mtp") for part in name.split("."))
 
 
 def check_finite(name: str, stored: Stored) -> None:
-    """Raises WeightError. Reads every byte."""
+    """Raises WeightError if the tensor holds NaN or infinity. Reads every byte."""
     if stored.dtype in FLOATS and not _is_finite(stored):
         raise WeightError(f"{stored.file}: {name} holds NaN or infinity")
 

@@ -1,4 +1,4 @@
-"""Copies of what another dvp-weights serves, on this one's own disk: they are there when that one is gone."""
+"""Copies of what another dvp-weights serves, on this one's own disk: they stay available when that one is gone."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies a version when it is first asked for; the version before it stays. If upstream does not answer, what is
-    here is served."""
+    """Copies a version when it is first requested, and keeps the version before it. If upstream does not answer, the
+    local copy is served."""
 
     def __init__(self, root: Path, upstream: UpstreamSection) -> None:
         self._root = root
         self._upstream = upstream
-        # By run. WeightCache has a lock, too, but whoever waited for that one reads every byte to know what is there.
+        # One lock per run. WeightCache has one, too, but a caller that waited for it verifies every byte of the folder.
         self._one_download = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def refresh(self, run_id: str, folder: str) -> None:
-        """Returns when the folder can be served from here. Raises WeightGoneError if neither side has it,
+        """Copies the folder unless the current version is here. Raises WeightGoneError if neither side has it,
         UnavailableError if it could not be copied."""
         here = await asyncio.to_thread(self._held, run_id, folder)
         try:
@@ -40,7 +40,7 @@ class Mirror:
             if here is None:
                 logger.warning("%s", error)
                 raise UnavailableError(str(error)) from None
-            logger.warning("%s; serving %s, which is here", error, here)
+            logger.warning("%s; serving the local copy of %s", error, here)
 
     async def _copy(self, run_id: str, folder: str, here: WeightVersion | None) -> None:
         token, url = self._upstream.read_token, f"{self._upstream.url}/v1/weights/{run_id}/{folder}"

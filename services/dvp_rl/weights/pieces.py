@@ -1,4 +1,4 @@
-"""A weight folder as the stretches of bytes in which it is sent; sender and receiver need not know a model for that."""
+"""A weight folder as the stretches of bytes in which it is sent; neither sender nor receiver needs a model for that."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dvp_rl.contract.transfer import Piece, TensorSpec
 from .layout import Stored, check_finite, read_layout
 
 PIECE_BYTES = 1 << 28
-"""A piece is larger only if it is one tensor. What a receiver needs beside its weights."""
+"""Largest piece, unless a single tensor is larger. A receiver needs this much memory besides its weights."""
 ALIGNMENT = 8
-"""Of any tensor within its piece; no number is wider."""
+"""Alignment of each tensor within its piece, in bytes; no number is wider."""
 
 
 class Stretch(NamedTuple):
@@ -26,13 +26,14 @@ class Stretch(NamedTuple):
     tensors: list[TensorSpec]
 
     def continues(self, stored: Stored, limit: int) -> bool:
-        """True if the tensor can be the next one."""
+        """True if the tensor can be appended to the stretch."""
         adjacent = stored.file == self.file and stored.start == self.end
         return adjacent and (self.end - self.start) % ALIGNMENT == 0 and stored.end - self.start <= limit
 
 
 def stretches(folder: Path, limit: int = PIECE_BYTES) -> list[Stretch]:
-    """All tensors of a folder in their order there; reads headers only. Raises WeightError."""
+    """The folder's tensors in file order, in stretches of up to `limit` bytes; reads headers only. Raises
+    WeightError."""
     found: list[Stretch] = []
     for name, stored in sorted(read_layout(folder).items(), key=lambda item: (item[1].file, item[1].start)):
         if not found or not found[-1].continues(stored, limit):
@@ -43,7 +44,7 @@ def stretches(folder: Path, limit: int = PIECE_BYTES) -> list[Stretch]:
 
 
 def pieces(folder: Path, limit: int = PIECE_BYTES) -> tuple[Piece, ...]:
-    """The same with checksums. Reads every byte. Raises WeightError, also for numbers that are not finite."""
+    """The stretches with their checksums. Reads every byte. Raises WeightError, also if a number is not finite."""
     for name, stored in read_layout(folder).items():
         check_finite(name, stored)
     try:

@@ -18,12 +18,12 @@ class WeightRegistry:
         self.broker = broker
 
     async def next_seq(self, *, fence: int, at_least: int = 0) -> int:
-        """Allocates a sequence number, larger than any before and than `at_least` (the checkpoint's, in case the broker
-        was wiped)."""
+        """Allocates a sequence number greater than all earlier ones and than `at_least` (the checkpoint's, in case the
+        broker was wiped)."""
         return int(await self.broker.script("next_seq", fence, at_least))
 
     async def announce(self, announcement: Announcement, *, fence: int) -> None:
-        """Raises WeightError if its seq is not above the last announced one, LeaseLostError."""
+        """Announces a version. Raises WeightError if its seq is not above the last announced one, LeaseLostError."""
         reply = await self.broker.script(
             "announce", fence, announcement.seq, announcement.version, announcement.min_seq, announcement.to_bytes()
         )
@@ -38,13 +38,13 @@ class WeightRegistry:
         return found[0][1] if found else None
 
     async def _newest(self, count: int) -> list[tuple[str, Announcement]]:
-        """(entry id, announcement), newest first."""
+        """Up to `count` pairs of entry id and announcement, newest first."""
         async with self.broker.call():
             entries: Any = await self.broker.redis.xrevrange(self.broker.keys.versions, count=count)
         return [(entry_id.decode(), Announcement.from_bytes(fields[b"data"])) for entry_id, fields in entries]
 
     async def wait_newer(self, seq: int, block_ms: int) -> Announcement | None:
-        """The newest announcement as soon as it is above `seq`; None after `block_ms`."""
+        """The newest announcement as soon as its seq is above `seq`; None after `block_ms`."""
         deadline = time.monotonic() + block_ms / 1000
         while True:
             found = await self._newest(1)
@@ -60,11 +60,11 @@ class WeightRegistry:
                 )
 
     async def history(self) -> dict[int, Announcement]:
-        """The recent announcements by seq."""
+        """The last HISTORY announcements by seq."""
         return {announcement.seq: announcement for _, announcement in await self._newest(HISTORY)}
 
     async def pin(self, seqs: Iterable[int], *, fence: int) -> None:
-        """Replaces the seqs that checkpoints need."""
+        """Replaces the set of seqs that checkpoints need."""
         await self.broker.script("pin", fence, *seqs)
 
     async def pinned(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""What `dvp-weights` can be told."""
+"""Settings of `dvp-weights`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dvp_rl.http.settings import ListenSettings, WeightReader
 
 
 class UpstreamSection(WeightReader):
-    """Another dvp-weights, nearer to the trainer."""
+    """The dvp-weights to copy from, nearer to the trainer."""
 
     name: ClassVar[str] = "upstream"
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
-    """Its http://host:port. What it serves is copied to `folder`, and served from there also when it is gone."""
+    """Its http://host:port. What it serves is copied to `folder`, and served from there even when it is gone."""
 
 
 class WeightServerSettings(ListenSettings):
@@ -24,7 +24,7 @@ class WeightServerSettings(ListenSettings):
 
     folder: Path
     """The trainer's weights.folder (by default out_dir/weights), which is only read. With upstream.url: this server's
-    own, for its copies."""
+    own folder, for its copies."""
     upstream: UpstreamSection = UpstreamSection()
     port: Annotated[int, Field(ge=0, le=65535)] = 8200
     """0 takes a free port: see the log, or --port-file."""

@@ -1,4 +1,4 @@
-"""Where replicas ask the trainer to send them a weight version, and hear how."""
+"""Requests of replicas to be sent a weight version, and the trainer's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dvp_rl.transport.broker import Broker
 
 BLOCK_S = 2.0
 KEEP_S = 60
-"""After which what nobody fetched is forgotten."""
+"""TTL of unclaimed messages, in seconds."""
 
 
 class Transfers:
@@ -20,12 +20,13 @@ class Transfers:
         self._broker = broker
 
     async def ask(self, request: TransferRequest, timeout_s: float) -> Offer:
-        """Raises WeightError if the trainer refuses, UnavailableError if none answers in time."""
+        """Requests a version and returns the trainer's offer. Raises WeightError if the trainer refuses,
+        UnavailableError if none answers in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._push(self._broker.keys.transfers, request.to_bytes())
                 while (data := await self._pop(self._broker.keys.transfer(request.id))) is None:
-                    pass  # _pop has waited
+                    pass  # _pop waits
         except TimeoutError:
             raise UnavailableError(f"no trainer offered {request.version} within {timeout_s:g} s") from None
         finally:
@@ -36,7 +37,7 @@ class Transfers:
         return answer.offer
 
     async def next(self) -> TransferRequest | None:
-        """The request that waits longest; None after a while without one. Raises RequestError, UnavailableError."""
+        """The oldest request; None if none arrives within BLOCK_S. Raises RequestError, UnavailableError."""
         data = await self._pop(self._broker.keys.transfers)
         return None if data is None else TransferRequest.from_bytes(data)
 
@@ -55,6 +56,6 @@ class Transfers:
         return None if found is None else found[1]
 
     async def _forget(self, request: TransferRequest) -> None:
-        """Nobody is to send what nobody waits for."""
+        """Withdraws the request, so that no trainer sends what nobody waits for."""
         async with self._broker.call():
             await self._broker.redis.lrem(self._broker.keys.transfers, 0, request.to_bytes())  # type: ignore[arg-type]

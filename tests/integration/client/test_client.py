@@ -1,4 +1,4 @@
-"""Both clients against a real replica; retries against a real server that fails as told."""
+"""Both clients against a real replica; retries against a real server that fails as scripted."""
 
 from __future__ import annotations
 

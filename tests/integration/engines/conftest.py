@@ -21,7 +21,7 @@ MakeEngine: TypeAlias = Callable[..., Coroutine[Any, Any, Engine]]
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model folder per family; `even` and `odd`: weights of one shape that never end a sample by themselves."""
+    """One model folder per family, and `even` and `odd`: weights of one shape that never draw an end token."""
     root = tmp_path_factory.mktemp("models")
     made = {family: make_model(root / family, family, spread=2.0, context=1024) for family in FAMILIES}
     for seed, name in enumerate(("even", "odd")):
@@ -44,7 +44,7 @@ def shared_server() -> Iterator[SharedServer]:
 
 @pytest.fixture
 def engine_kind() -> str:
-    """What `make_engine` makes; test_conformance.py has every kind in turn."""
+    """The kind of engine that `make_engine` makes; test_conformance.py tries every kind."""
     return "transformers"
 
 
@@ -54,8 +54,8 @@ async def make_engine(
 ) -> AsyncIterator[MakeEngine]:
     """Starts engines and closes them: `await make_engine(folder, **settings)`.
 
-    SGLang takes long to start: for `folders` there are engines on the session's server, with its capacity, and one of
-    its own only for folders of a test's own.
+    SGLang is slow to start, so engines for `folders` use the session's server, with its capacity. Only an engine for a
+    test's own folder gets its own server.
     """
     started: list[Engine] = []
 

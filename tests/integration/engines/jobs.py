@@ -1,4 +1,4 @@
-"""Jobs for the tests of the engines."""
+"""Jobs for the tests of the engines, and ways to wait for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.wait import WITHIN_S, until_async
 
 
 def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sampling: Any) -> Job:
-    """`name` decides the seed unless one is given. Settings that stop nothing early are the test's business."""
+    """`name` decides the seed unless one is given. A test that needs long samples must pass settings for them."""
     return Job(
         job_id=name,
         run_id="test",
@@ -30,7 +30,7 @@ def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sam
 
 
 async def drawing(engine: Engine) -> None:
-    """As many samples as run at once have begun: each has a token."""
+    """Waits until the engine's capacity is in use and each running sample has a token."""
     await _reaches(engine, engine.capacity)
 
 
@@ -46,13 +46,13 @@ async def _reaches(engine: Engine, num_running: int) -> None:
 
 
 async def _num_running(engine: Engine) -> int:
-    """By what computes, not by who asked for it."""
+    """The number that SGLang itself reports, not the engine's count of its requests."""
     return await engine._client.num_running() if isinstance(engine, SglangEngine) else engine.num_running
 
 
 @contextmanager
 def held(engine: TransformersEngine, rows: int = 1) -> Iterator[None]:
-    """Forwards of at least `rows` rows wait until the block ends: what it submits finds the earlier jobs in flight."""
+    """Blocks forwards of at least `rows` rows until the context ends, so that earlier jobs stay in flight meanwhile."""
     over = threading.Event()
 
     def wait(module: Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What an engine must return, from a full forward of the same folder in float64; nothing of dvp_rl.dvp is used."""
+"""The results that an engine must return, from a full float64 forward of its folder, without any code of dvp_rl.dvp."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TOLERANCE = 5e-5
 
 @dataclass(frozen=True)
 class Expected:
-    """[T] each."""
+    """Expected values, [T] each."""
 
     logprobs: NDArray[np.float64]
     kept_mass: NDArray[np.float64]
     kept_count: NDArray[np.int64]
     clear: NDArray[np.bool_]
-    """No token is so close to the threshold that float32 logits may decide otherwise."""
+    """True where no token is so close to the threshold that float32 logits may decide otherwise."""
 
 
 class Oracle:
@@ -33,12 +33,12 @@ class Oracle:
             folder,
             dtype=torch.float64,
             attn_implementation="eager",
-            experts_implementation="eager",  # the faster ones have no float64
+            experts_implementation="eager",  # the faster ones lack float64
         ).eval()
 
     @torch.inference_mode()
     def logits(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> NDArray[np.float64]:
-        """[T, V] logits that each token was drawn from."""
+        """The logits [T, V] that each token was drawn from."""
         ids = torch.from_numpy(np.concatenate((prompt_ids, token_ids)).astype(np.int64))
         out: NDArray[np.float64] = self._model(ids[None]).logits[0, len(prompt_ids) - 1 : -1].numpy()
         return out
@@ -62,7 +62,7 @@ class Oracle:
         )
 
     def check(self, job: Job, sample: Sample, start: int = 0, end: int | None = None) -> int:
-        """Asserts that token_ids[start:end] are what these weights give; returns how many positions were checked."""
+        """Checks the values of token_ids[start:end] against these weights; returns how many positions were clear."""
         span = slice(start, end)
         expected = self.expect(job, sample.token_ids)
         clear = expected.clear[span]
@@ -73,13 +73,13 @@ class Oracle:
         return int(clear.sum())
 
     def check_all(self, job: Job, samples: tuple[Sample, ...]) -> None:
-        """All samples of a job, at least 98 % of their positions but two."""
+        """Checks all samples of a job, at least 98 % of their positions minus two."""
         assert len(samples) == job.n
         checked = sum(self.check(job, sample) for sample in samples)
         assert checked >= 0.98 * sum(len(sample.token_ids) for sample in samples) - 2
 
     def policy(self, job: Job) -> tuple[NDArray[np.float64], float]:
-        """pi_mp of the first new token, [V], and its kept mass."""
+        """pi_mp [V] of the first new token, and its kept mass."""
         logits = self.logits(job.prompt_ids, np.zeros(1, np.int32))[0]
         scaled = (logits - logits.max()) / job.sampling.temperature
         weights = np.exp(scaled)

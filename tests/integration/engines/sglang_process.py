@@ -1,4 +1,4 @@
-"""One SGLang server for the tests of a session, whatever event loop each of them has."""
+"""One SGLang server for all tests of a session, whatever their event loops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXT = 1024
 
 
 def sglang_python() -> Path:
-    """The environment of `make sglang-cpu`. Where it could be built but was not, the test fails."""
+    """The interpreter of `make sglang-cpu`. Fails the test if it could have been built but was not."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip(f"SGLang has no wheel for {sys.platform} on {platform.machine()}")
     if not CHECKOUT_PYTHON.exists():
@@ -29,7 +29,7 @@ def sglang_python() -> Path:
 
 
 class SharedServer:
-    """Serves models of one architecture at a time; another one, and the process is replaced."""
+    """Serves models of one architecture at a time; another architecture replaces the process."""
 
     def __init__(self) -> None:
         self._architecture = ""
@@ -39,7 +39,7 @@ class SharedServer:
         self._thread.start()
 
     def remote(self, folder: Path) -> Remote:
-        """A server that can load `folder`, as it is or with other weights."""
+        """A server that can load `folder`, or other weights of its architecture."""
         config = json.loads((folder / "config.json").read_text())
         architecture = f"{config['architectures']} {config['tie_word_embeddings']}"
         if architecture != self._architecture:

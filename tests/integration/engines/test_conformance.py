@@ -1,7 +1,7 @@
-"""What every engine that computes must fulfil.
+"""Requirements on every engine that runs a model.
 
-What a seed reproduces differs, and is tested where it holds: always with the transformers engine; with SGLang only on a
-GPU under --deterministic, as SGLang ignores seeds otherwise. Greedy samples reproduce everywhere.
+Seeds are tested where they take effect: always with the transformers engine, but with SGLang only on a GPU under
+--deterministic, as SGLang ignores seeds otherwise. Greedy samples reproduce everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .oracle import Oracle
 
 MIN_PS = (-13.0, -6.0, math.log(0.1))
 TEMPERATURES = (0.7, 1.0, 1.3)
-# SGLang starts anew for each family: one is enough for CI.
+# SGLang is restarted for each family: one is enough for CI.
 ENGINES_AND_FAMILIES = [
     *(("transformers", family) for family in FAMILIES),
     pytest.param("sglang", "qwen3", marks=pytest.mark.slow),
@@ -55,7 +55,7 @@ def seeded(engine_kind: str) -> None:
 async def test_every_number_equals_the_float64_oracle(
     family: str, folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
-    """All settings, several prompt lengths and n = 3 at once, in one batch."""
+    """One batch mixes all settings, several prompt lengths and n = 3."""
     engine = await make_engine(folders[family])
     jobs = [
         make_job(f"job:{p}:{t}", list(range(5, 7 + i + j)), n=3, log_min_p=p, temperature=t)
@@ -70,7 +70,7 @@ async def test_every_number_equals_the_float64_oracle(
 async def test_first_tokens_follow_the_constrained_distribution(
     folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
-    """Chi-square over 5,120 draws; the same test rejects the unpruned distribution and a temperature 5 % off."""
+    """A chi-square test over 5,120 draws, which rejects the unpruned distribution and a temperature that is 5 % off."""
     engine = await make_engine(folders["qwen3"], max_batch=1024)
     jobs = [make_job(f"draw{i}", n=1024, max_tokens=1, log_min_p=-3.0, temperature=0.8) for i in range(5)]
     policy, kept_mass = oracles["qwen3"].policy(jobs[0])
@@ -100,7 +100,7 @@ async def test_seeds_reproduce(folders: dict[str, Path], make_engine: MakeEngine
     )
     assert _tokens(first) == _tokens(again)
     assert len({tuple(ids) for group in (first, other, by_name) for ids in _tokens(group)}) == 9
-    # Any sample is drawn again alone by its own seed.
+    # Any sample can be drawn again alone from its own seed.
     (alone,) = await engine.generate(make_job("e", seed=first[2].seed))
     assert _tokens((alone,)) == _tokens(first[2:])
 
@@ -148,7 +148,7 @@ async def test_context_ends_a_sample(folders: dict[str, Path], make_engine: Make
 async def test_mixed_settings_share_a_batch(
     folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
-    """Rows of unlike length, policy and end, more samples than rows."""
+    """Rows differ in length, policy and end condition, and there are more samples than rows."""
     engine = await make_engine(folders["qwen3"], max_batch=7)
     jobs = [
         make_job("greedy", n=2, temperature=0.0, max_tokens=9),
@@ -174,8 +174,8 @@ async def test_neighbours_change_log_probs_by_rounding_only(folders: dict[str, P
     alone = [await engine.generate(job) for job in jobs]
     equal = 0
     for mine, theirs in zip(sum(together, ()), sum(alone, ()), strict=True):
-        # A draw that falls within rounding of a boundary may go either way; from there on samples differ. So may a
-        # token at the edge of the kept set, and its mass with it.
+        # A draw within rounding of a boundary may go either way, after which the samples differ. So may a token at the
+        # edge of the kept set, which changes the kept mass.
         if mine.token_ids.tolist() == theirs.token_ids.tolist():
             equal += 1
             same_set = mine.kept_count == theirs.kept_count
@@ -188,7 +188,7 @@ async def test_neighbours_change_log_probs_by_rounding_only(folders: dict[str, P
 async def test_swap_in_mid_generation(
     num_swaps: int, folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
-    """Each span equals a full forward under its own weights: the cache was recomputed."""
+    """Each span equals a full forward under its own weights, so the cache was recomputed."""
     engine = await make_engine(folders["even"], max_batch=8, version="run:0:even")
     more = engine.capacity + 2
     jobs = [make_job(f"long{i}", list(range(5, 6 + i % 5)), n=2, max_tokens=600 + i % 5) for i in range(more // 2)]
@@ -207,7 +207,7 @@ async def test_swap_in_mid_generation(
                 checked = oracles[span.version.split(":")[2]].check(job, sample, span.start, span.end)
                 assert checked >= 0.9 * (span.end - span.start) - 1
     everything = [f"run:{seq}:{('even', 'odd')[seq % 2]}" for seq in range(num_swaps + 1)]
-    # Two samples wait for a row. An engine that queues them before those it interrupts makes two others wait.
+    # Two samples wait for a row. An engine that queues them ahead of interrupted ones makes two others wait.
     assert all(versions == sorted(versions) and versions[-1] == everything[-1] for versions in spans)
     assert sum(versions[0] == everything[0] for versions in spans) == engine.capacity
     assert spans.count(everything) >= engine.capacity - 2 * (num_swaps - 1)
@@ -315,8 +315,8 @@ async def test_close_fails_what_is_in_flight(folders: dict[str, Path], make_engi
 
 
 async def test_nan_logits_fail_only_their_job(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """The embedding of token 50 is NaN, and its logit 0, far below the threshold: nobody draws it. A job that reads it
-    fails, its neighbours and its heirs to the row do not."""
+    """Token 50 has a NaN embedding and the logit 0, far below the threshold, so it is never drawn. A job with it in the
+    prompt fails; its neighbours and the jobs that take over its rows do not."""
     folder = make_model(tmp_path / "nan", "qwen3", spread=2.0, context=1024)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][50] = float("nan")
@@ -357,7 +357,7 @@ def _tokens(samples: tuple[Sample, ...]) -> list[list[int]]:
 
 
 def _chi_square(counts: np.ndarray, policy: np.ndarray) -> float:
-    """p-value; cells pooled to an expected count of 5, the likeliest last."""
+    """The p-value, with cells pooled to an expected count of 5, from the least to the most likely."""
     order = np.argsort(policy)
     expected, seen = [0.0], [0.0]
     for count, mean in zip(counts[order], policy[order] * counts.sum(), strict=True):

@@ -1,4 +1,4 @@
-"""The transformers engine gives the numbers of the float64 oracle for a family, or refuses it by name."""
+"""The transformers engine matches the float64 oracle for a family, or refuses it with an error that names the cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dvp_rl.engines.transformers import TransformersEngine
 from tests.kit.families import write_small_model
 from tests.models import CASES, LONGROPE, ROPE_LIMIT, WINDOW, Case, served
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # gpt_bigcode's own
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # raised by gpt_bigcode
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -29,5 +29,5 @@ def test_a_context_ends_where_the_rope_changes(tmp_path: Path) -> None:
 
 async def test_attention_that_cannot_be_exchanged_is_named(tmp_path: Path) -> None:
     folder = write_small_model(tmp_path / "model", "gpt_neo", window_size=WINDOW)
-    with pytest.raises(ConfigError, match="gpt_neo has attention of its own; use the sglang engine"):
+    with pytest.raises(ConfigError, match="gpt_neo has its own attention; use the sglang engine"):
         await TransformersEngine(folder).start()

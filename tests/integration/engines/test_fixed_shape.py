@@ -1,4 +1,4 @@
-"""Zero mismatch, the engine's half: what a sample's log-probs depend on, and what is refused."""
+"""The engine's half of zero mismatch: what a sample's log-probs depend on, and which settings are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = Shape(4, 32)
 async def test_samples_follow_the_oracle(
     folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
-    """More rows than a block has, and prompts of several lengths."""
+    """The batch has more rows than a block, and prompts of several lengths."""
     for family in ("llama", "qwen2", "qwen3"):
         engine = await make_engine(folders[family], fixed_shape=SHAPE, max_batch=7)
         jobs = [make_job(f"job{i}", list(range(5, 7 + 3 * i)), n=5, log_min_p=-3.0) for i in range(3)]

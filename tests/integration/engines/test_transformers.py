@@ -1,4 +1,4 @@
-"""What only the in-process engine promises: refused folders, one prefill per job, bit-equal deterministic mode."""
+"""Guarantees of the in-process engine alone: refused folders, one prefill per job, bit-equal deterministic mode."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def test_without_a_free_descriptor_weights_are_refused_by_name(
     folders: dict[str, Path], make_engine: MakeEngine
 ) -> None:
     engine = await make_engine(folders["even"])
-    await engine.load(folders["odd"], "run:1:odd")  # imports what reading needs
+    await engine.load(folders["odd"], "run:1:odd")  # imports the modules that reading needs
     with no_files(os.getpid()), pytest.raises(WeightError, match="Too many open files"):
         await engine.load(folders["even"], "run:2:even")
     await engine.load(folders["even"], "run:3:even")
 
 
 async def test_samples_of_a_job_share_one_prefill(folders: dict[str, Path]) -> None:
-    """Also when they do not fit at once; jobs with prompts of one length share a forward."""
+    """One prefill serves all samples, even if they do not fit into the batch at once."""
     engine = TransformersEngine(folders["even"], threads=1, max_batch=4)
     await engine.start()
     prefills: list[tuple[int, ...]] = []
@@ -76,7 +76,7 @@ async def test_samples_of_a_job_share_one_prefill(folders: dict[str, Path]) -> N
 
 
 async def test_reading_weights_takes_no_more_threads_than_decoding(folders: dict[str, Path]) -> None:
-    """A swap beside a busy trainer waits for every thread that it has besides."""
+    """Beside a busy trainer, a swap would have to wait for every additional thread."""
     before, counts = torch.get_num_threads(), set()
 
     def note(*_: Any) -> None:
@@ -96,7 +96,7 @@ async def test_reading_weights_takes_no_more_threads_than_decoding(folders: dict
 
 
 async def test_a_failing_forward_fails_its_jobs_and_no_later_one(folders: dict[str, Path]) -> None:
-    """As when the device runs out of memory, in prefill and in a step."""
+    """The forward fails in prefill and in a decode step, as when the device runs out of memory."""
     engine = TransformersEngine(folders["even"], threads=1, max_batch=4)
     await engine.start()
     broken = [True]
@@ -117,7 +117,7 @@ async def test_a_failing_forward_fails_its_jobs_and_no_later_one(folders: dict[s
 
 
 async def test_a_job_that_cannot_be_drawn_fails_alone(folders: dict[str, Path]) -> None:
-    """What was in flight beside it is drawn again, one job at a time, and then side by side as before."""
+    """Jobs in flight beside it are drawn again, one at a time; later jobs share a batch again."""
     engine = TransformersEngine(folders["even"], threads=1, max_batch=8)
     await engine.start()
     width = 33
@@ -182,7 +182,7 @@ def test_unknown_folders_are_refused(tmp_path: Path) -> None:
 
 
 async def test_weights_stored_in_other_pieces_swap_too(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """A mixture of experts is saved expert by expert and held in one tensor."""
+    """A mixture of experts is saved expert by expert but held in one tensor."""
     old, new = (make_model(tmp_path / f"moe{seed}", "qwen3_moe", seed=seed) for seed in range(2))
     engine, fresh = await make_engine(old), await make_engine(new)
     job = make_job(n=2, temperature=0.0)

@@ -19,7 +19,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake_replica(
     small_model: Path, broker_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ReplicaProcess]:
-    """Everything but the arithmetic is real, in a process of its own."""
+    """A replica in its own process, in which everything but the arithmetic is real."""
     args = ["--model", str(small_model), "--engine", "fake", "--fake.service-time-s", "0", "--fake.num-tokens", "2"]
     args += ["--redis-url", broker_url, "--run-id", f"fuzz-{secrets.token_hex(6)}"]
     with ReplicaProcess(tmp_path_factory.mktemp("replica"), *args) as process:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
+from dvp_rl.http.api_tokens import ApiTokens
 from dvp_rl.http.server import bound, http_server
 from dvp_rl.http.settings import MAX_REQUESTS
-from dvp_rl.http.tokens import Tokens
 from dvp_rl.logs import LogContext
 from dvp_rl.monitor import app as monitor
 from dvp_rl.monitor.poller import Poller
@@ -23,23 +23,23 @@ from dvp_rl.weights import app as weights
 from dvp_trainer.report import prometheus
 from tests.kit.processes import ServerThread
 
-AppMaker = Callable[[Tokens], FastAPI]
+AppMaker = Callable[[ApiTokens], FastAPI]
 
 
-def _rollout(tokens: Tokens) -> FastAPI:
+def _rollout(tokens: ApiTokens) -> FastAPI:
     settings = RolloutSettings.load(["--model", "none"])
     return rollout.create_app(Service(settings, LogContext()), tokens, settings.max_requests)
 
 
-def _monitor(tokens: Tokens) -> FastAPI:
+def _monitor(tokens: ApiTokens) -> FastAPI:
     return monitor.create_app(Poller(MonitorSettings.load([])), tokens)
 
 
-def _weights(tokens: Tokens) -> FastAPI:
+def _weights(tokens: ApiTokens) -> FastAPI:
     return weights.create_app(Path("none"), tokens)
 
 
-def _trainer(tokens: Tokens) -> FastAPI:
+def _trainer(tokens: ApiTokens) -> FastAPI:
     return prometheus._app(prometheus.PrometheusSink(), tokens)
 
 
@@ -53,7 +53,7 @@ APPS: dict[str, AppMaker] = {
 
 @contextmanager
 def serving(app: FastAPI, max_requests: int = MAX_REQUESTS) -> Iterator[str]:
-    """Its URL, on loopback."""
+    """Serves the app on loopback, and yields its URL."""
     with bound("127.0.0.1", 0) as listener:
         http = http_server(app, drain_s=0, max_requests=max_requests)
 

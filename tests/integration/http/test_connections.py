@@ -1,4 +1,4 @@
-"""Clients that connect and say nothing, begin and do not end, or ask and do not read: nobody else notices."""
+"""Clients that send nothing, never finish a request, or never read the answer do not affect other clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kit.wait import WITHIN_S, until, until_async
 
 ANSWER_BYTES = 64 << 20
 MEDIUM_BYTES = 8 << 20
-"""More than the kernel takes, with a small buffer at the other end."""
+"""More than the kernel takes if the other end has a small buffer."""
 NUM_HALF_OPEN = 3_000
 MAX_FILES = 2_048
 BEGUN = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -62,7 +62,7 @@ def patient() -> Iterator[str]:
 
 @pytest.fixture
 def url(patient: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A server with little patience."""
+    """A server with a short timeout for requests."""
     monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.3)
     return patient
 
@@ -73,7 +73,7 @@ def _connect(url: str) -> socket.socket:
 
 
 def _closed(client: socket.socket) -> bool:
-    """Waits for the end of the connection, and throws away what comes before it."""
+    """Waits for the end of the connection, and discards what comes before it."""
     try:
         while client.recv(1 << 16):
             pass
@@ -89,7 +89,7 @@ def _closed(client: socket.socket) -> bool:
         b"GET /hea",
         BEGUN,
         BEGUN + b"\r\n" + BEGUN,
-        # The answer does not wait for this body.
+        # The server answers without this body.
         BEGUN.replace(b"GET", b"POST") + b"Transfer-Encoding: chunked\r\n\r\n5\r\n12",
     ],
     ids=["nothing", "half a line", "half of the headers", "a second request by half", "half a body that nobody reads"],
@@ -115,7 +115,7 @@ def test_who_sends_a_little_now_and_then_is_not_waited_for_either(url: str) -> N
 
 
 def test_headers_without_an_end_are_refused(patient: str) -> None:
-    """Long before they are as many as the kernel and the server could take in without it."""
+    """The connection ends long before the 32 MiB that kernel and server would take without the limit."""
     with _connect(patient) as client:
         client.sendall(BEGUN)
         parts = (b"A: " + b"b" * (1 << 18) for _ in range(128))
@@ -132,7 +132,7 @@ def test_who_does_not_read_is_not_waited_for(patient: str, monkeypatch: pytest.M
 
 
 def test_who_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at by hand, so that no clock decides."""
+    """The test triggers the checks itself, so that timing does not matter."""
     looks: queue.Queue[Callable[[], object]] = queue.Queue()
 
     def watch(self: connections.Connection) -> None:
@@ -145,7 +145,7 @@ def test_who_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
         client.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         for _ in range(2):
             look = looks.get(timeout=WITHIN_S)
-            # More than the kernel holds for the two of them, so that the server has written some of it.
+            # More than the kernel buffers on both ends, so that the server has written some of it.
             assert len(answer.read(ANSWER_BYTES // 4)) == ANSWER_BYTES // 4
             look()
         look = looks.get(timeout=WITHIN_S)
@@ -154,7 +154,7 @@ def test_who_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oldest_that_asks_nothing_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With connections that are answered meanwhile, which stay."""
+    """Connections that are answered meanwhile stay open."""
     monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", WITHIN_S)
     with serving(_app(), max_requests=64) as url, ExitStack() as stack:
         clients = [stack.enter_context(_connect(url)) for _ in range(200)]
@@ -166,7 +166,7 @@ def test_the_oldest_that_asks_nothing_makes_room(monkeypatch: pytest.MonkeyPatch
 
 
 def test_thousands_that_say_nothing_stop_no_replica(small_model: Path, broker_url: str, tmp_path: Path) -> None:
-    """More than it may open files."""
+    """There are more connections than files that the replica may open."""
     port_file, log = tmp_path / "port", tmp_path / "log"
     arguments = ["--model", str(small_model), "--engine", "fake", "--redis-url", broker_url, "--run-id", "half-open"]
     command = _limited(MAX_FILES, [*arguments, "--port", "0", "--port-file", str(port_file), "--token", TOKEN])
@@ -227,7 +227,7 @@ def test_headers_that_are_complete_are_limited_too(patient: str) -> None:
 
 
 def test_trailers_are_not_kept(patient: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn would, though nobody reads that body any more."""
+    """uvicorn alone would keep them, although nobody reads that body any more."""
     kept: list[bytes] = []
     keep = HttpToolsProtocol.on_header
 
@@ -244,7 +244,7 @@ def test_trailers_are_not_kept(patient: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_request_that_is_refused_early_is_answered_and_its_body_taken(patient: str) -> None:
-    """Far more of it than headers may have."""
+    """The body is far larger than headers may be."""
     with _connect(patient) as client, client.makefile("rb") as answer:
         client.sendall(b"POST /large HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n")
         assert answer.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
@@ -253,7 +253,7 @@ def test_a_request_that_is_refused_early_is_answered_and_its_body_taken(patient:
 
 
 def test_who_reads_none_of_many_answers_makes_room() -> None:
-    """With as many of them as there may be connections, probes are answered."""
+    """Probes are answered even when there are as many such clients as connections allowed."""
     with serving(_app(), max_requests=64) as url, ExitStack() as stack:
         for _ in range(140):
             client = stack.enter_context(_connect(url))
@@ -264,7 +264,7 @@ def test_who_reads_none_of_many_answers_makes_room() -> None:
 
 
 def test_the_end_of_an_answer_waits_for_its_reader(patient: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than for a request: another connection, begun later, is closed meanwhile."""
+    """The wait is longer than for a request: a silent connection that was opened later is closed meanwhile."""
     with _connect(patient) as client, client.makefile("rb") as answer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.sendall(BEGUN + b"\r\n")
@@ -282,7 +282,7 @@ def test_the_end_of_an_answer_waits_for_its_reader(patient: str, monkeypatch: py
 async def test_a_listener_that_could_not_accept_closes_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """asyncio would accept on it again, a second later."""
+    """asyncio alone would try to accept on the closed listener a second later."""
     retry_s = 0.05
     monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", retry_s)
     one = http_server(_app(), drain_s=0)
@@ -294,19 +294,19 @@ async def test_a_listener_that_could_not_accept_closes_without_a_traceback(
             await until_async(lambda: "out of system resource" in caplog.text)
             one.should_exit = True
             await running
-    await asyncio.sleep(2 * retry_s)  # timers that were set before this one have rung when it does
+    await asyncio.sleep(2 * retry_s)  # timers that were set before this one have fired by then
     errors = {record.getMessage().splitlines()[0] for record in caplog.records if record.levelno >= logging.ERROR}
     assert errors == {"socket.accept() out of system resource"}
 
 
 def _limited(max_files: int, arguments: Sequence[str]) -> list[str]:
-    """A replica that cannot raise its limit."""
+    """The command of a replica that cannot raise its limit on open files."""
     return ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", *PYTHON, "dvp_rl.rollout", *arguments]
 
 
 @contextmanager
 def _files(soft: int) -> Iterator[None]:
-    """This process's own limit, restored."""
+    """Sets this process's soft limit on open files, and restores it."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
@@ -325,7 +325,7 @@ def _many_files() -> Iterator[None]:
 
 
 def _server_side(client: socket.socket) -> psutil._common.pconn | None:
-    """This process's own end of the other side."""
+    """The server's end of the client's connection, which is in this process, too; None once it is closed."""
     here = client.getsockname()
     sides = psutil.Process().net_connections("tcp")
     return next((side for side in sides if side.raddr and tuple(side.raddr) == here), None)

@@ -1,6 +1,6 @@
-"""Who is let in, by every route of every service and every command of dvp-queue: asked for, and written down.
+"""Tests who is let in by every route of every service and by every command of dvp-queue.
 
-services/dvp_rl/http/README.md shows what is found here, see table.py.
+The tables of services/dvp_rl/http/README.md show the results, see table.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import typer
 from fastapi import FastAPI
 
-from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.monitor.cli import app as queue_app
 from dvp_rl.monitor.cli import main
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -34,7 +34,7 @@ HEAD = ("Service", "Call", *NAMES)
 
 
 def _calls(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """(method, path) of all routes, FastAPI's own included."""
+    """(method, path) of all routes, including FastAPI's own."""
     for route in _flat(app.routes):
         for method in sorted(getattr(route, "methods", None) or ()):
             if method != "HEAD":
@@ -61,11 +61,11 @@ def _rows(name: str, folder: Path) -> list[tuple[str, ...]]:
     tokens = [write_token(folder, scope, "caller") for scope in Scope]
     rows = []
     with (
-        serving(APPS[name](Tokens())) as open_url,
-        serving(APPS[name](Tokens([TOKEN], folder))) as closed_url,
+        serving(APPS[name](ApiTokens())) as open_url,
+        serving(APPS[name](ApiTokens([TOKEN], folder))) as closed_url,
         httpx.Client(timeout=WITHIN_S) as client,
     ):
-        for method, path in _calls(APPS[name](Tokens())):
+        for method, path in _calls(APPS[name](ApiTokens())):
 
             def status(url: str, host: str, token: str | None = None) -> str:
                 authorization = None if token is None else f"Bearer {token}"
@@ -94,7 +94,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, ...]]:
 
 
 def test_everybody_may_do_what_their_token_is_for(rows: list[tuple[str, ...]]) -> None:
-    """By another rule than the one that is tested: what each route is about."""
+    """Expectations come from what each route is about, not from the rule under test."""
     assert len(rows) > 25
     for service, call, *statuses in rows:
         method, path = call.strip("`").split()
@@ -124,10 +124,10 @@ def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:
 
 @pytest.mark.parametrize("name", APPS)
 def test_a_page_of_another_site_changes_nothing(name: str) -> None:
-    """Its user's browser adds the password by itself."""
+    """Its user's browser adds the password automatically."""
     password = base64.b64encode(f":{TOKEN}".encode()).decode()
-    calls = [(method, path) for method, path in _calls(APPS[name](Tokens())) if method != "GET"]
-    with serving(APPS[name](Tokens([TOKEN]))) as url, httpx.Client(timeout=WITHIN_S) as client:
+    calls = [(method, path) for method, path in _calls(APPS[name](ApiTokens())) if method != "GET"]
+    with serving(APPS[name](ApiTokens([TOKEN]))) as url, httpx.Client(timeout=WITHIN_S) as client:
 
         def status(method: str, path: str, origin: str) -> int:
             authorization = {"Authorization": f"Basic {password}", "Host": "dvp.example:8080", "Origin": origin}
@@ -143,7 +143,7 @@ def test_a_page_of_another_site_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "Basic"])
 @pytest.mark.parametrize("token", ["", TOKEN[:-1], f"{TOKEN},{TOKEN[::-1]}", "é", "\xff" * 4])
 def test_what_is_no_token(scheme: str, token: str) -> None:
-    with serving(APPS["dvp-weights"](Tokens([TOKEN, TOKEN[::-1]]))) as url:
+    with serving(APPS["dvp-weights"](ApiTokens([TOKEN, TOKEN[::-1]]))) as url:
         headers = {"Authorization": f"{scheme} {token}".strip().encode("latin-1")}
         response = web.get(f"{url}/v1/weights/a/b/c", headers=headers)
     assert response.status_code == 401

@@ -1,4 +1,4 @@
-"""Anything over a real socket: never a 5xx, a crash, a hang or a document that is not the one documented."""
+"""Whatever is sent over a real socket, nothing answers 5xx, crashes, hangs, or deviates from its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S
 
 MAX_GROWTH = 256 * 2**20
-"""Bytes of memory that a service may gain while it is fuzzed."""
+"""Memory that a service may gain while it is fuzzed, in bytes."""
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -35,7 +35,7 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 FEW = 60
-"""So few are always the same ones."""
+"""Cases up to which every run uses the same ones."""
 ENDLESS = "/v1/events"
 JSON_HEADERS = {"Content-Type": "application/json"}
 BODIES = ("/v1/rollouts", "/v1/jobs")
@@ -67,7 +67,8 @@ def fuzzed_monitor(broker_url: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def _fuzz(url: str, count: int, headers: dict[str, str]) -> int:
-    """How many requests were made; every answer fits the document, valid requests and invalid ones alike."""
+    """Sends valid and invalid requests, checks every answer against the OpenAPI document, and returns how many were
+    sent."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
     operations = [found.ok() for found in schema.get_all_operations() if found.ok().path != ENDLESS]
     cases: st.SearchStrategy[Any] = st.one_of(
@@ -161,14 +162,14 @@ def test_a_body_that_never_ends_is_not_waited_for(
     head = b"POST /v1/rollouts HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with ReplicaThread(tmp_path, "--model", str(small_model), "--engine", "fake") as replica:
         assert _raw(replica.port, head + framing + b"\r\n\r\n5\r\n{") == 408
-        # One that is complete may take as long as it likes.
+        # A request whose body is complete may take as long as it likes.
         monkeypatch.setattr(guard, "BODY_TIMEOUT_S", WITHIN_S)
         body = json.dumps({"prompt": "1"})
         assert web.post(f"{replica.url}/v1/rollouts", content=body, headers=JSON_HEADERS).status_code == 200
 
 
 def _raw(port: int, request: bytes) -> int:
-    """The status that is answered."""
+    """Sends the request as it is, and returns the status of the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as peer:
         peer.sendall(request)
         with peer.makefile("rb") as reply:

@@ -1,4 +1,4 @@
-"""Training under a rule, with both sides pruning by it."""
+"""Training under a rule that both sides prune by."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def metrics(model: Path, slope: float, mismatch: Mismatch, steps: int = 3) -> li
 
 
 def test_a_rule_that_hardly_looks_at_entropy_trains_as_the_fixed_one(model: Path) -> None:
-    """The same through the trainer's own policy and through the one with whole logits."""
+    """The trainer's own policy and the one that computes full logits give the same results."""
     fixed, ruled = (metrics(model, slope, Mismatch(field=0.2)) for slope in (0.0, 1e-7))
     for before, after in zip(fixed, ruled, strict=True):
         assert after["reward/mean"] == before["reward/mean"]

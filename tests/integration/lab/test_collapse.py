@@ -1,4 +1,4 @@
-"""The training study as a whole, in small."""
+"""The whole training study, in its small version."""
 
 from __future__ import annotations
 

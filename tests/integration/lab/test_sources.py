@@ -1,4 +1,4 @@
-"""Engines of a study on a real model: what they draw and what they say of it."""
+"""Engines of a study on a real model: the tokens they draw and the logits they return."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_rho_of_an_engine(subject: Subject) -> None:
 
 @pytest.mark.slow
 def test_signature_of_a_real_sglang(subject: Subject) -> None:
-    """In float32 its log-probs of the whole vocabulary are those of the trainer; its min-p is the rule's."""
+    """In float32, its log-probs of the whole vocabulary are the trainer's, and its min-p prunes as the rule does."""
     trainer = Trainer(subject.folder)
     with opened(Engine.SGLANG_FP32, subject.folder) as source:
         found = measure(traces(source, trainer, subject.prompts, NOTHING_PRUNED, 12, seed=0))
@@ -119,7 +119,7 @@ def test_signature_of_a_real_sglang(subject: Subject) -> None:
     [(Format.BFLOAT16, 2**-8), (Format.FP8, 2**-4), (Format.INT8, 0.5 / 127), (Format.INT4, 0.5 / 7)],
 )
 def test_rounding_is_to_the_nearest(format: Format, step: float) -> None:
-    """Within half a step: relative to the value for floats, to the row's largest for integers."""
+    """The error is at most half a step: relative to the value for floats, to the row's largest value for integers."""
     torch.manual_seed(0)
     values = torch.randn(5, 64)
     values[0] = 0.0
@@ -142,7 +142,7 @@ def test_prompts_of_a_file_come_in_blocks_of_one_length(subject: Subject, tmp_pa
     assert {block.shape[1] for block in found.prompts} == {4, 5, 6}
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), ('{"text": 1}\n', "line 1 is no JSON object")])
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), ('{"text": 1}\n', "line 1 is not a JSON")])
 def test_what_is_no_file_of_prompts_is_said(subject: Subject, tmp_path: Path, content: str | None, said: str) -> None:
     file = tmp_path / "prompts.jsonl"
     if content is not None:

@@ -29,13 +29,13 @@ def chromium() -> str | None:
 
 
 class Browser:
-    """One tab."""
+    """One browser tab."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._numbers = itertools.count(1)
         self.problems: list[str] = []
-        """What the page's console complained of."""
+        """Errors that the page's console reported."""
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -52,7 +52,7 @@ class Browser:
         return answer["result"].get("value")
 
     def until(self, script: str) -> Any:
-        """The first true value of `script`."""
+        """Waits until the value of `script` is true, and returns it."""
         return until(lambda: self.evaluate(script), script)
 
     def press(self, key: str) -> None:
@@ -90,7 +90,7 @@ class Browser:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Browser]:
-    """One browser with one tab, its profile in `folder`."""
+    """Runs a browser with one tab, whose profile is in `folder`."""
     binary = chromium()
     assert binary is not None
     profile = folder / "chromium"
@@ -102,7 +102,7 @@ def running(folder: Path) -> Iterator[Browser]:
 
 
 def _address(chromium_process: subprocess.Popen[bytes], port_file: Path) -> str:
-    """Of the tab's debugging socket."""
+    """Address of the tab's debugging socket."""
 
     def port_is_known() -> bool:
         assert chromium_process.poll() is None, "Chromium ended at start"

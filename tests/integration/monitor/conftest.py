@@ -22,8 +22,8 @@ async def rig(broker: Broker) -> Rig:
 
 @pytest.fixture
 async def staged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """A run in the middle of its work, with three dead letters; see `stage`. Nobody of it beats again, and nobody is
-    missed for it."""
+    """A run in progress with three dead letters; see `stage`. Its processes send no more heartbeats, and do not count
+    as lost."""
     monkeypatch.setattr(health, "LOST_S", WITHIN_S)
     await stage(rig)
     version = f"{rig.run_id}:7:ab"

@@ -24,12 +24,12 @@ HOSTILE = "<img src=x onerror=alert(1)> [bold]\x1b[31m"
 
 
 class Monitor:
-    """`with Monitor(folder, url, run_id) as monitor:` returns when its port is bound."""
+    """`with Monitor(folder, url, run_id) as monitor:` waits until its port is bound."""
 
     def __init__(
         self, folder: Path, url: str, run_id: str, *args: str, token: str | None = None, bearer: str | None = None
     ) -> None:
-        """`token`: accepted, and shown unless there is a `bearer`."""
+        """`token`: accepted by the monitor. Requests carry `bearer`, or else `token`."""
         self.folder = folder
         self._port_file = folder / "port"
         argv = ["--redis-url", url, "--run-id", run_id, "--port", "0", "--port-file", str(self._port_file)]
@@ -51,7 +51,7 @@ class Monitor:
 
     @contextmanager
     def events(self) -> Iterator[Iterator[tuple[str, Any]]]:
-        """(kind, content) of each event as it comes."""
+        """Yields (kind, content) of each event as it arrives."""
         with web.stream("GET", f"{self.url}/v1/events", headers=self._headers) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -80,7 +80,7 @@ def _parse(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
 
 
 async def stage(rig: Rig, *, num_replicas: int = 3, num_dead: int = 3) -> None:
-    """A run in the middle of its work: jobs that wait, run, are done and died, replicas, a trainer."""
+    """Sets up a run in progress: jobs that wait, run, are done and are dead, replicas, a trainer."""
     await rig.submit(num_dead + 8)
     replica = rig.replica("replica-0")
     for number, lease in enumerate(await replica.claim(num_dead, BLOCK_MS)):

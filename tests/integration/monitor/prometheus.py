@@ -1,4 +1,4 @@
-"""A real Prometheus with the deployment's configuration, on the processes of a test."""
+"""A real Prometheus that scrapes the processes of a test with the configuration of the deployment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prometheus:
             return False
 
     def firing(self) -> set[str]:
-        """Verdicts, and names of the alerts that have none."""
+        """Verdicts of the alerts that fire, or their names if they have none."""
         alerts = self._http.get("/api/v1/alerts").json()["data"]["alerts"]
         labels = [alert["labels"] for alert in alerts if alert["state"] == "firing"]
         return {label.get("verdict", label["alertname"]) for label in labels}
@@ -49,7 +49,8 @@ class Prometheus:
 
 @contextmanager
 def running(folder: Path, token: str, targets: Mapping[str, list[int]]) -> Iterator[Prometheus]:
-    """Ports by job. What is deployed, but scraped every three seconds, and alerts do not wait for their `for`."""
+    """Runs the deployed configuration, but scrapes every three seconds and lets alerts fire without their `for`.
+    `targets`: ports by job."""
     binary = shutil.which("prometheus")
     assert binary is not None
     config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())

@@ -1,4 +1,4 @@
-"""The page as a browser shows it."""
+"""The page as a real browser shows it."""
 
 from __future__ import annotations
 

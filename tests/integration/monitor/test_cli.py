@@ -1,4 +1,4 @@
-"""`dvp-queue` on a real broker, while the run goes on."""
+"""`dvp-queue` on a real broker, while the run continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from dvp_rl.contract.http import QueueHealth
 from dvp_rl.contract.job import Sink
 from dvp_rl.monitor.cli import main
-from dvp_rl.transport.admission import close_queue
+from dvp_rl.transport.runs import close_queue
 from tests.integration.monitor.process import HOSTILE
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit.records import make_group, make_job
@@ -38,7 +38,7 @@ class Cli:
         self._monkeypatch, self._capsys, self._url = monkeypatch, capsys, url
 
     async def __call__(self, run_id: str, *args: str, answer: str = "") -> Ran:
-        """Answers a question with `answer`."""
+        """Runs dvp-queue with `answer` as its standard input."""
         self._monkeypatch.setattr("sys.argv", ["dvp-queue", "--redis-url", self._url, "--run-id", run_id, *args])
         self._monkeypatch.setattr("sys.stdin", io.StringIO(answer))
         code = await asyncio.to_thread(_run)
@@ -180,7 +180,7 @@ async def test_drain_waits_until_the_queue_is_empty(cli: Cli, rig: Rig) -> None:
     assert (ran.code, ran.out) == (0, "closed, and nothing is queued or running; dvp-queue open admits jobs again\n")
     assert "new disks" in (await cli(rig.run_id, "status")).out
     assert (await cli(rig.run_id, "open")).out == "open again\n"
-    assert (await cli(rig.run_id, "open")).out == "was open already\n"
+    assert (await cli(rig.run_id, "open")).out == "was already open\n"
 
 
 async def test_every_change_can_be_read_by_a_script(cli: Cli, rig: Rig) -> None:
@@ -195,7 +195,7 @@ async def test_a_drain_that_takes_too_long_says_who_is_in_the_way(cli: Cli, stag
     ran = await cli(staged.run_id, "drain", "--timeout-s", "0.1")
     assert ran.code == 2
     assert "6 jobs are still queued or running after 0.1 s" in ran.err
-    assert "dvp-queue open takes the drain back" in ran.err
+    assert "dvp-queue open ends the drain" in ran.err
     assert await staged.broker.redis.exists(staged.broker.keys.closed)
 
 

@@ -1,4 +1,4 @@
-"""The monitor over a real socket: events, letters, metrics, who may do what."""
+"""The monitor over a real socket: events, letters, metrics, access control."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.http import Problem
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from dvp_rl.monitor.bodies import Curves, LetterPage, Picture
 from dvp_rl.monitor.poller import Poller
 from dvp_rl.monitor.settings import MonitorSettings
@@ -68,7 +68,7 @@ async def test_it_is_ready_once_it_can_answer(staged: Rig, broker_url: str) -> N
     polling = asyncio.create_task(poller.run())
     try:
         async with asyncio.timeout(WITHIN_S):
-            while poller.snapshot is None:  # noqa: ASYNC110  # looks at every turn of the loop
+            while poller.snapshot is None:  # noqa: ASYNC110  # looks at every turn of the event loop
                 await asyncio.sleep(0)
         assert poller.picture.health is not None
     finally:
@@ -125,7 +125,7 @@ async def test_without_a_token_it_only_watches(staged: Rig, broker_url: str, tmp
             monitor.until_ready()
             for verb in ("replay", "drop"):
                 answer = monitor.post(f"/v1/dead/{verb}", {"entry_ids": ["1-1"]})
-                assert "needs a token of scope operate; this service was started without" in problem(answer, 403).detail
+                assert "needs a token of scope operate; this service has no tokens" in problem(answer, 403).detail
             for path in READS:
                 with web.stream("GET", monitor.url + path, headers={"Host": "evil.example"}) as response:
                     assert response.status_code == 403, path
@@ -140,7 +140,7 @@ def test_a_token_protects_everything(broker_url: str, run_id: str, tmp_path: Pat
         for path in READS:
             refused = web.get(monitor.url + path)
             assert "needs a token" in problem(refused, 401).detail
-            # A browser shows its own dialogue, and sends what it was told as Basic.
+            # A browser shows its own login dialog, and sends what the user enters as Basic.
             assert refused.headers["www-authenticate"] == 'Basic realm="dvp-monitor"'
         for verb in ("replay", "drop"):
             problem(web.post(f"{monitor.url}/v1/dead/{verb}", json={"entry_ids": ["1-1"]}), 401)
@@ -282,7 +282,8 @@ async def test_the_broker_does_not_feel_the_viewers(
                 watched = await commands_per_look()
                 for reader in readers:
                     await asyncio.to_thread(reader.join)
-    # Twenty viewers who were felt would cost twenty times as much; a look more or less is in either count.
+    # If each viewer cost the broker anything, twenty would cost twenty times as much; both counts may be off by one
+    # poll.
     assert watched < 2 * alone
 
 

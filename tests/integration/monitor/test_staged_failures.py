@@ -1,4 +1,4 @@
-"""What goes wrong in a running system, as everybody sees it: API, page, metrics and alerts say the same."""
+"""API, page, metrics and alerts report the same for every failure of a running system."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ REASONS_ON_PAGE = "document.getElementById('reasons').textContent"
 
 @dataclass
 class System:
-    """Processes of one run, and everybody who watches them."""
+    """The processes of one run. `monitor` and `trainer` are ports."""
 
     broker: EmbeddedBroker
     http: httpx.Client
     monitor: int
-    """Its port, and the trainer's."""
     trainer: int
     replicas: dict[int, Service] = field(default_factory=dict)
-    """By port."""
+    """Processes by port."""
 
     def get(self, port: int, path: str) -> httpx.Response:
         return self.http.get(f"http://127.0.0.1:{port}{path}")
@@ -78,7 +77,8 @@ class Watchers:
     prometheus: prometheus.Prometheus
 
     def agree_on(self, verdict: Verdict, asked: list[int]) -> None:
-        """API of the monitor and of the replicas `asked`, page, metrics, alerts; each within its own delay."""
+        """Waits until all report the verdict: the APIs of the monitor and of the replicas `asked`, page, metrics,
+        alerts."""
         for port in [self.system.monitor, *asked]:
             until(lambda port=port: self._verdict(port) == verdict, f"port {port} says {verdict}")  # type: ignore[misc]
         until(lambda: self.page.evaluate(VERDICT_ON_PAGE) == verdict.replace("_", " "), f"the page says {verdict}")
@@ -99,7 +99,7 @@ class Watchers:
 
 @contextmanager
 def running_system(folder: Path, broker: EmbeddedBroker) -> Iterator[System]:
-    """Two replicas with the fake engine, a trainer and a monitor."""
+    """Runs a monitor and two replicas with the fake engine. The trainer is only given a port."""
     common = [f"--redis-url={broker.url}", f"--run-id={RUN_ID}", f"--token={TOKEN}"]
     with ExitStack() as stack:
         http = stack.enter_context(
@@ -175,13 +175,13 @@ def drop_dead_letters(system: System) -> None:
 
 
 def fill(system: System) -> None:
-    """Four fifths of the broker's memory."""
+    """Fills four fifths of the broker's memory."""
     system.on_broker("CONFIG", "SET", "maxmemory", "100mb")
     system.on_broker("SETRANGE", "ballast", "80000000", "x")
 
 
 def check_metrics(system: System, watching: prometheus.Prometheus) -> None:
-    """promtool finds nothing to say, and what the dashboard and the alerts ask for exists."""
+    """Checks that promtool reports no problem, and that every metric of the dashboard and the alerts exists."""
     exported: set[str] = set()
     for port in [system.monitor, system.trainer, *system.replicas]:
         text = system.get(port, "/metrics").text

@@ -14,7 +14,7 @@ from tests.kit.replicas import ReplicaProcess, ReplicaThread
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """96 tokens, one per character; a context of 256."""
+    """A model with 96 tokens, one per character, and a context of 256."""
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", seed=1)
 
 
@@ -27,7 +27,7 @@ def shared_run_id() -> str:
 def replica(
     model: Path, broker_url: str, shared_run_id: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ReplicaProcess]:
-    """The real engine behind HTTP and a queue. Nothing a test does may stop it."""
+    """The real engine behind HTTP and a queue. Tests must not stop it."""
     args = ["--model", str(model), "--redis-url", broker_url, "--run-id", shared_run_id, "--threads", "1"]
     with ReplicaProcess(tmp_path_factory.mktemp("replica"), *args, "--replica-id", "shared") as process:
         yield process
@@ -35,7 +35,7 @@ def replica(
 
 @pytest.fixture(scope="session")
 def slow_replica(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplicaThread]:
-    """Every sample takes far longer than any test; room for two, and nobody may wait."""
+    """A replica whose samples take far longer than any test, with room for two and none that wait."""
     args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s", "600"]
     args += ["--max-batch", "2", "--max-waiting", "0"]
     with ReplicaThread(tmp_path_factory.mktemp("slow"), *args) as process:

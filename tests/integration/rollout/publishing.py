@@ -23,7 +23,7 @@ async def announce(
     url: str | None = None,
     route: WeightRoute = WeightRoute.FOLDER,
 ) -> Announcement:
-    """A copy of `model` in `folder`, as the next version. `break_it`: one bit is wrong by the time it is announced."""
+    """Announces a copy of `model` in `folder` as the next version. `break_it`: flips one bit before it is announced."""
     registry = WeightRegistry(broker)
     shutil.copytree(model, folder)
     seq = await registry.next_seq(fence=fence)

@@ -1,4 +1,4 @@
-"""Large results: made in pieces, so many bytes at a time, and never waiting for ever for who does not read."""
+"""Large results are made in pieces, within a limit of bytes at a time, and do not wait for ever for slow readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kit.wait import WITHIN_S, until, until_async
 
 NUM_SAMPLES, NUM_TOKENS = 100, 3_000
 METADATA = {"samples": [], "text": '"samples":[', "null": None}
-"""Looks like what the pieces are put between."""
+"""Metadata that looks like the JSON around the pieces."""
 
 
 def _group(run_id: str, name: str, num_samples: int = NUM_SAMPLES) -> Group:
@@ -54,7 +54,7 @@ async def broker(broker_url: str) -> AsyncIterator[Broker]:
 def strict(
     model: Path, broker: Broker, broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ReplicaThread]:
-    """Has room for one large result, and nobody waits for it."""
+    """A replica with room for one large result; others are refused at once."""
     monkeypatch.setattr(service, "MAX_RESULTS_BYTES", 1)
     monkeypatch.setattr(answers, "WAIT_S", 0.0)
     args = ["--model", str(model), "--engine", "fake", "--redis-url", broker_url, "--run-id", broker.run_id]
@@ -63,7 +63,7 @@ def strict(
 
 
 def _ask(replica: ReplicaThread, name: str, header: bytes = b"") -> socket.socket:
-    """For the result, of which nothing is read but that it comes."""
+    """Asks for the result and reads only the status line."""
     client = socket.create_connection(("127.0.0.1", replica.port), timeout=WITHIN_S)
     head = f"GET /v1/jobs/{name} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n".encode()
     client.sendall(head + header + b"\r\n")
@@ -89,7 +89,7 @@ async def test_a_large_result_arrives_whole(strict: ReplicaThread, broker: Broke
 
 
 async def test_no_piece_takes_the_event_loop_for_long(model: Path) -> None:
-    """Each is bounded in size, and others get their turn before it is made."""
+    """Each piece is bounded in size, and other tasks run before it is made."""
     prompts = Prompts(load_tokenizer(model), FakeEngine())
     turns = 0
 
@@ -161,7 +161,7 @@ async def test_who_does_not_read_takes_room_for_a_while_only(
 async def test_a_body_that_never_comes_breaks_the_answer_off_quietly(
     strict: ReplicaThread, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It announces one, and gets its answer without it."""
+    """The request announces a body, and gets its answer without sending it."""
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
     await _store(broker, _group(broker.run_id, "a"))
 
@@ -226,7 +226,7 @@ async def test_who_does_not_read_holds_up_nobody_else(monkeypatch: pytest.Monkey
         for caller, num_bytes in (("bob", 2), ("alice", 3), ("alice", 2), ("bob", 1)):
             group.create_task(hold(caller, num_bytes))
         await until_async(lambda: len(order) == 3)
-        # 2 more of alice's would be more than they leave.
+        # 2 more bytes of alice's would be more than they leave free.
         assert order == ["bob 2", "alice 3", "bob 1"]
         with monkeypatch.context() as patched:
             patched.setattr(answers, "WAIT_S", 0.0)
@@ -263,7 +263,7 @@ async def test_one_who_gives_up_when_its_turn_comes_takes_no_room(monkeypatch: p
 
 
 async def test_results_of_callers_are_read_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks most often does not come first, nor has anybody the room alone."""
+    """The caller that asks most often does not come first, and no caller has the whole room."""
     monkeypatch.setattr(answers, "SMALL_BYTES", 0)
     room = Room(10)
     order: list[str] = []

@@ -1,4 +1,4 @@
-"""One caller that takes all it can get, beside others, over real sockets: nobody takes more than they leave free."""
+"""A caller that takes all it can get must leave room for others, over real sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from dvp_rl.cancellation import cancel
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from dvp_rl.rollout.metrics import Metrics
 from dvp_rl.transport.broker import Broker
 from tests.kit import web
@@ -22,7 +22,7 @@ from tests.kit.tokens import write_token
 from tests.kit.wait import WITHIN_S, until_async
 
 MOST = 16
-"""The limit of whatever is limited here."""
+"""The limit of each resource under test."""
 FOR_EVER_S = 3600.0
 NAMES = ("alice", "bob", "carol")
 
@@ -30,7 +30,7 @@ Asked = asyncio.Task[httpx.Response]
 
 
 class Callers:
-    """Some with names, and an operator, at a replica that never answers a request for samples, and takes no jobs."""
+    """Named callers and an operator, at a replica that never finishes a sample."""
 
     def __init__(self, folder: Path, made: list[Metrics]) -> None:
         self._made = made
@@ -48,7 +48,7 @@ class Callers:
             return await client.request(method, path, json=body or None)
 
     async def take_all(self, name: str) -> tuple[int, str]:
-        """How many requests for a sample wait when one is refused, and why it is."""
+        """How many requests for a sample were admitted before one was refused, and why it was."""
         for taken in range(10 * MOST):
             before = self.in_flight
             asked = asyncio.create_task(self.ask(name, "POST", "/v1/rollouts", prompt="1"))
@@ -72,7 +72,7 @@ class Callers:
 
     @property
     def in_flight(self) -> float:
-        """Samples; not asked for over HTTP, as that is a request, too."""
+        """Samples in flight. Not read over HTTP, as that would be a request, too."""
         (metrics,) = self._made
         return metrics.registry.get_sample_value("dvp_rollout_in_flight_samples") or 0.0
 
@@ -132,7 +132,7 @@ async def test_who_asks_for_all_samples_leaves_half(start: Start, limits: tuple[
     expected = 429 if limits[0] == "--max-requests" else 200
     assert [(await callers.ask(name, "GET", "/v1/weights")).status_code for name in NAMES] == [expected] * 3
     assert (await callers.ask("operator", "GET", "/v1/weights")).status_code == 200
-    # Those who go make room.
+    # Callers that leave make room.
     await cancel(callers.waiting)
     await until_async(lambda: callers.in_flight == 0)
     assert (await callers.take_all("bob"))[0] == MOST // 2
@@ -153,7 +153,7 @@ async def test_who_submits_all_jobs_leaves_half_of_the_queue(start: Start) -> No
     )
     (bobs, _), (carols, _) = await callers.submit_all("bob"), await callers.submit_all("carol")
     assert (len(bobs), len(carols)) == (4, 2)
-    # Only their own, and an operator all.
+    # Callers see and delete only their own jobs, an operator all of them.
     path = f"/v1/jobs/{bobs[0]}"
     for method in ("GET", "DELETE"):
         assert (await callers.ask("alice", method, path)).status_code == 404

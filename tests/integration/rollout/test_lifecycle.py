@@ -1,4 +1,4 @@
-"""Overload, disconnects, a broker that comes and goes, tokens, and a graceful stop: real processes throughout."""
+"""Overload, disconnects, a broker that comes and goes, tokens and a graceful stop, over real sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dvp_rl.client import AsyncClient, Client, Retry
 from dvp_rl.contract.errors import ConfigError, OverloadedError, UnavailableError, WeightError
 from dvp_rl.contract.http import Problem
 from dvp_rl.contract.weights import Announcement
-from dvp_rl.http.tokens import Scope
+from dvp_rl.http.api_tokens import Scope
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.lease import TrainerLease
@@ -134,7 +134,7 @@ def test_a_user_who_may_not_do_what_a_replica_does_is_named(
 
 
 def cut_off(replica: ReplicaProcess) -> None:
-    """A rollout whose replica stops."""
+    """Asks for a rollout and expects the replica to stop before it is done."""
     with replica.client() as client, pytest.raises(UnavailableError, match="stopping"):
         client.rollout(prompt="1")
 

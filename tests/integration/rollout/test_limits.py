@@ -1,4 +1,4 @@
-"""Every limit over HTTP: 429 with Retry-After and the reason where it is load, 422 naming the field where it is not."""
+"""Every limit over HTTP: 429 with Retry-After and the reason if it is about load, else 422 that names the field."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from redis import Redis
 
 from dvp_rl.contract.http import Problem
-from dvp_rl.transport.admission import close_queue, open_queue
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.runs import close_queue, open_queue
 from tests.kit import web
 from tests.kit.replicas import ReplicaThread
 from tests.kit.wait import until
@@ -26,7 +26,7 @@ RUN_ID, QUEUED = "limits", 2
 
 @pytest.fixture
 def busy_replica(model: Path, own_broker: EmbeddedBroker, tmp_path: Path) -> Iterator[ReplicaThread]:
-    """One job fills it for good, two more may wait in the queue, and two requests may be under way."""
+    """A replica that one job fills for good; two more may wait in the queue, and two requests may be in flight."""
     args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s", "600", "--max-context", "8192"]
     args += ["--max-batch", "1", "--max-queued", str(QUEUED), "--max-requests", "2", "--drain-s", "0"]
     args += ["--redis-url", own_broker.url, "--run-id", RUN_ID]
@@ -69,7 +69,7 @@ def test_a_queue_that_takes_no_more_says_why(busy_replica: ReplicaThread, own_br
 
 
 def test_requests_at_the_same_time_are_bounded_and_probes_are_not(busy_replica: ReplicaThread) -> None:
-    """Requests whose body never comes hold their place until they hang up."""
+    """Requests whose body never arrives hold their place until they disconnect."""
     ask, probe = f"{busy_replica.url}/v1/weights", f"{busy_replica.url}/healthz"
     unfinished = b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A job that no replica has the memory for becomes a dead letter; what is drawn beside it does not suffer."""
+"""A job that no replica has the memory for becomes a dead letter; jobs that run beside it do not suffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kit.replicas import ReplicaProcess
 
 CONTEXT = 2048
 ROWS = 512
-"""So many rows of the whole context take 4 GiB of keys and values in this model; any other job a hundredth of it."""
+"""Rows whose whole context takes 4 GiB of keys and values in this model; other jobs take a hundredth of that."""
 SPARE_BYTES = 512 * 2**20
 NUM_GOOD = 30
 

@@ -33,7 +33,7 @@ CAPACITY, SHARE = 8, 2
 
 @dataclass(eq=False)
 class Asked:
-    """What the engine was asked for and has not answered."""
+    """A job that the engine was asked for and has not answered."""
 
     job: Job
     may_end: asyncio.Event
@@ -43,7 +43,7 @@ class Asked:
 
 
 class Gate(FakeEngine):
-    """Generates what it is asked for when the test says so."""
+    """An engine that finishes a job when the test says so."""
 
     divisible = True
 
@@ -133,7 +133,7 @@ async def test_a_large_job_of_a_client_leaves_training_its_slots(serve: Serve, f
         large = await running.submit("large", 20)
         await running.asked("large", [1] * SHARE)
         train = await running.train(fence, 9, n=2)
-        # What clients do not generate is the trainer's: three jobs of two samples, and no fourth one.
+        # The slots that clients leave are the trainer's: three jobs of two samples, and no fourth one.
         for job in train[:3]:
             await running.asked(job.job_id, [2])
         assert running.replica.slots.in_flight == 20 + 6
@@ -149,7 +149,7 @@ async def test_a_large_job_of_a_client_leaves_training_its_slots(serve: Serve, f
 
         await until_async(ends_within_its_share)
         group = await Submission(running.broker).result("large")
-        # As if it had generated at once: seeds, draws and order.
+        # The same seeds, draws and order as if the job had not been divided.
         whole = FakeEngine(vocab_size=96, service_time_s=0)
         await whole.start()
         expected = await whole.generate(large)
@@ -187,7 +187,7 @@ async def test_requests_take_turns_with_a_large_job(serve: Serve) -> None:
         await running.asked("large", [1] * SHARE)
         asking = asyncio.create_task(running.service.rollout(RolloutRequest(prompt_ids=[1, 2, 3])))
         await until_async(lambda: running.replica.slots.clients.requested == 1)
-        # The job was first in line for what ends next, and is behind the request then.
+        # The job was first in line for the next free slot; after that it is behind the request.
         one, other = running.engine.asked
         one.end()
         await until_async(lambda: one not in running.engine.asked and running.engine.sizes("large") == [1, 1])

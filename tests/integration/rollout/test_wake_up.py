@@ -1,4 +1,4 @@
-"""A replica that was stopped for longer than its lease commits nothing twice when it wakes up, and goes on."""
+"""A replica that was stopped for longer than its lease commits nothing twice when it wakes up, and keeps working."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def job(run_id: str, name: str) -> Job:
 
 
 async def replicas_of(groups: GroupQueue, count: int) -> dict[str, str]:
-    """Who answered which job, of `count` groups."""
+    """The next `count` groups: job ids, and the replicas that answered them."""
     found: dict[str, str] = {}
     while len(found) < count:
         for delivery in await groups.read(9, 1000):
@@ -52,7 +52,7 @@ async def test_a_stopped_replica_commits_nothing_twice(
         assert "taking over job first: replica stopped died or hangs" in successor.log
         os.kill(stopped.pid, signal.SIGCONT)
         until(lambda: "job first: the lease of entry" in stopped.log)
-        # It is alone now, and as good as any other.
+        # It is the only replica left, and works like any other.
         await Submission(broker).submit([job(run_id, "second")], fence=fence, limit=9)
         assert await replicas_of(groups, 1) == {"second": "stopped"}
     assert int(await broker.redis.hget(broker.keys.counters, "committed")) == 2

@@ -218,7 +218,7 @@ async def test_an_unexpected_error_comes_back_to_the_only_replica_and_is_counted
 async def test_a_replica_that_always_fails_leaves_the_jobs_to_others(
     broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """It is always idle, and would take each again until it is dead."""
+    """The broken one is always idle, and without pauses would take each job until the job is dead."""
     broken = fake(broker, capacity=2)
 
     async def fails(job: Job) -> tuple[Sample, ...]:
@@ -243,7 +243,7 @@ async def all_ended(broker: Broker, names: list[str]) -> bool:
 async def test_a_group_that_cannot_be_committed_is_not_held_for_ever(
     broker: Broker, fence: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else is there to take the job over."""
+    """The job returns to the same replica, as there is no other."""
     monkeypatch.setattr(worker_module, "PATIENCE_S", 0.0)
     async with working(broker, fake(broker), model, lease_s=0.5) as running:
         commit, outages = running.queue.commit, [UnavailableError("away"), UnavailableError("away")]
@@ -261,7 +261,7 @@ async def test_a_group_that_cannot_be_committed_is_not_held_for_ever(
 async def test_a_folder_that_cannot_be_looked_at_is_told_and_tried_again(
     broker: Broker, fence: int, model: Path, tmp_path: Path
 ) -> None:
-    """As root one may look everywhere; a name that is too long is refused to everybody."""
+    """The folder's name is too long, because permissions would not stop root."""
     async with working(broker, fake(broker), model) as running:
         announcement = await announce(broker, fence, tmp_path / "v1", model)
         await until_async(lambda: running.swap.status.version == announcement.version)
@@ -306,7 +306,7 @@ async def test_a_lost_lease_stops_the_samples(broker: Broker, fence: int, model:
     async with working(broker, engine, model, lease_s=0.6) as running:
         await submit(broker, fence, job(broker.run_id, "stolen"))
         await until_async(lambda: engine.num_running == 1)
-        # Lease of 0: for this thief every lease has run out.
+        # With a lease of 0, every other lease has expired for this thief.
         thief = JobQueue(broker, "thief", lease_ms=0)
         assert len(await thief.claim_expired(1)) == 1
         await until_async(lambda: engine.num_running == 0)
@@ -340,7 +340,7 @@ async def test_a_job_that_wants_newer_weights_keeps_its_lease_and_waits(
 
 
 class Falls(FakeEngine):
-    """Dies at the first swap, and comes back when told to."""
+    """An engine that dies at the first swap and recovers when told to."""
 
     outage = ""
     loads = 0
@@ -408,7 +408,7 @@ async def test_bad_weights_are_refused_named_and_replaced(
 
 
 async def test_a_bit_in_any_file_is_enough(broker: Broker, fence: int, model: Path, tmp_path: Path) -> None:
-    """Tokenizer and configuration included."""
+    """One flipped bit in any file makes the folder invalid, tokenizer and configuration included."""
     async with working(broker, fake(broker), model, following=False) as running:
         before = running.swap.status.version
         await announce(broker, fence, tmp_path / "v1", model)
@@ -438,7 +438,7 @@ def spoil(folder: Path, damage: str, hidden: Path) -> None:
 
 
 def write_manifest_again(folder: Path) -> None:
-    """A whole folder, but of another version than the one announced."""
+    """Makes the folder a complete one of another version than announced."""
     (folder / "dvp-manifest.json").unlink()
     write_manifest(folder, "another", 9, step=9)
 
@@ -461,7 +461,7 @@ async def test_a_folder_that_was_repaired_is_loaded_without_another_announcement
 async def test_weights_are_fetched_where_the_volume_is_not_seen(
     broker: Broker, fence: int, model: Path, tmp_path: Path
 ) -> None:
-    """Until they are served somewhere, the old ones serve on, and the status says what is missing."""
+    """The old weights stay in service until a server has the new ones, and the status says what is missing."""
     port, cache = free_port(), WeightCache(tmp_path / "cache")
     hidden = tmp_path / broker.run_id / folder_name(1)
     async with working(broker, fake(broker), model, following=False, cache=cache) as running:
@@ -519,7 +519,7 @@ async def test_a_real_engine_serves_the_announced_weights(
 
 
 class Receiver(FakeEngine):
-    """Takes what it is offered, or refuses it."""
+    """An engine that takes the weights it is offered, or refuses them."""
 
     refusal = ""
     offered: Offer | None = None
@@ -614,7 +614,7 @@ async def test_an_engine_that_takes_nothing_reads_the_folder_or_says_so(
         assert (await running.swap.refresh(WeightRegistry(broker))).version == first.version
         await announce(broker, fence, tmp_path / "v2", model, route=DISTRIBUTED)
         (tmp_path / "v2").rename(tmp_path / "elsewhere")
-        with pytest.raises(WeightError, match=r"not sent: engine fake can only read folders.*and not read: .*v2"):
+        with pytest.raises(WeightError, match=r"transfer failed: engine fake can only read.*folder failed: .*v2"):
             await running.swap.refresh(WeightRegistry(broker))
         assert running.swap.status.version == first.version
 

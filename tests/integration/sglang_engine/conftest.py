@@ -10,7 +10,7 @@ from tests.kit.models import make_model
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Weights of one shape that never end a sample by themselves."""
+    """Two sets of weights of one shape that never draw an end token."""
     root = tmp_path_factory.mktemp("models")
     return {
         name: make_model(root / name, "qwen3", spread=2.0, context=1024, seed=seed, endless=True)

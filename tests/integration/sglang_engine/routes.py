@@ -1,4 +1,4 @@
-"""Every route of a real SGLang server, and who is let in."""
+"""Every route of a real SGLang server, and which ones need a key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UPGRADE = {
 
 
 def answers(url: str, folder: Path) -> dict[tuple[str, str], list[str]]:
-    """What each call is answered without a key and with a wrong one, and the calls. `folder`: an empty one."""
+    """The calls, grouped by their answers without a key and with a wrong one. `folder`: an empty folder."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     with httpx.Client(base_url=url, timeout=WITHIN_S) as client:
         for method, path in _routes(folder):
@@ -45,7 +45,7 @@ def answers(url: str, folder: Path) -> dict[tuple[str, str], list[str]]:
 
 
 def _routes(folder: Path) -> list[list[str]]:
-    """[method, path] of all that a server has, also of what its documentation keeps to itself."""
+    """[method, path] of every route of a server, including undocumented ones."""
     command = [sglang_python(), "-c", ROUTES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, cwd=folder, check=True)
     routes: list[list[str]] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Servers that cannot be used: each is refused within its time, with what it said last and what to do."""
+"""Servers that cannot be used: each is refused within its timeout, with the end of its output and a remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kit.wait import until_async
 
 
 def program(folder: Path, script: str) -> Path:
-    """Takes the place of the interpreter that runs SGLang."""
+    """A script that takes the place of the interpreter that runs SGLang."""
     file = folder / "python"
     file.write_text(f"#!/bin/sh\n{script}\n")
     file.chmod(file.stat().st_mode | stat.S_IEXEC)
@@ -32,7 +32,7 @@ def program(folder: Path, script: str) -> Path:
 
 
 async def test_a_server_that_never_gets_ready(models: dict[str, Path], tmp_path: Path) -> None:
-    """The wait is bounded, the end of its log is shown, and nothing of it is left."""
+    """The wait is bounded, the end of the log is shown, and no process is left."""
     python = program(tmp_path, f"echo loading since yesterday; echo $$ > '{tmp_path}/pid'; sleep 300 & wait")
     engine = SglangEngine(models["even"], Launch(python=python, ready_timeout_s=10))
     with pytest.raises(ConfigError, match=r"(?s)ready_timeout_s = 10 s.*\n  loading since yesterday"):
@@ -54,7 +54,7 @@ def _group(process: psutil.Process) -> int:
 
 
 async def test_a_start_that_is_called_off(models: dict[str, Path], tmp_path: Path) -> None:
-    """`cancel` strikes again and again, also while the server is being ended. None of its helpers is left."""
+    """`cancel` cancels repeatedly, also while the server is being stopped. None of its helpers is left."""
     python = program(tmp_path, f"sleep 300 & echo $$ > '{tmp_path}/pid'; wait")
     engine = SglangEngine(models["even"], Launch(python=python))
     starting = asyncio.create_task(engine.start())
@@ -120,7 +120,7 @@ async def test_a_folder_without_safetensors(models: dict[str, Path], tmp_path: P
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        (Launch(python=Path("python"), dp=2), "sglang.dp 2: .* with 1 only; start more replicas"),
+        (Launch(python=Path("python"), dp=2), "sglang.dp 2: .* only with dp 1; start more replicas"),
         (Remote("http://127.0.0.1:9"), "sglang.url can only load folders"),
     ],
 )
@@ -131,7 +131,7 @@ def test_servers_that_cannot_be_sent_weights(source: Launch | Remote, named: str
 
 @pytest.mark.long
 async def test_a_model_that_sglang_refuses(models: dict[str, Path], tmp_path: Path) -> None:
-    """An architecture that it does not have."""
+    """The folder names an architecture that SGLang does not have."""
     folder = shutil.copytree(models["even"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))

@@ -1,4 +1,4 @@
-"""A model with experts on a real SGLang: it serves what the trainer published, experts included."""
+"""A real SGLang serves a mixture of experts as the trainer published it, experts included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kit.families import write_small_model
 
 
 def publish(source: Path, model: Path, folder: Path) -> Path:
-    """The weights of `model` by the trainer, with the files of `source` beside them."""
+    """Writes the weights of `model` as the trainer does, next to the other files of `source`."""
     folder.mkdir()
     for file in source.iterdir():
         if file.suffix != ".safetensors":

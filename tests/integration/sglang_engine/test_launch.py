@@ -1,4 +1,4 @@
-"""What a launch hands to SGLang: flags, read by SGLang's own parser, and no WebSockets."""
+"""A launch passes flags that SGLang's own parser reads, and disables WebSockets."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_setting_arrives(tmp_path: Path) -> None:
 
 
 def test_websockets_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a library for them is installed, as here, a request for one would go past SGLang's keys."""
+    """A request for a WebSocket would bypass SGLang's keys where a library for them is installed, as here."""
 
     def protocol() -> Any:
         config = uvicorn.Config(app=lambda: None)

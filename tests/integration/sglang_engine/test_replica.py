@@ -1,4 +1,4 @@
-"""A real replica with a real SGLang on a real broker: its server is killed, and weights come that are damaged."""
+"""A real replica with a real SGLang on a real broker: its server is killed, and damaged weights arrive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 RUN = "sglang-engine"
 NUM_JOBS = 48
 OPEN = {"`GET /health`", "`GET /health_generate`", "`GET /ready`"}
-"""What answers without a key, and says no more than that the server runs."""
+"""Calls that are answered without a key and reveal only that the server runs."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ async def fence(broker: Broker) -> AsyncIterator[int]:
 
 
 def sglang_processes(replica: ReplicaProcess) -> list[psutil.Process]:
-    """The server and what it started, the server first."""
+    """The server, followed by the processes that it started."""
     (server,) = psutil.Process(replica.pid).children()
     return [server, *server.children(recursive=True)]
 
@@ -111,8 +111,8 @@ async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
     oracles: dict[str, Oracle],
     tmp_path: Path,
 ) -> None:
-    """Weights arrive under load, then the server is killed, then weights arrive again. Every token is of the version
-    that it carries, by the oracle of those weights."""
+    """Weights arrive under load, then the server is killed, then weights arrive again. Every token matches the
+    oracle of the version that it carries."""
     work = jobs("kill")
     with replica.client() as client:
         initial = client.weights().version
@@ -178,17 +178,17 @@ def test_nothing_of_the_server_listens_beyond_loopback_and_its_keys_are_hidden(r
 
 
 def test_the_server_lets_nobody_in_without_its_keys(replica: ReplicaProcess, tmp_path: Path) -> None:
-    """By any route."""
+    """Every route but OPEN is refused without a key and with a wrong one."""
     command = sglang_processes(replica)[0].cmdline()
     found = answers(f"http://127.0.0.1:{command[command.index('--port') + 1]}", tmp_path)
     assert sum(map(len, found.values())) > 100
     assert {call for both, calls in found.items() if both != ("401", "401") for call in calls} == OPEN
-    rows = [(*both, ", ".join(sorted(calls))) for both, calls in sorted(found.items())]
-    check_table("sglang", ("no key", "wrong key", "Calls"), rows)
+    rows = sorted((call, *both) for both, calls in found.items() for call in calls)
+    check_table("sglang", ("Call", "no key", "wrong key"), rows, document="services/dvp_rl/http/SGLANG_CALLS.md")
 
 
 def test_a_killed_replica_leaves_no_server(replica: ReplicaProcess) -> None:
-    """The last test of this module: the replica is gone after it."""
+    """The last test of this module, because it kills the replica."""
     everybody = sglang_processes(replica)
     replica.stop(signal.SIGKILL)
     assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]

@@ -1,4 +1,4 @@
-"""Swaps that go wrong inside SGLang, with a server of the engine's own."""
+"""Swaps that fail inside SGLang, with a server that the engine started."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def test_swaps_that_fail_leave_the_weights_served(
 
 
 async def refused_by_sglang(engine: SglangEngine, oracle: Oracle, gone: Path) -> None:
-    """A folder that vanished after it was checked. Samples in flight go on under the old weights, from a cache that is
-    theirs."""
+    """A folder vanishes after it was checked. Samples in flight continue under the old weights, with a cache of those
+    weights."""
     job = make_job("long", n=8, max_tokens=500)
     running = asyncio.create_task(engine.generate(job))
     await drawing(engine)
@@ -54,8 +54,8 @@ async def refused_by_sglang(engine: SglangEngine, oracle: Oracle, gone: Path) ->
 
 
 async def dying_while_it_loads(engine: SglangEngine, odd: Path, oracles: dict[str, Oracle], half: Path) -> None:
-    """SGLang dies of half a file, which the engine's own check would have refused. What is in flight goes back
-    uncounted, as it may be innocent."""
+    """A truncated file, which the engine's own check would have refused, kills SGLang. A job in flight fails with
+    UnavailableError, which does not count against it, as it may be innocent."""
     shutil.copytree(odd, half)
     (half / "model.safetensors").write_bytes((half / "model.safetensors").read_bytes()[:-1000])
     with pytest.raises(WeightError, match="cannot be read as safetensors"):
@@ -75,13 +75,13 @@ async def dying_while_it_loads(engine: SglangEngine, odd: Path, oracles: dict[st
 
 
 async def a_scheduler_that_dies_alone(engine: SglangEngine) -> None:
-    """The rest of the server goes too, and everything comes back. A job that was in flight at every death counts as
-    failed in the end, or it would go round forever."""
+    """The rest of the server ends too, and the engine recovers. A job that was in flight at every death finally fails;
+    otherwise it would be retried forever."""
     everybody = [server_of(engine), *server_of(engine).children(recursive=True)]
     running = asyncio.create_task(engine.generate(POISON))
     await drawing(engine)
     next(process for process in everybody if "scheduler" in " ".join(process.cmdline())).kill()
-    with pytest.raises(EngineError, match="went away 2 times"):
+    with pytest.raises(EngineError, match="died 2 times"):
         await running
     await back(engine)
     assert engine.version == "run:2:odd"
@@ -89,14 +89,14 @@ async def a_scheduler_that_dies_alone(engine: SglangEngine) -> None:
 
 
 def server_of(engine: SglangEngine) -> psutil.Process:
-    """Other modules' servers may be children of this process too."""
+    """The engine's own server; other modules' servers may also be children of this process."""
     assert isinstance(engine._server, LocalServer)
     assert engine._server._process is not None
     return psutil.Process(engine._server._process.pid)
 
 
 async def back(engine: SglangEngine) -> None:
-    """It has noticed the death and is over it."""
+    """Waits until the engine has noticed the death and recovered from it."""
     async with asyncio.timeout(WITHIN_S):
         while not engine.outage:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.01)

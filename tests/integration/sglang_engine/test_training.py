@@ -1,4 +1,4 @@
-"""A whole run whose weights are sent: trainer, broker, and a SGLang replica that joins when it is under way."""
+"""A whole run that sends its weights: trainer, broker, and an SGLang replica that joins while it is under way."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FALLBACK = "reading its folder instead"
 
 
 def test_a_run_that_sends_its_weights(broker_url: str, run_id: str, tmp_path: Path) -> None:
-    """Every step's weights reach the replica without its reading a folder. Then its server is killed, and the run ends
-    as if it had not been."""
+    """Weights reach the replica without its reading a folder. Then its server is killed, and the run finishes as if
+    nothing had happened."""
     flags = config(tmp_path, run_id, broker_url, steps=str(STEPS), weights__route="distributed")
     metrics = tmp_path / "run" / "metrics.jsonl"
 
@@ -36,7 +36,7 @@ def test_a_run_that_sends_its_weights(broker_url: str, run_id: str, tmp_path: Pa
         with ReplicaProcess(tmp_path / "replica", *args) as replica:
             until(lambda: trained(STEPS // 2), "half of the steps")
             assert FALLBACK not in replica.log
-            assert replica.log.count(f"serving {run_id}:") >= 2  # a replica that lags may leave one out
+            assert replica.log.count(f"serving {run_id}:") >= 2  # a replica that lags may skip one
             (server,) = psutil.Process(replica.pid).children()
             os.kill(server.pid, signal.SIGKILL)
             assert trainer.wait(WITHIN_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]

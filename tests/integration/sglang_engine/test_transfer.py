@@ -1,4 +1,4 @@
-"""The distributed weight route into a real SGLang: what the trainer sends is what is served, or it is not served."""
+"""The distributed weight route into a real SGLang: it serves exactly what the trainer sends, or not at all."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .test_swap import back, server_of
 pytestmark = pytest.mark.slow
 
 PIECES = 1 << 15
-"""Bytes per piece: the model has several."""
+"""Bytes per piece; the model has several pieces."""
 LIMIT_S = 15.0
 
 
 async def test_weights_that_are_sent(
     models: dict[str, Path], oracles: dict[str, Oracle], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One server for all of it. Weights go from even (a folder) to odd (sent) and back."""
+    """One server is used for all cases. Weights go from even (a folder) to odd (sent) and back."""
     launch = Launch(python=sglang_python(), threads=1, max_batch=8)
     engine = SglangEngine(models["even"], launch, version="run:0:even", load_timeout_s=LIMIT_S)
     await engine.start()
@@ -53,7 +53,7 @@ async def asked(engine: SglangEngine, broker: Broker, version: str) -> Offer:
 
 
 async def checksums(engine: SglangEngine) -> dict[str, str]:
-    """SGLang's own, of every parameter that it computes with."""
+    """SGLang's own checksums of every parameter that it computes with."""
     answer = await engine._client._call("POST", "/weights_checker", {"action": "checksum"}, admin=True)
     (rank,) = answer["ranks"]
     found: dict[str, str] = rank["checksums"]
@@ -63,7 +63,7 @@ async def checksums(engine: SglangEngine) -> dict[str, str]:
 async def swapped_in_mid_generation(
     engine: SglangEngine, broker: Broker, odd: Path, oracles: dict[str, Oracle]
 ) -> None:
-    """Every token is of the version that it carries, and SGLang holds the same bits as from the folder."""
+    """Every token matches the version that it carries, and SGLang holds the same bits as after loading the folder."""
     job = make_job("long", n=8, max_tokens=900)
     async with sender(broker, "run:1:odd", odd, piece_bytes=PIECES):
         offer = await asked(engine, broker, "run:1:odd")
@@ -88,7 +88,7 @@ async def swapped_in_mid_generation(
 async def other_bytes_than_announced(
     engine: SglangEngine, broker: Broker, odd: Path, oracles: dict[str, Oracle]
 ) -> None:
-    """In the last piece: by then SGLang has loaded the others. Samples in flight go on under the last folder."""
+    """The last piece differs, after SGLang has loaded the others. Samples in flight continue under the last folder."""
     before = await checksums(engine)
     job = make_job("forged", n=8, max_tokens=900)
     async with sender(broker, "run:4:odd", odd, piece_bytes=PIECES):
@@ -108,11 +108,11 @@ async def other_bytes_than_announced(
 async def a_plugin_that_checks_nothing(
     engine: SglangEngine, broker: Broker, odd: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an older one would: it does not know the format that asks for a checksum."""
+    """An older plugin, which does not know the format with a checksum, is refused."""
     async with sender(broker, "run:5:odd", odd, piece_bytes=PIECES, send_timeout_s=LIMIT_S / 2):
         with monkeypatch.context() as patch:
             patch.setattr(sglang_client, "EMPTY_PIECE", EMPTY_PIECE | {"load_format": None})
-            with pytest.raises(WeightError, match="its dvp-sglang checks no weights"):
+            with pytest.raises(WeightError, match="its dvp-sglang does not verify weights"):
                 await engine.receive(await asked(engine, broker, "run:5:odd"))
         await none_sending()
     await serves_even(engine, oracle)
@@ -121,7 +121,7 @@ async def a_plugin_that_checks_nothing(
 async def a_trainer_that_dies(
     engine: SglangEngine, broker: Broker, odd: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a broadcast. The server notices at once and lives."""
+    """The trainer dies in the middle of a broadcast. The server notices at once and survives."""
     stop_at(monkeypatch, "send_piece.before:3=kill")
     server = server_of(engine)
     async with sender(broker, "run:5:odd", odd, piece_bytes=PIECES):
@@ -134,11 +134,11 @@ async def a_trainer_that_dies(
 async def a_trainer_that_hangs(
     engine: SglangEngine, broker: Broker, odd: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait is bounded. SGLang cannot be called off, so it is started anew."""
+    """The wait is bounded. SGLang cannot cancel a transfer, so it is restarted."""
     stop_at(monkeypatch, "send_piece.before:3=stop")
     server = server_of(engine)
     async with sender(broker, "run:6:odd", odd, piece_bytes=PIECES):
-        with pytest.raises(WeightError, match="is started again"):
+        with pytest.raises(WeightError, match="is being restarted"):
             await engine.receive(await asked(engine, broker, "run:6:odd"))
     await back(engine)
     assert server_of(engine) != server
@@ -148,13 +148,13 @@ async def a_trainer_that_hangs(
 async def a_server_that_dies(
     engine: SglangEngine, broker: Broker, odd: Path, oracles: dict[str, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a broadcast. The trainer is rid of it in time; what comes back is sent weights as any other."""
+    """The server dies in the middle of a broadcast. The trainer drops it in time; a new one can be sent weights."""
     stop_at(monkeypatch, "send_piece.before:3=stop")
     async with sender(broker, "run:7:odd", odd, piece_bytes=PIECES, send_timeout_s=LIMIT_S / 2):
         receiving = asyncio.create_task(engine.receive(await asked(engine, broker, "run:7:odd")))
         await one_stopped()
         server_of(engine).kill()
-        with pytest.raises(WeightError, match="is started again"):
+        with pytest.raises(WeightError, match="is being restarted"):
             await receiving
         await none_sending()
         await back(engine)

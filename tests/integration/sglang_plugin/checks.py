@@ -1,4 +1,4 @@
-"""What an answer of the plugin server must hold, from logits in float64; nothing of dvp_rl.dvp is used."""
+"""Checks of the answers of a server with the plugin against float64 logits, without any code of dvp_rl.dvp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = 5e-5
 
 
 class Reading(NamedTuple):
-    """One answer, [T] each."""
+    """The values of one answer, [T] each."""
 
     token_ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
@@ -33,9 +33,9 @@ def read(answer: Answer) -> Reading:
 def check_constrained(
     answer: Answer, logits: NDArray[np.float64], log_min_p: float, temperature: float, *, at_least: float = 0.98
 ) -> int:
-    """Every number against logits [T, V]; returns how many positions were checked.
+    """Checks every number against logits [T, V]; returns the number of positions checked.
 
-    Left out are positions where a token is so close to the threshold that float32 logits may decide otherwise.
+    Skips positions where a token is so close to the threshold that float32 logits may decide otherwise.
     """
     token_ids, logprobs, mass, count = read(answer)
     scaled = (logits - logits.max(-1, keepdims=True)) / temperature
@@ -45,11 +45,11 @@ def check_constrained(
     clear = (np.abs(scaled - log_min_p) > 2 * TOLERANCE / temperature).all(-1)
     chosen = scaled[np.arange(len(token_ids)), token_ids]
     close = {"atol": TOLERANCE, "rtol": 0}
-    assert (chosen[clear] >= log_min_p).all(), "a token outside of the set"
+    assert (chosen[clear] >= log_min_p).all(), "a token outside the set"
     np.testing.assert_allclose(logprobs[clear], (chosen - np.log(kept))[clear], **close)
     np.testing.assert_allclose(np.array(mass, float)[clear], (kept / weights.sum(-1))[clear], **close)
     np.testing.assert_array_equal(np.array(count, float)[clear], keep.sum(-1)[clear])
-    assert (~clear).sum() <= max(2, (1 - at_least) * len(clear)), "too few positions say anything"
+    assert (~clear).sum() <= max(2, (1 - at_least) * len(clear)), "too few positions are far enough from the threshold"
     return int(clear.sum())
 
 

@@ -16,7 +16,7 @@ from .server import PYTHON, Servers
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    """Interpreter of the environment that `make sglang-cpu` builds. Its wheels exist for one platform; there, a missing
+    """Interpreter of the environment that `make sglang-cpu` builds. Its wheels exist for one platform, where a missing
     environment is a failure."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("SGLang on a CPU is installed from wheels for Linux on x86-64")

@@ -1,8 +1,8 @@
-"""Runs in SGLang's environment: its own sampler, with the plugin, where a CPU server does not lead.
+"""Runs in SGLang's environment: tests SGLang's sampler with the plugin on paths that a CPU server cannot reach.
 
-Seeds: a CPU server refuses `--enable-deterministic-inference`, without which SGLang ignores them; its sampler takes
-them, given the hash that is a compiled kernel. Custom logit processors reach a server as a pickle, here as functions.
-Exits with an AssertionError if something does not hold.
+Seeds: a CPU server refuses `--enable-deterministic-inference`, without which SGLang ignores them; the sampler itself
+takes them, given a stand-in for the hash, which is a compiled kernel. Custom logit processors reach a server as
+pickles; here they are functions. Exits with an AssertionError if a check fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HASH.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) ->
 
 
 def hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Another hash than SGLang's, of the same kind: 32 bits from (seed, position, column)."""
+    """A different hash from SGLang's, of the same kind: 32 bits from (seed, position, column)."""
     mixed = (seed.long() * 0x9E3779B1 + positions.long() * 0x85EBCA77).unsqueeze(-1) + columns.long() * 0xC2B2AE3D
     for multiplier in (0x2545F491, 0x27D4EB2F):
         mixed = ((mixed ^ (mixed >> 15)) * multiplier) & 0xFFFFFFFF
@@ -35,7 +35,7 @@ HASH.impl("murmur_hash32_cpu", hash32, "CPU")
 
 
 def make_sampler(target: str | None) -> Sampler:
-    """Without the distributed state that its constructor wants. `target`: --rl-on-policy-target, which wants a GPU."""
+    """A sampler without its constructor's distributed state. `target`: --rl-on-policy-target, which needs a GPU."""
     sampler = Sampler.__new__(Sampler)
     torch.nn.Module.__init__(sampler)
     sampler.rl_on_policy_target = target
@@ -73,7 +73,7 @@ def draw(
 
 
 def check_seeds(logits: Tensor, min_ps: Tensor, target: str | None) -> None:
-    """Reproducible; rows without min_p as without the plugin; the others from the constrained policy."""
+    """Draws are reproducible; rows without min_p are as without the plugin; others follow the constrained policy."""
     token_ids, logprobs, info = draw(Sampler.forward, logits, make_info(min_ps), target)
     again = draw(Sampler.forward, logits, make_info(min_ps), target)
     assert torch.equal(token_ids, again[0])
@@ -95,7 +95,7 @@ def check_seeds(logits: Tensor, min_ps: Tensor, target: str | None) -> None:
 
 
 def check_batches_without_min_p(logits: Tensor) -> None:
-    """As without the plugin, also where that is bfloat16: only there the difference shows."""
+    """Batches without min_p are as without the plugin, in bfloat16, as only there a difference would show."""
     info = make_info(torch.zeros(ROWS))
     token_ids, logprobs, _ = draw(Sampler.forward, logits, info, "fsdp")
     stock_ids, stock_logprobs, _ = draw(Sampler.forward.__wrapped__, logits, info, "fsdp")
@@ -105,7 +105,7 @@ def check_batches_without_min_p(logits: Tensor) -> None:
 
 
 def check_custom_processors(logits: Tensor, min_ps: Tensor) -> None:
-    """The set is taken after them, and they are applied once."""
+    """The kept set is taken after custom processors, which are applied once."""
     calls: list[int] = []
 
     def prefer_seven(selected: Tensor, params: list[Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A real SGLang server for tests, one at a time: a start takes half a minute and two processor cores."""
+"""A real SGLang server for tests, one at a time, because a start takes half a minute and two cores."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FLAGS = (
     *("--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
 )
 POLL_S, GRACE_S = 0.1, 2.0
-"""Seconds between two looks, and for SGLang's helpers to unlink what it shared in memory."""
+"""Polling interval, and time for SGLang's helpers to unlink its shared memory, in seconds."""
 
 Answer: TypeAlias = dict[str, Any]
 
 
 class Server:
-    """`python -m sglang.launch_server`, as the README says."""
+    """A `python -m sglang.launch_server`, started as the README describes."""
 
     def __init__(self, folder: Path, log: Path, flags: Sequence[str], environment: dict[str, str]) -> None:
         self.url, self._log = f"http://127.0.0.1:{free_port()}", log
@@ -67,7 +67,7 @@ class Server:
             return False
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: Sequence[dict[str, Any]]) -> list[Answer]:
-        """One batch request: prompt i under settings i. With n > 1 the answers of a prompt follow each other."""
+        """Sends one batch request: prompt i with settings i. With n > 1 the answers to a prompt are consecutive."""
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": [{"ignore_eos": True, **setting} for setting in settings],
@@ -82,7 +82,7 @@ class Server:
         return found
 
     def stream(self, body: dict[str, Any]) -> Iterator[Answer]:
-        """Each chunk as it comes: the answer to one prompt, so far."""
+        """Yields each chunk as it arrives: the answer to one prompt so far."""
         with self.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
@@ -90,7 +90,7 @@ class Server:
                     yield json.loads(line.removeprefix("data: "))
 
     def stop(self) -> None:
-        """It holds nothing that is worth the wait after a SIGTERM. Its processes end with it, or are killed too."""
+        """Kills the server, which has nothing worth the wait after SIGTERM. Its processes end too, or are killed."""
         self.http.close()
         self._process.kill()
         self._process.wait()
@@ -102,7 +102,7 @@ class Server:
 
 
 class Servers:
-    """The one that runs, or another one in its place."""
+    """Keeps one server running; a request for a different one replaces it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._running, self._key = folder, None, None  # type: tuple[Path, Server | None, object]

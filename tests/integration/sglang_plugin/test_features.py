@@ -1,5 +1,5 @@
-"""A real SGLang against a full forward of the same folder in float64: its constrained log-probs, and everything that it
-does around its sampler, together with min_p. As many tests as can be share one server."""
+"""A real SGLang against a full float64 forward of the same folder: its constrained log-probs, and min_p combined with
+everything that SGLang does around its sampler. Tests share one server where possible."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def logits_of(oracle: Oracle, answer: Answer, prompt: list[int] = PROMPT) -> NDA
 def test_every_number_equals_the_float64_oracle(
     family: str, flags: tuple[str, ...], servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
 ) -> None:
-    """All settings in one batch, several prompt lengths, n = 2."""
+    """One batch mixes all settings and several prompt lengths, with n = 2."""
     settings = [(log_min_p, temperature) for log_min_p in LOG_MIN_PS for temperature in TEMPERATURES]
     prompts = [list(range(5, 8 + i)) for i in range(len(settings))]
     answers = servers.get(folders[family], *flags).generate(
@@ -79,7 +79,7 @@ def test_every_number_equals_the_float64_oracle(
 
 
 def test_mixed_batch(server: Server, oracle: Oracle) -> None:
-    """Requests with and without min_p, greedy ones, and temperatures of their own side by side."""
+    """One batch mixes requests with and without min_p, greedy ones, and different temperatures."""
     kinds: list[dict[str, Any]] = [RHO, {}, RHO | {"temperature": 0.7}, {"temperature": 1.3}, RHO | {"temperature": 0}]
     settings = [kind | {"max_new_tokens": 24 + i % 9} for i, kind in enumerate(kinds * 6)]
     answers = server.generate([PROMPT] * len(settings), settings)
@@ -97,14 +97,14 @@ def test_mixed_batch(server: Server, oracle: Oracle) -> None:
 def test_several_samples_of_one_prompt(server: Server, oracle: Oracle) -> None:
     answers = server.generate([PROMPT], [RHO | {"n": 8, "max_new_tokens": 32}])
     assert len(answers) == 8
-    # Drawn one by one, and unseeded: a few may be alike, all of them not.
+    # Drawn one by one and unseeded: a few may be equal, but not all.
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
     for answer in answers:
         check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 1.0, at_least=0.8)
 
 
 def test_streaming(server: Server, oracle: Oracle) -> None:
-    """Every chunk so far is complete: as many kept masses as log-probs."""
+    """Every chunk is complete: it has as many kept masses and counts as log-probs."""
     body = {"input_ids": PROMPT, "sampling_params": RHO | {"max_new_tokens": 40, "ignore_eos": True}}
     chunks = [*server.stream(body | {"return_logprob": True})]
     assert len(chunks) > 3
@@ -116,7 +116,7 @@ def test_streaming(server: Server, oracle: Oracle) -> None:
 
 
 def test_grammar_masks_come_first(server: Server, oracle: Oracle) -> None:
-    """Kept mass and count are those of the tokens that the grammar allows."""
+    """Kept mass and count cover only the tokens that the grammar allows."""
     (answer,) = server.generate([PROMPT], [RHO | {"regex": "[0-9]{12}", "max_new_tokens": 12, "ignore_eos": False}])
     assert len(answer["text"]) == 12
     assert set(answer["text"]) <= set(string.digits)
@@ -128,7 +128,7 @@ def test_grammar_masks_come_first(server: Server, oracle: Oracle) -> None:
 
 
 def test_retracted_requests_keep_one_number_per_token(server: Server, oracle: Oracle) -> None:
-    """As a weight swap does it: pause, go on; what was generated before is prefilled again."""
+    """Generation is paused and resumed as in a weight swap; the tokens generated before are prefilled again."""
     settings = RHO | {"max_new_tokens": 200, "ignore_eos": True}
     body = {"input_ids": [PROMPT] * 8, "sampling_params": [settings] * 8, "return_logprob": True}
     answers: dict[int, Answer] = {}
@@ -162,7 +162,7 @@ def test_top_log_probs_are_those_of_the_set(server: Server, oracle: Oracle) -> N
 
 
 def test_end_of_text_is_counted(server: Server, oracle: Oracle) -> None:
-    """The end token is a token like the others: with its own log-prob, kept mass and kept count."""
+    """Like any other token, the end token has its own log-prob, kept mass and kept count."""
     answers = server.generate([PROMPT] * 32, [RHO | {"max_new_tokens": 200, "ignore_eos": False}] * 32)
     ended = [answer for answer in answers if answer["output_ids"][-1] == EOS_ID]
     assert ended
@@ -186,7 +186,7 @@ print(json.dumps({"tokens": found.tokens, "logprobs": found.token_logprobs}))
 def test_openai_sdk_gets_constrained_log_probs(
     server: Server, oracle: Oracle, sglang_python: Path, folders: dict[str, Path]
 ) -> None:
-    """A client that nobody here wrote."""
+    """A third-party client also gets constrained log-probs."""
     arguments = [server.url, json.dumps(PROMPT), str(RHO["min_p"]), API_KEY]
     done = subprocess.run(
         [sglang_python, "-c", OPENAI_CLIENT, *arguments], capture_output=True, text=True, timeout=WITHIN_S, check=False
@@ -209,7 +209,7 @@ def test_openai_sdk_gets_constrained_log_probs(
 def test_bfloat16_differs_but_by_rounding(
     servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
 ) -> None:
-    """What a trainer in float32 has to correct; `dvp-lab signature` takes it apart."""
+    """A trainer in float32 has to correct this difference; `dvp-lab signature` analyses it."""
     prompts = [list(range(5, 8 + i)) for i in range(16)]
     setting = {"min_p": math.exp(-6.0), "temperature": 1.0, "max_new_tokens": TOKENS}
     gaps, inside = list[float](), list[bool]()

@@ -1,4 +1,4 @@
-"""The plugin in SGLang's own processes: loaded, refused, and its wheel in an environment that is not ours."""
+"""The plugin in SGLang's own processes: when it loads and when it refuses, and its wheel in a foreign environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNTESTED = "import dvp_sglang.sglang_plugin.versions as v; v.TESTED = ('0.0.1',)
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); "
 IN_FORKS = """
 import json, os, sys
-import sglang.srt.layers.sampler, sglang.srt.plugins  # what takes long, once
+import sglang.srt.layers.sampler, sglang.srt.plugins  # the slow imports, once
 
 codes = []
 for case, (code, environment) in enumerate(json.loads(sys.argv[1])):
@@ -39,12 +39,12 @@ for case, (code, environment) in enumerate(json.loads(sys.argv[1])):
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(json.dumps(codes))
 """
-"""Exit code of each case; what it wrote is in a file of its number."""
+"""Prints the exit codes of all cases; the output of each is in a file named by its number."""
 IS_HOOKED = "from sglang.srt.layers.sampler import Sampler; print('hooked', hasattr(Sampler.forward, '__wrapped__'))"
 
 
 def run(python: Path, *arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Outside of the checkout, so that only what is installed can be imported."""
+    """Runs outside the checkout, so that only installed packages can be imported."""
     return subprocess.run(
         [python, *arguments],
         cwd=folder,
@@ -57,7 +57,7 @@ def run(python: Path, *arguments: str | Path, folder: Path, **environment: str) 
 
 
 def test_server_refuses_to_start_with_another_version(sglang_python: Path, tmp_path: Path) -> None:
-    """A plugin that raised any other exception would be left out, and log-probs would silently be stock."""
+    """SGLang would skip a plugin that raised any other exception, and log-probs would silently be stock."""
     launch = f"import runpy, sys; sys.argv[1:] = []; runpy.run_module('{LAUNCH[1]}', run_name='__main__')"
     done = run(sglang_python, "-c", UNTESTED + launch, folder=tmp_path)
     assert done.returncode == 1
@@ -66,7 +66,7 @@ def test_server_refuses_to_start_with_another_version(sglang_python: Path, tmp_p
 
 
 def test_ways_out_of_the_refusal(sglang_python: Path, tmp_path: Path) -> None:
-    """Neither serves a SGLang whose sampler has moved: SGLang alone would only log that, and serve on unpatched."""
+    """Both ways work, but allowing any version does not allow a moved sampler, which SGLang would only log."""
     moved = "import dvp_sglang.sglang_plugin.plugin as p; p.SAMPLER = p.SAMPLER.replace('forward', 'moved'); "
     cases = [
         (UNTESTED + LOAD + IS_HOOKED, {ANY_VERSION: "1"}),
@@ -86,7 +86,7 @@ def test_ways_out_of_the_refusal(sglang_python: Path, tmp_path: Path) -> None:
 def test_server_refuses_settings_under_which_log_probs_would_be_wrong(
     sglang_python: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Here all that a CPU server has at once; tests/unit/sglang_plugin/test_hook.py has each alone."""
+    """Tests all that a CPU server has at once; tests/unit/sglang_plugin/test_hook.py tests each alone."""
     launch = (*LAUNCH, "--model-path", folders["qwen3"], *FLAGS)
     flags = ("--speculative-algorithm", "NGRAM", "--enable-watermark")
     done = run(sglang_python, *launch, *flags, folder=tmp_path, **{ORIGINAL_LOGPROB: "1"})
@@ -123,7 +123,7 @@ def test_wheel_holds_one_package_and_wants_nothing(wheel: Path) -> None:
 
 
 def test_wheel_in_a_foreign_environment(wheel: Path, sglang_python: Path, tmp_path: Path) -> None:
-    """pip moves nothing else there, and a SGLang that finds the wheel by its entry point runs the wheel's code."""
+    """pip changes nothing else there, and an SGLang that finds the wheel by its entry point runs the wheel's code."""
     plan = run(
         sglang_python,
         *("-m", "pip", "install", "--dry-run", "--quiet", "--report", tmp_path / "plan.json", "--force-reinstall"),

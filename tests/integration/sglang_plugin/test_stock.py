@@ -1,4 +1,4 @@
-"""The same server with and without the plugin, and what only holds without overlap scheduling."""
+"""The same server with and without the plugin, and what holds only without overlap scheduling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .server import API_KEY, Server, Servers
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8]
-# One request at a time and no step in flight: tokens and rounding depend on nothing but the seed.
+# One request at a time and no step in flight: tokens and rounding depend only on the seed.
 FLAGS = ("--disable-overlap-schedule", "--random-seed", "7")
 RHO = {"min_p": math.exp(-3), "max_new_tokens": 48}
 WITHOUT_MIN_P: list[dict[str, Any]] = [
@@ -32,7 +32,7 @@ WITHOUT_MIN_P: list[dict[str, Any]] = [
     {"frequency_penalty": 0.5, "temperature": 0.9},
     {"min_p": 0.0},
 ]
-"""One sample each: several would share steps by chance."""
+"""Settings of requests with one sample each, because several would share steps by chance."""
 TIMES = ("id", "e2e_latency", "response_sent_to_client_ts")
 
 
@@ -55,7 +55,7 @@ def ask(server: Server) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def with_plugin(servers: Servers, folders: dict[str, Path]) -> list[Answer]:
-    """The first requests of a fresh server."""
+    """The answers to the first requests of a fresh server."""
     servers.stop()
     return ask(servers.get(folders["qwen3"], *FLAGS))
 
@@ -63,7 +63,7 @@ def with_plugin(servers: Servers, folders: dict[str, Path]) -> list[Answer]:
 def test_penalties_and_biases_come_first(
     with_plugin: list[Answer], servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
 ) -> None:
-    """The set is taken from the logits that SGLang samples from. (With overlap, SGLang's own penalties lag a token.)"""
+    """The set is taken from the logits that SGLang samples from. (With overlap, SGLang's penalties lag by a token.)"""
     bias = {20: 2.5, 21: -30.0}
     penalties = {"frequency_penalty": 0.7, "presence_penalty": -0.4, "logit_bias": {str(k): v for k, v in bias.items()}}
     (answer,) = servers.get(folders["qwen3"], *FLAGS).generate([PROMPT], [RHO | penalties])
@@ -79,7 +79,7 @@ def test_penalties_and_biases_come_first(
 def test_requests_without_min_p_are_the_same_to_the_last_bit(
     with_plugin: list[Answer], servers: Servers, folders: dict[str, Path]
 ) -> None:
-    """Tokens, log-probs, top log-probs and the names in `meta_info`."""
+    """This covers tokens, log-probs, top log-probs and the names in `meta_info`."""
     servers.stop()
     stock = ask(servers.get(folders["qwen3"], *FLAGS, SGLANG_PLUGINS="none"))
     assert stock == with_plugin
@@ -90,7 +90,7 @@ def test_requests_without_min_p_are_the_same_to_the_last_bit(
 def test_stock_server_has_no_constrained_log_probs(
     servers: Servers, folders: dict[str, Path], oracles: dict[str, Oracle]
 ) -> None:
-    """What the plugin is for, and how a client tells: no kept mass. The checks above would not pass here."""
+    """A client can tell by the missing kept mass. The checks for constrained log-probs fail here."""
     server = servers.get(folders["qwen3"], *FLAGS, SGLANG_PLUGINS="none")
     (answer,) = server.generate([PROMPT], [RHO])
     logits = oracles["qwen3"].logits(np.array(PROMPT), read(answer).token_ids)

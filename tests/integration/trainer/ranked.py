@@ -1,4 +1,4 @@
-"""A learner on however many ranks torchrun starts: a few fixed steps, then its state, its weights and what it measured.
+"""A learner on as many ranks as torchrun starts: takes a few fixed steps, then writes its state, weights and metrics.
 
 torchrun --nproc-per-node 2 -m tests.integration.trainer.ranked OUT_DIR [--resume STATE_FOLDER]
 """
@@ -49,7 +49,7 @@ def make_settings(
 
 
 def local_bytes(learner: Learner) -> int:
-    """Of parameters and optimizer state on this rank."""
+    """Size of parameters and optimizer state on this rank."""
     state = [value for values in learner.optimizer.state.values() for value in values.values()]
     tensors = [*learner.model.parameters(), *(value for value in state if isinstance(value, Tensor))]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -24,8 +24,8 @@ from dvp_rl.transport.failpoints import VARIABLE
 from dvp_rl.weights.pieces import PIECE_BYTES
 from dvp_rl.weights.transfers import Transfers
 from dvp_trainer.config import WeightsSection
+from dvp_trainer.publish.send_process import Plan, serve
 from dvp_trainer.publish.sender import SERVING, Sender, address_of
-from dvp_trainer.publish.sending import Plan, serve
 from tests.kit.forked import Service, import_everything
 from tests.kit.wait import WITHIN_S, until_async
 
@@ -62,13 +62,13 @@ def make_plan(model: Path, *, piece_bytes: int = PIECE_BYTES) -> Plan:
 
 
 def sending_processes() -> list[psutil.Process]:
-    """Children of this process that send."""
+    """Child processes that send weights."""
     pids = {child.pid for child in multiprocessing.active_children() if not isinstance(child, Service)}
     return [process for process in psutil.process_iter(["status"]) if process.pid in pids]
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, points: str) -> None:
-    """Sets fail points of processes that send."""
+    """Sets fail points of sending processes."""
     monkeypatch.setattr("dvp_trainer.publish.sender.serve", partial(_serve_until, points))
 
 
@@ -78,10 +78,10 @@ def _serve_until(points: str, plan: Plan, link: socket.socket) -> None:
 
 
 async def none_sending() -> None:
-    """Nor is the sender busy with what is left of one: cancelled then, asyncio would complain of open pipes."""
+    """Waits until nothing sends and the sender has cleaned up: cancelled earlier, asyncio would warn of open pipes."""
     await until_async(lambda: not sending_processes() and not any(task.get_name() == SERVING for task in all_tasks()))
 
 
 async def one_stopped() -> None:
-    """A fail point stopped it in the middle of its work."""
+    """Waits until a fail point has stopped a sending process."""
     await until_async(lambda: any(p.info["status"] == psutil.STATUS_STOPPED for p in sending_processes()))

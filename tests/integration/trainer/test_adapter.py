@@ -1,4 +1,4 @@
-"""A run whose versions are adapters alone, and a replica that serves them."""
+"""A run whose versions hold only adapters, and a replica that serves them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_replica_serves_published_adapters(tmp_path: Path, broker_url: str, ru
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert all(record["optimizer/updates"] == 1 for record in records)
-    # Both sides hold the same weights: what is left is rounding.
+    # Both sides have the same weights, so only rounding remains.
     assert max(abs(record["mismatch/kl"]) for record in records) < 1e-4
     versions = list((tmp_path / "run" / "weights" / run_id).glob("weights-*"))
     assert versions

@@ -1,4 +1,4 @@
-"""A user's mistakes: one message that names field, value and what is allowed; no traceback; exit code 2."""
+"""A user's mistake gives one message that names the field, its value and what is allowed, no traceback, exit code 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.contract.errors import ConfigError, WeightError
-from dvp_rl.http.tokens import Tokens
+from dvp_rl.http.api_tokens import ApiTokens
 from dvp_rl.transport import connection
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -28,7 +28,7 @@ from tests.kit.wait import until
 
 
 def cli_refusal(flags: list[str], before: Callable[[], object] | None = None) -> str:
-    """What the command says when it refuses to run."""
+    """The message of the command when it refuses to run."""
     done = run_trainer(flags, before)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -36,7 +36,7 @@ def cli_refusal(flags: list[str], before: Callable[[], object] | None = None) ->
 
 
 async def refusal(flags: list[str], toml_file: Path | None = None) -> str:
-    """The same inside this process, where torch is loaded already."""
+    """The message of a refused run inside this process, where torch is already loaded."""
     with pytest.raises((ConfigError, WeightError)) as caught:
         async with open_run(TrainSettings.load(flags, toml_file)):
             pass
@@ -53,7 +53,7 @@ async def refusal(flags: list[str], toml_file: Path | None = None) -> str:
         ("correction__mode", "most", "correction.mode: Input should be 'none', 'tis', 'mis' or 'unit', got 'most'"),
         ("evaluate__interval", "5", "evaluate.interval is 5 but data.heldout names no data set"),
         ("deterministic", "true", "deterministic needs batch.max_staleness = 0, got 1"),
-        ("batch__updates", "5", "batch.updates is 5, and each needs a group of its own: at most batch.groups = 4"),
+        ("batch__updates", "5", "batch.updates is 5, but each needs at least one group: at most batch.groups = 4"),
         ("evaluate__max_tokens", "5000000", "evaluate.n x evaluate.max_tokens is 5000000, at most 4194304 allowed"),
     ],
 )
@@ -124,12 +124,12 @@ def test_a_disk_that_is_full_while_publishing(tmp_path: Path, broker_url: str, r
 async def test_weights_that_are_not_served_are_not_announced(
     tmp_path: Path, broker: Broker, broker_url: str, run_id: str
 ) -> None:
-    """Here by a dvp-weights that serves another folder than the trainer writes, and by one whose token is unknown."""
+    """One dvp-weights serves a different folder from the trainer's; another requires a token that the trainer lacks."""
     no_token = config(tmp_path, run_id, "redis://127.0.0.1:1", weights__token_file=str(tmp_path / "none"))
     assert f"weights.token_file {tmp_path / 'none'}: No such file" in await refusal(no_token)
     for tokens, reason in (
-        (Tokens(), "HTTP 404; .* serves another folder"),
-        (Tokens([TOKEN]), "HTTP 401; weights.tok"),
+        (ApiTokens(), "HTTP 404; .* serves another folder"),
+        (ApiTokens([TOKEN]), "HTTP 401; weights.tok"),
     ):
         async with serving(tmp_path / "other", tokens) as port:
             message = await refusal(config(tmp_path, run_id, broker_url, weights__url=f"http://127.0.0.1:{port}"))

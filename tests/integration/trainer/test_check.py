@@ -1,4 +1,4 @@
-"""`dvp-train check MODEL` says what a run would say, and how far a replica is from it."""
+"""`dvp-train check MODEL` reports what a run would report, and how far a replica's log-probs are from the trainer's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_a_run_refuses_is_refused_with_its_words(tmp_path: Path) -> None:
     done = check(str(write_small_model(tmp_path, "bert")))
     assert done.returncode == 2
     assert re.search(r"dvp-train: error: model type bert cannot be trained: .* as in an encoder", done.stderr)
-    assert "weights" in done.stdout  # what was found out before stays on the screen
+    assert "weights" in done.stdout  # earlier findings were printed
     assert "micro-batches" not in done.stdout
 
 
@@ -70,7 +70,7 @@ def test_how_far_a_replica_is(tmp_path: Path, dtype: str, shape: str | None, low
     assert found["replica"].endswith(f", {dtype}")
     outside, total = map(int, re.findall(r"\d+", found["its tokens outside our safe set"]))
     assert 0 <= outside < total / 4
-    mean, largest = map(float, re.findall(r"\d\.\de[-+]\d\d", found["its log-probs beside ours"]))
+    mean, largest = map(float, re.findall(r"\d\.\de[-+]\d\d", found["its log-probs against ours"]))
     assert low <= mean <= largest <= high
 
 

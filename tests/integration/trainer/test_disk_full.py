@@ -1,6 +1,6 @@
-"""A disk that gets full, wherever the trainer writes: the run ends with what to do, and a restart loses nothing.
+"""A full disk, wherever the trainer writes, ends the run with a message that names the remedy; a restart loses nothing.
 
-The kernel refuses bytes beyond RLIMIT_FSIZE in any file, as it refuses them on a full disk.
+The kernel refuses bytes beyond RLIMIT_FSIZE in any file, just as it refuses them on a full disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def steps_saved(out: Path) -> list[int]:
 
 
 def last_words(flags: list[str], point: str, room: Callable[[], int]) -> str:
-    """Of a trainer that, from this fail point on, can write no file longer than `room()` bytes."""
+    """Error of a trainer that, from this fail point on, cannot write any file beyond `room()` bytes."""
     with subprocess.Popen(
         [sys.executable, "-m", "dvp_trainer", *flags],
         stdout=subprocess.PIPE,

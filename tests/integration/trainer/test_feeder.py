@@ -1,4 +1,4 @@
-"""The trainer's books against a real broker; the test itself plays the replica."""
+"""The trainer's side of the queue against a real broker; the test itself plays the replica."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GROUPS, N = 2, 4
 
 
 class Player:
-    """A replica whose groups the test decides. By default the first sample is right and the others are wrong."""
+    """A replica whose groups the test determines. By default the first sample is right and the others are wrong."""
 
     def __init__(self, broker: Broker, run: Run) -> None:
         self.jobs = JobQueue(broker, "player", lease_ms=60_000)
@@ -138,11 +138,11 @@ async def test_a_wiped_broker_with_its_clock_set_back_gives_no_older_token(
 
 
 async def test_no_more_is_asked_for_than_the_run_can_train(broker_url: str, opened: Open) -> None:
-    """What the replicas would generate beyond it nobody would take from the broker."""
+    """Groups beyond that would stay in the broker."""
     async with opened(broker_url, steps="2", batch__max_staleness="5") as (run, player):
         assert run.feeder.in_flight_limit == 6 * GROUPS
         for _ in range(2):
-            await run.feeder.settle(await both(run, player.play(GROUPS)))
+            await run.feeder.close_batch(await both(run, player.play(GROUPS)))
         await run.save()
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
         assert await redis.scard(keys.in_flight) == await redis.xlen(keys.jobs) == await redis.xlen(keys.groups) == 0
@@ -156,7 +156,7 @@ async def test_what_ends_untrained_is_replaced_to_the_end(broker_url: str, opene
 
 
 def first(lease: Lease) -> bool:
-    """One of the groups that are asked for first."""
+    """Whether the job is among the first GROUPS."""
     return job_position(lease.job.job_id)[0] < GROUPS
 
 
@@ -167,7 +167,7 @@ async def test_a_batch_is_scored_settled_and_acknowledged(broker_url: str, opene
         assert [scored.rewards for scored in batch.groups] == [(1.0, 0.0, 0.0, 0.0)] * GROUPS
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
         assert await redis.scard(keys.in_flight) == GROUPS
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         assert await redis.scard(keys.uncheckpointed) == GROUPS
         assert await redis.xlen(keys.groups) == GROUPS
         await run.save()
@@ -232,17 +232,17 @@ async def test_jobs_ask_for_weights_that_their_batch_may_still_train(broker_url:
         first = run.publisher.announced.seq
         batch = await both(run, player.play(GROUPS, note))
         await run.publisher.publish(1)
-        await run.feeder.settle(batch)
-        # Those of the batch that is next were asked for before; those after it will be one step old by their turn.
+        await run.feeder.close_batch(batch)
+        # Jobs of the next batch were submitted before the publish; later ones will be one step old when trained.
         await player.play(2 * GROUPS, note)
         assert wanted == [first] * 2 * GROUPS + [run.publisher.announced.seq] * GROUPS
 
 
 async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, opened: Open) -> None:
-    """A version is one batch older than the one before, however many optimizer steps lie between."""
+    """Consecutive versions are one batch apart, regardless of the optimizer steps between them."""
     steps, updates = 4, 2 * GROUPS
     many = {"batch__groups": str(updates), "batch__updates": str(updates), "batch__max_staleness": "1"}
-    # Nothing is vetoed: an update without any sample is no step.
+    # Settings under which nothing is vetoed: an update without samples would make no step.
     many |= {"sampling__log_min_p": "-80", "correction__veto": "1e-300"}
     async with opened(broker_url, steps=str(steps), **many) as (run, player):
 
@@ -254,7 +254,7 @@ async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, ope
         await asyncio.wait_for(train(run), WITHIN_S)
         await cancel([playing])
         assert run.learner.optimizer_steps == steps * updates
-        assert run.updates == steps
+        assert run.weight_steps == steps
         assert [outcome for _, outcome in outcomes(run)] == ["trained"] * steps * updates
     trained = [record for record in read_metrics(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]
     assert [record["staleness/max"] for record in trained][:2] == [0, 1]
@@ -295,7 +295,7 @@ async def test_nothing_but_dead_letters_stops_the_run_until_they_are_replayed(
     assert stopped is not None
     assert "4 jobs died in a row" in repr(stopped)
     assert "on fire" in repr(stopped)
-    # The cause is mended, the letters are replayed: the same positions are trained after all.
+    # The cause is fixed and the letters are replayed: the same positions are trained after all.
     async with await Broker.connect(broker_url, run_id) as broker:
         letters = DeadLetters(broker)
         outcomes = [outcome async for page in letters.pages() for outcome in await letters.replay(page)]
@@ -313,7 +313,7 @@ async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url:
         batch = await both(run, first_is_wrong)
         assert ids_of(batch) == [(1, 0), (2, 0)]
         assert run.feeder.metrics()["groups/filtered"] == 1
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         solved = await both(run, player.play(2 * GROUPS, lambda lease: {"right": N}))
         assert ids_of(solved) == [(5, 0), (6, 0)]
         assert run.learner.step(solved)["optimizer/updates"] == 0
@@ -322,13 +322,13 @@ async def test_refill_replaces_groups_without_signal_up_to_its_limit(broker_url:
 async def test_groups_of_a_lost_timeline_are_kept_for_their_turn(broker_url: str, opened: Open) -> None:
     async with opened(broker_url) as (run, player):
         for _ in range(2):
-            await run.feeder.settle(await both(run, player.play(GROUPS)))
-        # No checkpoint: the next incarnation starts at position 0 with four finished groups waiting.
+            await run.feeder.close_batch(await both(run, player.play(GROUPS)))
+        # Without a checkpoint the next incarnation starts at position 0, with four finished groups waiting.
     async with opened(broker_url) as (run, player):
         for expected in ([(0, 0), (1, 0)], [(2, 0), (3, 0)]):
             batch = await both(run)
             assert ids_of(batch) == expected
-            await run.feeder.settle(batch)
+            await run.feeder.close_batch(batch)
         assert player.served == []
         assert run.feeder.metrics()["groups/duplicates"] == 0
 
@@ -337,7 +337,7 @@ async def test_later_attempts_of_a_lost_timeline_are_kept_for_their_turn(broker_
     async with opened(broker_url) as (run, player):
         old = player.version
         await run.publisher.publish(1)
-        # Position 0 is stale twice; then the trainer crashes, without a checkpoint.
+        # Position 0 is stale twice; then the trainer crashes without a checkpoint.
         drawn: list[str] = []
 
         def stale_at_first(lease: Lease) -> dict[str, Any]:
@@ -347,9 +347,9 @@ async def test_later_attempts_of_a_lost_timeline_are_kept_for_their_turn(broker_
         await both(run, player.play(GROUPS + 2, stale_at_first))
     assert sorted(drawn) == ["000000000:0", "000000000:1", "000000000:2", "000000001:0"]
     async with opened(broker_url) as (run, player):
-        # What was drawn serves again, attempt by attempt: no job that is done is waited for in vain.
+        # The drawn groups are used again, attempt by attempt, so that the trainer never waits for a finished job.
         await run.publisher.publish(1)
-        await run.feeder.settle(await both(run))
+        await run.feeder.close_batch(await both(run))
         assert player.served == []
         assert {position for (position, _), outcome in outcomes(run) if outcome == "trained"} == {0, 1}
 
@@ -364,10 +364,10 @@ async def test_what_a_lost_timeline_drew_in_vain_is_acknowledged(broker_url: str
             player.play(GROUPS + 1, lambda lease: {"version": old if lease.job.job_id.endswith("00:0") else fresh}),
         )
     async with opened(broker_url) as (run, player):
-        # This one stands where the first attempt was drawn, and trains on that: the second is of no use.
+        # This trainer is at the step at which the first attempt was drawn, and trains on it; the second is of no use.
         batch = await both(run, player.play(1))
         assert ids_of(batch) == [(0, 0), (1, 1)]
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         await run.save()
         assert await player.jobs.broker.redis.xlen(player.jobs.broker.keys.groups) == 0
 
@@ -376,7 +376,7 @@ async def test_what_a_checkpoint_covers_is_not_trained_again(broker_url: str, op
     async with opened(broker_url) as (run, player):
         batch = await both(run, player.play(GROUPS))
         run.count(batch, {"optimizer/updates": 1})
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         run.feeder.groups.acknowledge = _refuse  # type: ignore[method-assign]
         with pytest.raises(ConnectionError):
             await run.save()
@@ -403,7 +403,7 @@ async def test_a_death_during_a_checkpoint_waits_for_the_next_one(broker_url: st
         await run.save()
         assert await player.jobs.broker.redis.xlen(player.jobs.broker.keys.groups) == 1
     async with opened(broker_url) as (run, player):
-        # The checkpoint does not know of the death; its tombstone must still be there to be told of.
+        # The checkpoint does not cover the death, so the tombstone must still be in the broker.
         assert ids_of(await both(run, player.play(GROUPS))) == [(1, 0), (2, 0)]
         assert outcomes(run) == [((0, 0), "dead")]
 
@@ -423,7 +423,7 @@ async def test_a_wiped_broker_costs_only_time(
 ) -> None:
     monkeypatch.setattr(feeder_module, "RECHECK_S", 1.0)
     async with opened(forgetful.url) as (run, player):
-        await run.feeder.settle(await both(run, player.play(GROUPS)))
+        await run.feeder.close_batch(await both(run, player.play(GROUPS)))
         before = run.publisher.announced.seq
         lost = await player.claim(GROUPS)
         assert len(lost) == GROUPS
@@ -440,17 +440,17 @@ async def test_a_wiped_broker_costs_only_time(
 async def test_a_broker_that_lost_its_last_writes_counts_no_ended_job_for_long(broker_url: str, opened: Open) -> None:
     async with opened(broker_url) as (run, player):
         batch = await both(run, player.play(GROUPS))
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         await run.save()
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
         await redis.sadd(keys.in_flight, *(scored.group.job_id for scored in batch.groups))
-        await run.feeder.settle(await both(run, player.play(GROUPS)))
+        await run.feeder.close_batch(await both(run, player.play(GROUPS)))
         await asyncio.wait_for(player.claim(GROUPS), WITHIN_S)
         assert await redis.scard(keys.in_flight) == GROUPS
 
 
 async def told_and_lost(run: Run, player: Player, leases: list[Lease]) -> None:
-    """The trainer has heard of the first group, and the broker has forgotten it: it lost its last writes."""
+    """Delivers the first group to the trainer, then makes the broker lose its last writes, and with them the group."""
     broker, ids = player.jobs.broker, [lease.job.job_id for lease in leases]
     before = await dump(broker, await look(broker, ids))
     await player.jobs.commit(leases[0], player.group(leases[0]))
@@ -470,13 +470,13 @@ async def test_a_group_that_is_told_anew_stays_until_a_checkpoint_covers_it(brok
         assert await redis.xlen(keys.groups) == 1, "no checkpoint covers it"
         assert await redis.scard(keys.in_flight) == GROUPS
         await player.jobs.commit(leases[1], player.group(leases[1]))
-        await run.feeder.settle(await both(run))
+        await run.feeder.close_batch(await both(run))
         await run.save()
         assert await redis.xlen(keys.groups) == 0
 
 
 async def test_a_group_that_is_given_twice_stays_until_a_checkpoint_covers_it(broker_url: str, opened: Open) -> None:
-    """The broker has lost that it was read."""
+    """The broker has lost the record that the group was read."""
     async with opened(broker_url) as (run, player):
         broker = player.jobs.broker
         redis, keys = broker.redis, broker.keys
@@ -488,7 +488,7 @@ async def test_a_group_that_is_given_twice_stays_until_a_checkpoint_covers_it(br
         await run.save()
         assert await redis.xlen(keys.groups) == 1
         batch = await both(run, player.play(1))
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         await run.save()
         assert await redis.xlen(keys.groups) == 0
 
@@ -519,7 +519,7 @@ async def test_an_early_group_that_is_told_anew_stays_for_its_turn(broker_url: s
 async def test_silence_finds_what_was_read_and_never_heard(
     broker_url: str, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broker has lost as many groups that were given out as answers were lost on the way: the counts agree."""
+    """The broker has lost as many delivered groups as replies were lost in transit, so the counts agree."""
     monkeypatch.setattr(feeder_module, "RECHECK_S", 0.5)
     async with opened(broker_url) as (run, player):
         leases = await player.claim(GROUPS)
@@ -546,7 +546,7 @@ async def test_versions_after_a_wipe_are_newer_than_any_folder(forgetful: Embedd
         await run.publisher.publish(1)
         await run.publisher.publish(2)
         before = run.publisher.announced.seq
-    # No checkpoint knows of them, and neither does the broker; a replica may still serve them.
+    # Neither a checkpoint nor the broker knows these versions, but a replica may still serve them.
     await asyncio.to_thread(forgetful.stop)
     await asyncio.to_thread(forgetful.start)
     async with opened(forgetful.url) as (run, _):
@@ -554,7 +554,7 @@ async def test_versions_after_a_wipe_are_newer_than_any_folder(forgetful: Embedd
 
 
 def always_seven(player: Player) -> asyncio.Task[None]:
-    """A replica that answers everything, until cancelled."""
+    """Starts a replica that answers every job with "7" until cancelled."""
 
     def seven(lease: Lease) -> dict[str, Any]:
         return {"samples": (player.sample("7", player.run.publisher.announced.version),) * lease.job.n}
@@ -598,7 +598,7 @@ async def test_an_evaluation_outlives_a_wiped_broker(
     async with opened(forgetful.url, data__heldout=str(HELDOUT), evaluate__limit="2") as (run, player):
         before = run.publisher.announced.seq
         evaluating = asyncio.create_task(run.evaluate())
-        # Those of the batch and those held out are in work when the broker forgets them.
+        # The jobs of the batch and the held-out jobs are in progress when the broker forgets them.
         assert len(await player.claim(GROUPS + 2)) == GROUPS + 2
         await asyncio.to_thread(forgetful.stop)
         await asyncio.to_thread(forgetful.start)
@@ -626,7 +626,7 @@ async def test_the_log_names_the_replica_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeder_module, "RECHECK_S", 0.5)
-    # Alive, it would renew what it holds twice a second.
+    # A live replica would renew its leases twice a second.
     args = ["--model", str(MODEL), "--engine", "fake", "--fake.service-time-s", "600", "--lease-s", "2"]
     args += ["--redis-url", broker_url, "--run-id", run_id, "--replica-id", "hung"]
 
@@ -652,14 +652,14 @@ async def test_the_log_names_the_replica_that_hangs(
 async def test_a_broker_full_of_trained_groups_gets_a_checkpoint_and_goes_on(
     own_broker: EmbeddedBroker, opened: Open
 ) -> None:
-    """Without one it would refuse the next prompts for ever: they wait for room, and room for the next batch."""
+    """Without a checkpoint it would refuse new prompts for ever: prompts wait for room, and room for the next batch."""
     async with opened(own_broker.url, checkpoint__interval="100") as (run, player):
         redis, keys = player.jobs.broker.redis, player.jobs.broker.keys
         long = (player.sample("7" * 50_000, player.version),) * N
         batch = await both(run, player.play(GROUPS, lambda lease: {"samples": long}))
         held = [await redis.memory_usage(keys.result(scored.group.job_id), samples=0) for scored in batch.groups]
         await redis.config_set("maxmemory", int(sum(held) / 0.8))
-        await run.feeder.settle(batch)
+        await run.feeder.close_batch(batch)
         following, _ = await asyncio.gather(asyncio.wait_for(run.next_batch(), 30), player.play(GROUPS))
         assert ids_of(following) == [(2, 0), (3, 0)]
         assert run.checkpoints.seqs()

@@ -1,4 +1,4 @@
-"""What a prompt says is in no log: a whole system, with everything that can go wrong with a prompt."""
+"""No log contains the text of a prompt, in a whole system with every failure that a prompt can cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kit.wait import WITHIN_S
 
 SECRET = "Xq7Zw9Kj2Vb4"
 TOO_LONG = SECRET * 40
-"""More than the model's context: its jobs become dead letters."""
+"""A prompt that exceeds the model's context; its jobs become dead letters."""
 REWARD = """
 def broken(completion, answer, *, prompt, extra):
     if extra["case"] == 0:
@@ -56,7 +56,7 @@ def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> 
         with trainer_process(bad, tmp_path / "refused.log") as refused:
             assert refused.wait(WITHIN_S) == 2
     logs = {path.name: path.read_text() for path in [*tmp_path.glob("*.log"), tmp_path / "replica" / "log"]}
-    assert logs["trainer.log"].count("further ones are counted in reward/failed") == 1
+    assert logs["trainer.log"].count("further failures are counted in reward/failed") == 1
     assert "never retrieved" not in logs["trainer.log"]
     assert "exceed the context" in logs["log"]
     assert [name for name, text in logs.items() if SECRET in text] == []

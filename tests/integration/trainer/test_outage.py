@@ -1,4 +1,4 @@
-"""The broker is away, at the start of a run and in its middle: the trainer says so, waits, and goes on by itself."""
+"""If the broker is unavailable at the start of a run or during it, the trainer logs this, waits and then continues."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .test_resume import num_steps, outcomes
 
 STEPS = 8
 TRIES_S = 8.0
-"""Longer than the few attempts of a caller without patience take."""
+"""Longer than the attempts of a caller without patience take, in seconds."""
 REPLY_S = 14.0
-"""Longer than a reply is waited for."""
+"""Longer than the reply timeout, in seconds."""
 
 
 def killed(broker: EmbeddedBroker, seconds: float) -> None:
@@ -76,7 +76,7 @@ def test_a_run_goes_on_when_its_broker_is_back(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_next_master(tmp_path: Path, broker_binary: Path | None, run_id: str) -> None:
-    """Sentinels replace a master that is killed, then one that hangs and wakes up as what it was."""
+    """Sentinels replace a master that is killed, then one that hangs and wakes up still believing it is the master."""
     out, log = tmp_path / "run", tmp_path / "log"
     with Sentinels(tmp_path / "sentinels", broker_binary) as sentinels:
 

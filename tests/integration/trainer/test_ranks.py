@@ -1,4 +1,4 @@
-"""1, 2 and 4 ranks train alike: the same update, the same metrics, state and weights that the others can read."""
+"""1, 2 and 4 ranks train alike: same update, same metrics, and state and weights that any number of ranks can read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.wait import WITHIN_S
 from .ranked import LR, STEPS
 
 SIZES = (1, 2, 4)
-# AdamW divides by the root of a second moment: what is rounding in a gradient near zero is a part of lr in its update.
+# AdamW divides by the root of the second moment, so rounding of a gradient near zero becomes a fraction of lr.
 TOLERANCE = 1e-6
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_metrics_are_those_of_the_whole_batch(outcomes: dict[int, Path], size: i
 
 
 def test_two_ranks_train_alike_in_bfloat16(model: Path, tmp_path: Path) -> None:
-    """Layers are gathered and their gradients computed in bfloat16, and summed in float32."""
+    """Layers are gathered and their gradients computed in bfloat16; gradients are summed in float32."""
     results = []
     for size in (1, 2):
         out_dir = train(tmp_path / str(size), model, size, "--compute-dtype", "bfloat16")
@@ -100,7 +100,7 @@ def test_two_ranks_train_adapters_alike_and_go_on_from_those_of_one(model: Path,
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_two_ranks_publish_experts_as_they_are_saved(tmp_path: Path, model_type: str) -> None:
-    """They compute layers again, too, whose parameters are gathered a second time."""
+    """Gradient checkpointing recomputes layers too, which gathers their parameters a second time."""
     model = write_small_model(tmp_path / "model", model_type)
     alone = train(tmp_path / "alone", model, 1)
     together = train(tmp_path / "together", model, 2, "--gradient-checkpointing")
@@ -160,7 +160,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(
 
 
 def test_two_ranks_train_on_the_queue_and_one_goes_on(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    """The whole way of a sample, with evaluation, checkpoints and weights that a replica loads."""
+    """The whole path of a sample, with checkpoints and weights that a replica loads."""
     flags = config(tmp_path, run_id, broker_url, steps="4")
     two = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dvp_trainer"]
     log = tmp_path / "ranks.log"
@@ -175,13 +175,13 @@ def test_two_ranks_train_on_the_queue_and_one_goes_on(tmp_path: Path, broker_url
 
 
 def test_a_rank_that_dies_ends_the_others(model: Path, tmp_path: Path) -> None:
-    """A resume folder that is not there is an error of the leader; the other rank waits for its order."""
+    """A missing resume folder is an error of the leader while the other rank waits for its order."""
     with pytest.raises(AssertionError, match="missing"):
         train(tmp_path / "out", model, 2, "--resume", str(tmp_path / "missing"))
 
 
 def test_what_the_leader_alone_finds_wrong_is_said_in_a_line_each(tmp_path: Path, run_id: str) -> None:
-    """No broker is there; the other rank never asks for one."""
+    """There is no broker; the other rank never connects to one."""
     flags = config(tmp_path, run_id, "redis://127.0.0.1:1/0", steps="1", broker__stall_timeout_s="0.1")
     log = tmp_path / "ranks.log"
     with process(

@@ -1,4 +1,4 @@
-"""A trainer that is killed resumes exactly where its checkpoint stands."""
+"""A killed trainer resumes exactly from its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DETERMINISTIC = {"deterministic": "true", "batch__max_staleness": "0"}
 
 
 def parameters(out: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """The weights that the newest checkpoint, or that of `step`, was announced with."""
+    """The weights announced with the newest checkpoint, or with that of `step`."""
     found = Checkpoints(out / "checkpoints", keep=2).load(step)
     assert found is not None
     (folder,) = (out / "weights").glob(f"*/{folder_name(found[0].seq)}")

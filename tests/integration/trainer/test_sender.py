@@ -1,4 +1,4 @@
-"""Sending weights, to a receiver that joins as SGLang does."""
+"""The sender sends weights to a receiver that joins as SGLang does."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.failpoints import IN_SENDING
 from dvp_rl.weights.pieces import pieces, stretches
 from dvp_rl.weights.transfers import Transfers
+from dvp_trainer.publish.send_process import SENT, Plan, serve
 from dvp_trainer.publish.sender import address_of, forked, preload
-from dvp_trainer.publish.sending import SENT, Plan, serve
 from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S, until
 
@@ -49,7 +49,7 @@ def request(version: str, *, device: str = "cpu") -> TransferRequest:
 
 
 def receive(offer: Offer) -> list[bytes]:
-    """Every piece, as rank 1."""
+    """Receives every piece as rank 1."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=WITHIN_S)
     store = TCPStore(offer.host, offer.port, offer.size, is_master=False, timeout=timeout)
@@ -90,7 +90,7 @@ async def test_every_byte_arrives_and_has_the_checksum_that_was_announced(broker
 
 async def test_only_what_is_announced_now_is_sent(broker: Broker, model: Path) -> None:
     async with sender(broker, "run:2:bb", model):
-        with pytest.raises(WeightError, match=r"does not send run:1:aa: run:2:bb is the version announced now"):
+        with pytest.raises(WeightError, match=r"does not send run:1:aa: the announced version is run:2:bb"):
             await Transfers(broker).ask(request("run:1:aa"), WITHIN_S)
     assert not sending_processes()
 
@@ -135,7 +135,7 @@ async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: 
 
 
 def run(trainer: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-    """A trainer in a process of its own, which has a forkserver of its own."""
+    """Runs a trainer in its own process, which has its own forkserver."""
     preload()
     asyncio.run(trainer(*args))
 
@@ -176,7 +176,7 @@ def test_it_ends_when_the_trainer_hangs_up_and_has_read_nothing(model: Path) -> 
 
 
 def test_the_process_that_forks_dies(model: Path) -> None:
-    """What it has forked goes on; the next transfer starts another."""
+    """The transfer that it forked continues; the next transfer starts another forkserver."""
     trainer = FORKSERVER.Process(target=run, args=(lose_the_forkserver, model))
     trainer.start()
     trainer.join(WITHIN_S)
@@ -204,7 +204,7 @@ def test_an_interface_that_is_not_there() -> None:
 
 
 def test_pieces_are_whole_tensors_side_by_side_in_one_file(tmp_path: Path) -> None:
-    """Two files, a tensor larger than a piece, and one that would not be aligned behind another."""
+    """The model has two files, a tensor larger than a piece, and one that would be misaligned behind another."""
     one = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(100), "c": torch.zeros(8), "d": torch.zeros(8)}
     save_file(one, tmp_path / "1.safetensors")
     save_file({"e": torch.zeros(4)}, tmp_path / "2.safetensors")

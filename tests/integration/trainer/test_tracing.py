@@ -33,7 +33,7 @@ class Received(NamedTuple):
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Received]]]:
-    """Its URL, and what it has received."""
+    """A running collector's URL, and the spans that it has received."""
     received: list[Received] = []
 
     class Handler(BaseHTTPRequestHandler):

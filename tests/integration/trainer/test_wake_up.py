@@ -1,4 +1,4 @@
-"""A trainer that was stopped, and replaced, publishes and saves nothing when it wakes up."""
+"""A trainer that was stopped and replaced publishes and saves nothing when it wakes up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_stopped(child: Service) -> bool:
 
 
 def everything(run: Path) -> dict[str, str]:
-    """The run's checkpoints, ledgers and metrics, by digest. Weights that nobody announces harm nobody."""
+    """Digests of the run's checkpoints, ledgers and metrics. Weights are left out: unannounced ones are harmless."""
     files = [*run.glob("*.jsonl"), *run.glob("checkpoints/step-*/**/*")]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
 

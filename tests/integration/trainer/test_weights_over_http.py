@@ -1,4 +1,4 @@
-"""Replicas on other machines see nothing of the trainer's folder, and serve what was trained all the same."""
+"""Replicas on hosts that do not mount the trainer's folder still serve the trained weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 4
 
 @contextmanager
 def served(folder: Path, *options: str, port: str = "0") -> Iterator[str]:
-    """The URL of a dvp-weights that serves `folder`."""
+    """Starts a dvp-weights that serves `folder`; yields its URL."""
     log, port_file = folder.with_suffix(".log"), folder.with_suffix(".port")
     server = [*PYTHON, "dvp_rl.weights", f"--folder={folder}", f"--port={port}", f"--port-file={port_file}"]
     with process([*server, f"--token={TOKEN}", *options], log):
@@ -32,7 +32,7 @@ def served(folder: Path, *options: str, port: str = "0") -> Iterator[str]:
 
 
 def elsewhere(cache: Path) -> list[str]:
-    """Options of a replica that is told not to look at the volume: on one machine all see it."""
+    """Options that keep a replica from reading the volume, which every process on one machine can see."""
     return ["--no-weights.shared", f"--weights.cache={cache}", f"--weights.token={TOKEN}"]
 
 
@@ -48,7 +48,7 @@ def test_what_was_trained_is_served_when_the_trainer_and_its_volume_are_gone(
             train(config(tmp_path, run_id, broker_url, **overrides))
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     fetched = sorted((cache / run_id).glob("weights-*"))
-    # max_staleness 0: the last batch was drawn from the version before the last, fetched.
+    # With max_staleness 0 the last batch was drawn from the version before the last, so the replica fetched that.
     assert verify_folder(fetched[-1]).seq >= STEPS
     assert 1 <= len(fetched) <= 3
 

@@ -1,4 +1,4 @@
-"""Zero mismatch: in one shape, an engine and a trainer of the same weights find the same log-probs, bit for bit."""
+"""Zero mismatch: with one shape and the same weights, engine and trainer compute the same log-probs, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Setup(NamedTuple):
         return cls(engine, Learner(load_model(settings.model), settings, pad_id=0))
 
     async def draw(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> Batch:
-        """Rewards that leave every group some signal."""
+        """Draws a batch; its rewards give every group a signal."""
         jobs = [
             Job(
                 job_id=job_id("zero", number, 0),
@@ -76,18 +76,18 @@ class Setup(NamedTuple):
         return ScoredGroup(group, tuple(float(i) for i in range(len(samples))), staleness=0)
 
     def look(self, batch: Batch) -> Evidence:
-        seen = self.learner.look(batch.sequences_with_signal())
+        seen = self.learner.look(batch.sequences())
         assert seen is not None
         return seen
 
 
 def largest_difference(seen: Evidence) -> float:
-    """Of log-probs."""
+    """Largest difference between the log-probs of both sides."""
     return float((seen.train.logprobs - seen.infer.logprobs)[seen.mask].abs().max())
 
 
 def agree(seen: Evidence) -> bool:
-    """In all that both sides say of the model tokens."""
+    """True if both sides agree exactly on all fields of all model tokens."""
     mask = seen.mask
     return (
         bool(seen.train.inside[mask].all())
@@ -108,7 +108,7 @@ async def test_both_sides_agree_to_the_last_bit_also_after_a_step(family: str, t
     metrics = setup.learner.step(before)
     assert (metrics["mismatch/ratio_min"], metrics["mismatch/ratio_max"], metrics["veto/total"]) == (1.0, 1.0, 0.0)
     assert metrics["optimizer/updates"] == 1
-    assert not agree(setup.look(before))  # the weights are others now
+    assert not agree(setup.look(before))  # the weights have changed
     pushed = tmp_path / "pushed"
     pushed.mkdir()
     setup.learner.write_weights(pushed)
@@ -118,7 +118,7 @@ async def test_both_sides_agree_to_the_last_bit_also_after_a_step(family: str, t
 
 
 async def test_another_shape_is_another_computation(tmp_path: Path) -> None:
-    """So the test above can fail."""
+    """Shows that the test above can fail."""
     folder = make_model(tmp_path / "model", spread=2.0)
     setup = await Setup.start(folder, Shape(1, 31), trained=Shape(8, 32))
     assert 0.0 < largest_difference(setup.look(await setup.draw([[5, 6], [7, 8, 9]], n=6, max_tokens=20))) < 1e-4
@@ -128,7 +128,7 @@ async def test_another_shape_is_another_computation(tmp_path: Path) -> None:
 async def test_sequences_too_long_for_the_shape_are_refused(tmp_path: Path) -> None:
     setup = await Setup.start(make_model(tmp_path / "model", endless=True), Shape(2, 16), trained=Shape(2, 12))
     batch = await setup.draw([[5, 6]], n=2, max_tokens=14)
-    with pytest.raises(ConfigError, match=r"model.fixed_shape 2x12: a sequence of 2 \+ 14 tokens"):
+    with pytest.raises(ConfigError, match=r"model.fixed_shape 2x12: got a sequence of 2 \+ 14 tokens"):
         setup.learner.step(batch)
     await setup.engine.close()
 

@@ -1,4 +1,4 @@
-"""Ranks that take turns: each writes down when its own began and ended, or ends in the middle of it.
+"""Ranks that take turns: each records when its turn began and ended, or dies in the middle of it.
 
 torchrun --nproc-per-node 3 -m tests.integration.trainer.turns OUT_DIR [--dies RANK]
 """

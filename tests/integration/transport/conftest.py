@@ -21,6 +21,6 @@ async def rig(broker: Broker) -> Rig:
 
 @pytest.fixture
 async def parts(shared_broker: EmbeddedBroker, run_id: str) -> AsyncIterator[Parts]:
-    """None of them may have been refused anything in the end."""
+    """Connections of all parts. Fails at the end if the broker refused any of them a command."""
     async with connect_parts(shared_broker, run_id) as connected:
         yield connected

@@ -1,4 +1,4 @@
-"""A network that can be cut: TCP between this process and the broker."""
+"""A TCP proxy between this process and the broker that simulates network failures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 class Network(StrEnum):
     FINE = "fine"
     CUT = "cut"
-    """Connections end at once, new ones too."""
+    """Existing and new connections are closed at once."""
     SILENT = "silent"
-    """Connections stay, nothing gets through: what a lost route looks like."""
+    """Connections stay open but nothing gets through, as with a lost route."""
     DEAF = "deaf"
-    """Requests get through, replies do not."""
+    """Requests get through; replies do not."""
 
 
 class Proxy:
@@ -30,7 +30,7 @@ class Proxy:
         self._fine.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.delay_s = 0.0
-        """Of everything that passes."""
+        """Delay of all traffic, in seconds."""
 
     @property
     def url(self) -> str:
@@ -38,7 +38,7 @@ class Proxy:
         return self._parts._replace(netloc=f"{user}@127.0.0.1:{self._server.sockets[0].getsockname()[1]}").geturl()
 
     def become(self, state: Network) -> None:
-        """FINE after SILENT lets through what was on its way; after DEAF, connections are as good as lost."""
+        """Changes the state. FINE after SILENT delivers held-back traffic; FINE after DEAF drops connections."""
         if Network.FINE in (state, self._state) and self._state in (Network.CUT, Network.DEAF):
             self._drop()
         self._state = state

@@ -1,4 +1,4 @@
-"""Jobs, groups and the two sides of the queue, for the tests of this folder."""
+"""Jobs, groups and both sides of the queue, for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_MS = 50
 
 @dataclass(frozen=True)
 class Rig:
-    """A trainer's and a client's end of one run's queue."""
+    """The trainer's and the clients' side of one run's queue, and factories of replicas."""
 
     broker: Broker
     fence: int
@@ -39,7 +39,7 @@ class Rig:
         return jobs
 
     async def finish(self, replica: JobQueue, count: int) -> list[Lease]:
-        """The replica runs `count` new jobs to their end."""
+        """Lets the replica claim and commit up to `count` new jobs; returns their leases."""
         leases = await replica.claim(count, BLOCK_MS)
         for lease in leases:
             await replica.commit(lease, make_group(lease.job, replica.replica_id))
@@ -58,5 +58,5 @@ class Rig:
         return {member.decode() for member in await self.broker.redis.smembers(self.broker.keys.uncheckpointed)}
 
     async def expired(self, replica: JobQueue, count: int = 8) -> list[Lease]:
-        """What `replica` takes over as soon as the leases of others have run out."""
+        """Leases that `replica` takes over as soon as others' leases have expired."""
         return await until_async(lambda: replica.claim_expired(count))

@@ -1,4 +1,4 @@
-"""What is written down of those who change a run."""
+"""The audit records who changed a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from dvp_rl.contract.job import JobState, Sink
 from dvp_rl.contract.weights import Announcement
 from dvp_rl.transport import broker as limits
-from dvp_rl.transport.admission import close_queue, open_queue, purge_run
 from dvp_rl.transport.audit import changes
 from dvp_rl.transport.dead_letters import DeadLetters
+from dvp_rl.transport.runs import close_queue, open_queue, purge_run
 from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit.records import make_job
@@ -18,7 +18,7 @@ ALICE = "operate/alice (dvp-monitor)"
 
 
 async def kill(rig: Rig, count: int) -> list[str]:
-    """Their job ids, oldest first."""
+    """Kills `count` jobs; returns their ids, oldest first."""
     jobs = await rig.submit(count)
     replica = rig.replica("a")
     for lease in await replica.claim(count, BLOCK_MS):
@@ -27,7 +27,7 @@ async def kill(rig: Rig, count: int) -> list[str]:
 
 
 async def told(rig: Rig) -> list[tuple[str, str, str]]:
-    """Oldest first."""
+    """All recorded (author, action, object), oldest first."""
     return [change[1:] for change in reversed(await changes(rig.broker, 1000))]
 
 
@@ -75,7 +75,7 @@ async def test_the_queue_and_results_name_who_closed_and_deleted_them(rig: Rig) 
         await rig.submission.submit_client(
             make_job(rig.run_id, sink=Sink.CLIENT).model_copy(update={"job_id": name}), limit=9
         )
-    assert await rig.submission.delete("mine") is JobState.QUEUED  # a client's own business
+    assert await rig.submission.delete("mine") is JobState.QUEUED  # a client's own deletion is not recorded
     await rig.submission.delete("theirs", by=ALICE)
     assert await told(rig) == [
         (ALICE, "closed", "the queue: a new disk"),

@@ -1,4 +1,4 @@
-"""Producers that outrun everyone: the broker's memory stays bounded, what was admitted ends, nothing unread is lost."""
+"""Producers outrun consumers: the broker's memory stays bounded, admitted jobs end, nothing unread is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.records import make_group, make_job
 MAXMEMORY = 24 * 1024 * 1024
 PAD = "x" * 12_000
 NUM_TOKENS = 20_000
-"""Of a result: 27 times as large as its job."""
+"""Tokens per sample; a result is 27 times as large as its job."""
 REFUSALS, PRODUCERS = 100, 4
 TRAIN_LIMIT = 4
 
@@ -48,7 +48,7 @@ class Flood:
         self.peak = 0
 
     async def produce(self, producer: int) -> None:
-        """Jobs as fast as they are taken, with hardly a pause when they are not."""
+        """Submits jobs as fast as they are admitted, with hardly a pause after a refusal."""
         refused = number = 0
         while refused < REFUSALS:
             job = make_job(self.rig.run_id, number, sink=Sink.CLIENT)
@@ -97,13 +97,13 @@ async def test_clients_leave_the_trainer_its_memory_and_get_answers(own_broker: 
         await cancel([watching])
 
         assert {retry_after_s for _, retry_after_s in flood.reasons} == {RETRY_AFTER_MEMORY_S}
-        assert all(reason.startswith("jobs of clients take, or may come to") for reason, _ in flood.reasons)
+        assert all(reason.startswith("clients' jobs use or have reserved") for reason, _ in flood.reasons)
         assert flood.peak < MEMORY_SHARE * MAXMEMORY, "the trainer's jobs would have been refused"
         # Every admitted job ended once, with its result.
         assert flood.outcomes.keys() == flood.admitted | {job.job_id for job in train}
         states = {id: (await rig.submission.status(id)).state for id in flood.admitted}
         assert set(states.values()) == {JobState.DONE}
-        # The trainer's groups were never in question, and are all there to be read.
+        # The trainer's groups are unaffected and can all be read.
         assert {flood.outcomes[job.job_id] for job in train} == {Committed.COMMITTED}
         assert {delivery.job_id for delivery in await rig.groups.read(99, BLOCK_MS)} == {job.job_id for job in train}
 

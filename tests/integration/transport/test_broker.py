@@ -1,4 +1,4 @@
-"""Connecting, and the messages when that fails."""
+"""Connecting to the broker, and the messages when that fails."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_bad_url(url: str) -> None:
 async def test_more_calls_than_connections_wait_for_their_turn(
     own_broker: EmbeddedBroker, run_id: str, options: str
 ) -> None:
-    """As many as a service answers requests at once."""
+    """The number of calls is the number of requests that a service answers at once."""
     async with await Broker.connect(f"{own_broker.url}{options}", run_id) as broker:
         await asyncio.gather(*(queue_health(broker) for _ in range(MAX_REQUESTS)))
         opened = len(await broker.redis.client_list())
@@ -70,7 +70,7 @@ async def test_one_connection_is_enough_to_set_up_a_wiped_broker_again(own_broke
 async def test_a_script_that_the_broker_forgets_at_once_is_loaded_again(
     own_broker: EmbeddedBroker, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broker that is killed between SCRIPT LOAD and EVALSHA does so."""
+    """This is what a broker does that is killed between SCRIPT LOAD and EVALSHA."""
     async with await Broker.connect(own_broker.url, run_id) as broker:
         load, loaded = broker.redis.script_load, []
 
@@ -88,7 +88,7 @@ async def test_a_script_that_the_broker_forgets_at_once_is_loaded_again(
 
 
 async def test_a_failover_is_waited_for(own_broker: EmbeddedBroker, run_id: str) -> None:
-    """The server is demoted, and for a moment there is no other."""
+    """The server is demoted, and for a moment there is no other master."""
     async with await Broker.connect(own_broker.url, run_id, patience_s=WITHIN_S) as broker:
         async with await Broker.connect(own_broker.url, run_id) as operator:
             await operator.redis.replicaof("127.0.0.1", free_port())
@@ -109,11 +109,11 @@ async def test_a_password_that_breaks_the_url_is_not_repeated(rest: str, digits:
 async def test_a_broker_that_evicts_is_refused(own_broker: EmbeddedBroker, run_id: str) -> None:
     async with await Broker.connect(own_broker.url, run_id) as broker:
         await broker.redis.config_set("maxmemory-policy", "volatile-lru")
-    async with await Broker.connect(own_broker.url, run_id) as broker:  # without a limit it evicts nothing
+    async with await Broker.connect(own_broker.url, run_id) as broker:  # without maxmemory it evicts nothing
         await broker.redis.config_set("maxmemory", 2**30)
     with pytest.raises(ConfigError, match=r"maxmemory-policy volatile-lru: .* set it to noeviction"):
         await Broker.connect(own_broker.url, run_id)
-    async with await Broker.connect(own_broker.url, run_id, create=False):  # to look at
+    async with await Broker.connect(own_broker.url, run_id, create=False):  # observing is allowed
         pass
 
 
@@ -192,7 +192,7 @@ def test_every_script_that_drains_runs_with_the_memory_full(name: str) -> None:
 
 async def write_twice(broker: Broker, written: asyncio.Future[None]) -> None:
     async with broker.call():
-        await asyncio.wait_for(written, 30)  # what redis-py does around every write
+        await asyncio.wait_for(written, 30)  # as redis-py does around every write
         await broker.redis.set(f"{broker.keys.jobs}:second", 1)
 
 

@@ -1,4 +1,4 @@
-"""Replay and drop: a job comes back exactly once, or stays dead, whoever else is at it."""
+"""Replay and drop: a job comes back exactly once or stays dead, even with concurrent operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dvp_rl.contract.errors import LeaseLostError, NotFoundError, OverloadedErro
 from dvp_rl.contract.group import DeadLetter, Group
 from dvp_rl.contract.http import ReplicaState
 from dvp_rl.contract.job import Job, JobState, Sink
-from dvp_rl.transport.admission import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters, Letter, Outcome, Prospect
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -20,6 +19,7 @@ from dvp_rl.transport.health import queue_health
 from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.pending import Stream, pending
 from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
+from dvp_rl.transport.runs import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_group, make_job
@@ -27,7 +27,7 @@ from tests.kit.wait import until_async
 
 
 async def _kill(rig: Rig, count: int = 1, *, sink: Sink = Sink.TRAIN) -> list[Letter]:
-    """Jobs that died, oldest first."""
+    """Letters of `count` jobs that died, oldest first."""
     if sink is Sink.CLIENT:
         for position in range(count):
             await rig.submission.submit_client(make_job(rig.run_id, position, sink=sink), limit=NO_LIMIT)
@@ -125,10 +125,10 @@ async def test_a_death_that_the_trainer_has_counted_stays(rig: Rig) -> None:
 
 
 async def test_what_a_stalled_trainer_has_counted_stays(rig: Rig) -> None:
-    """It may be hung, and carry on where it was: a group that it no longer waits for would never be trained on."""
+    """The trainer may only hang and continue later: a group that it no longer waits for would never be trained on."""
     await _kill(rig)
     await rig.groups.read(4, BLOCK_MS)
-    await rig.broker.redis.delete(rig.broker.keys.lease)  # what time does
+    await rig.broker.redis.delete(rig.broker.keys.lease)  # expires
     dead = DeadLetters(rig.broker)
     (letter,) = await dead.page()
     assert letter.prospect is Prospect.CLOSED
@@ -160,7 +160,7 @@ async def test_what_a_trainer_that_ended_had_counted_can_be_replayed(rig: Rig) -
 
 async def test_an_id_that_was_submitted_again_is_not_doubled(rig: Rig) -> None:
     (letter,) = await _kill(rig, sink=Sink.CLIENT)
-    await rig.broker.redis.delete(rig.broker.keys.job(letter.letter.job_id))  # what its time to live does
+    await rig.broker.redis.delete(rig.broker.keys.job(letter.letter.job_id))  # its TTL ends
     await rig.submission.submit_client(make_job(rig.run_id, sink=Sink.CLIENT), limit=1)
     dead = DeadLetters(rig.broker)
     assert (await dead.page())[0].prospect is Prospect.AGAIN

@@ -1,6 +1,6 @@
-"""The broker's disk gets full: what it accepted it keeps, what it cannot keep it refuses, and with room it goes on.
+"""The broker's disk is full: it keeps what it accepted, refuses what it cannot keep, and resumes when there is room.
 
-The kernel refuses bytes beyond RLIMIT_FSIZE in any file, as it refuses them on a full disk.
+The kernel refuses bytes beyond RLIMIT_FSIZE in any file, as it does on a full disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_JOBS = 1000
 
 @pytest.fixture(params=["everysec", "always"])
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedBroker]:
-    """A write beyond the limit fails, and does not end the process by a signal that a full disk does not send."""
+    """A broker that ignores SIGXFSZ, because a full disk does not send it: a write beyond the limit only fails."""
     binary = tmp_path / "server"
     binary.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {shlex.quote(str(valkey_binary()))} \"$@\"\n")
     binary.chmod(0o700)
@@ -63,13 +63,13 @@ async def test_a_full_disk_of_the_broker_loses_nothing(server: EmbeddedBroker, r
         room(server, 20_000)
         accepted, error = await submit_until_refused(submission, run_id)
         assert accepted
-        if "No space left on device" in str(error):  # it lives, and waits for room: everysec
+        if "No space left on device" in str(error):  # everysec: it stays up and waits for room
             assert (await queue_health(broker)).verdict is Verdict.BROKER_DISK
             async with await Broker.connect(server.url, run_id, create=False) as watching:
                 assert (await queue_health(watching)).verdict is Verdict.BROKER_DISK
             room(server, resource.RLIM_INFINITY)
             await until_async(lambda: goes_on(broker))
-        # With `always` it has ended by itself, rather than answer for what it cannot keep.
+        # With `always` it exits rather than confirm a write that it cannot keep.
         server.kill()
         server.start()
         for job_id in accepted:

@@ -1,4 +1,4 @@
-"""The broker that we start ourselves."""
+"""The embedded broker."""
 
 from __future__ import annotations
 

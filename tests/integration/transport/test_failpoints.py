@@ -1,4 +1,4 @@
-"""Fail points: off by default, and a process that is killed at one leaves a queue that goes on."""
+"""Fail points are off by default, and the queue survives a process that is killed at one."""
 
 from __future__ import annotations
 

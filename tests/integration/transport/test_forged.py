@@ -1,4 +1,4 @@
-"""What no part of the system writes, but whoever took over a replica could: nobody ends, loops or believes it."""
+"""Forged data that an attacker with a replica's user could write: no part crashes on it, loops or trusts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_what_is_no_group_is_buried_once(fields: dict[bytes, bytes], rig: 
     (letter,) = await DeadLetters(rig.broker).page()
     assert letter.letter.error.startswith("not a group")
     assert await rig.length(rig.broker.keys.groups) == 0
-    # And the next one comes.
+    # The next group arrives.
     await rig.submit(1)
     await rig.finish(rig.replica("a"), 1)
     (delivery,) = await rig.groups.read(1, BLOCK_MS)
@@ -75,12 +75,12 @@ async def test_a_heartbeat_that_no_replica_sends(field: str, value: str | bytes,
 @pytest.mark.parametrize("value", [b"zzz", b"1.5", b"\xff"])
 async def test_books_that_are_damaged_are_called_so(value: bytes, rig: Rig) -> None:
     await rig.broker.redis.hset(rig.broker.keys.counters, "dead", value)
-    with pytest.raises(UnavailableError, match=rf"run {rig.run_id}: its books in the broker are damaged: .*"):
+    with pytest.raises(UnavailableError, match=rf"run {rig.run_id}: its data in the broker is damaged: .*"):
         await take_snapshot(rig.broker)
 
 
 async def test_nobody_but_the_trainer_answers_who_asks_for_weights(parts: Parts) -> None:
-    """Weights come with their own checksums: whoever reads the request could answer it, and send others."""
+    """Weights come with their own checksums: a reader of the request could answer it and send forged weights."""
     request = TransferRequest(id="0" * 32, version=f"{parts.everybody.run_id}:1:ab", receivers=1, device="cpu")
     asking = asyncio.create_task(Transfers(parts.replica).ask(request, WITHIN_S))
     with pytest.raises(UnavailableError, match="refuses user 'rollout'"):

@@ -1,4 +1,4 @@
-"""The trainer's side: every group once per trainer, and nothing forgotten before its checkpoint."""
+"""The trainer's side: every group arrives once per trainer, and none is deleted before its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.wait import until_async
 
 
 async def _next_trainer(rig: Rig) -> Rig:
-    """The trainer died; its lease has run out; another one starts."""
+    """A new trainer, after the previous one died and its lease expired."""
     await rig.broker.redis.delete(rig.broker.keys.lease)
     fence = await TrainerLease(rig.broker, "next").acquire()
     return Rig(rig.broker, fence, rig.submission, GroupQueue(rig.broker, fence=fence))
@@ -89,8 +89,8 @@ async def test_the_next_trainer_gets_what_was_not_acknowledged(rig: Rig) -> None
 
 
 async def test_large_groups_are_never_copied_all_at_once(own_broker: EmbeddedBroker, run_id: str) -> None:
-    """Neither by a reader, nor for the next trainer, nor by who looks: a broker with little room beside its data would
-    be killed for it, and again on every resume."""
+    """This holds for reads, takeovers and observers: a broker with little memory besides its data would be killed, and
+    again on every resume."""
     count, tokens = 24, 2**18
     async with await Broker.connect(own_broker.url, run_id) as broker:
         first = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
@@ -119,7 +119,7 @@ async def test_groups_that_a_stopped_trainer_reads_late_are_not_lost(rig: Rig) -
     assert await after.groups.read(9, 1) == []
     (job,) = await after.submit()
     await after.finish(after.replica("a"), 1)
-    # The old trainer was stopped between its fence check and its read.
+    # The old trainer was stopped between its fence check and its read, and reads late.
     await rig.broker.read_group(rig.broker.keys.groups, TRAINER, f"trainer/{rig.fence}", 9, BLOCK_MS)
     assert _ids(await until_async(lambda: after.groups.read(9, 1))) == [job.job_id]
 
@@ -217,7 +217,7 @@ async def test_tombstones_survive_until_acknowledged(rig: Rig) -> None:
 async def test_who_asks_to_look_again_during_a_read_is_heard(
     during: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broker has lost one entry that was given out, and the answer with another one was lost: the counts agree."""
+    """The broker lost an entry that was delivered, and the reply with another entry was lost: the counts agree."""
     redis, key, groups = rig.broker.redis, rig.broker.keys.groups, rig.groups
     _, unheard = await rig.submit(2)
     await rig.finish(replica := rig.replica("a"), 1)

@@ -1,4 +1,4 @@
-"""The queue's numbers and its verdict: each rule on a real broker, brought about as it happens."""
+"""The queue's numbers and verdict: each rule fires on a real broker in the situation that it describes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def _beat_trainer(rig: Rig, *, waiting_s: float = 0.0) -> None:
 
 
 async def _age_replica(rig: Rig, name: str, seconds: float) -> None:
-    """What time does to a replica that is silent."""
+    """Makes a replica silent for `seconds`."""
     await rig.broker.redis.zincrby(rig.broker.keys.replicas, -seconds * 1000, name)
 
 
@@ -55,14 +55,14 @@ async def _came_earlier(rig: Rig, seconds: float, *names: str) -> None:
 
 
 async def _age_jobs(rig: Rig, stream: str, seconds: float) -> None:
-    """Puts every entry of a stream back under an older time."""
+    """Adds every entry of a stream again with an older time."""
     for entry_id, fields in await rig.broker.redis.xrange(stream):
         await rig.broker.redis.xadd(stream, fields | {b"at": int(fields[b"at"]) - int(seconds * 1000)})
         await rig.broker.redis.xdel(stream, entry_id)
 
 
 async def _came_long_ago(rig: Rig, stream: str, seconds: float) -> None:
-    """The same for entries that nobody has read, and for when they were put there."""
+    """Ages unread entries like _age_jobs, and also their entry ids, which hold the time of arrival."""
     await _age_jobs(rig, stream, seconds)
     entries = await rig.broker.redis.xrange(stream)
     await rig.broker.redis.delete(stream)
@@ -243,7 +243,7 @@ async def test_growing_backlog(rig: Rig) -> None:
 
 
 async def _let_time_pass(rig: Rig) -> None:
-    """Puts the measurements of the backlog back by one interval."""
+    """Ages the measurements of the backlog by one interval."""
     key = rig.broker.keys.backlogs
     entries = await rig.broker.redis.xrange(key)
     await rig.broker.redis.delete(key)
@@ -317,13 +317,13 @@ async def test_jobs_of_clients_are_counted_apart(rig: Rig) -> None:
     assert snapshot.oldest_job_s == max(jobs.oldest_age_s or 0, clients.oldest_age_s or 0) > 0
     held = await pending(rig.broker, Stream.CLIENT_JOBS, 9)
     assert sorted(row.holder.partition("/")[0] for row in held) == ["a", "b"]
-    # What an idle replica measures along with its heartbeat is both.
+    # The backlog that a heartbeat measures is the sum of both queues.
     assert await ReplicaRegistry(rig.broker).beat(ReplicaBeat("a", ReplicaState.SERVING, f"{rig.run_id}:0:aa", 0))
     assert (await take_snapshot(rig.broker)).backlogs == (2,)
 
 
 async def test_clients_wait(rig: Rig) -> None:
-    """What counts is the next that a replica would take: neither one that it is at work on, nor one that came later."""
+    """The wait is that of the next job that a replica would take, not of running jobs or of jobs that came later."""
     await _beat(rig)
     await _beat_trainer(rig)
     client_jobs, replica = rig.broker.keys.client_jobs, rig.replica("a", clients=True)
@@ -337,7 +337,7 @@ async def test_clients_wait(rig: Rig) -> None:
     (at_work,) = await replica.claim(1, BLOCK_MS)
     health = await _health(rig)
     assert health.verdict is Verdict.CLIENTS_WAIT
-    waits = r"3 jobs of clients wait for a replica, the next for \d+ s; at work in their share of 1 replicas: 1"
+    waits = r"3 clients' jobs wait for a replica, the next for \d+ s; running in their share of 1 replicas: 1"
     assert re.fullmatch(waits, health.reasons[0].detail)
     await replica.claim(2, BLOCK_MS)
     assert (await _health(rig)).verdict is Verdict.OK
@@ -345,7 +345,7 @@ async def test_clients_wait(rig: Rig) -> None:
     assert snapshot.client_wait_s < CLIENTS_WAIT_S < snapshot.oldest_job_s
     await replica.claim(1, BLOCK_MS)
     assert (await take_snapshot(rig.broker)).client_wait_s == 0
-    # One that comes back begins to wait; before, it was at work.
+    # A released job starts to wait anew: before, it was running.
     await replica.release(at_work)
     snapshot = await take_snapshot(rig.broker)
     assert 0 <= snapshot.client_wait_s < CLIENTS_WAIT_S < snapshot.oldest_job_s
@@ -384,7 +384,7 @@ def test_clients_that_wait_are_told_of_beside_a_trainer_that_is_not_done() -> No
     assert told()
     assert not told(client_wait_s=CLIENTS_WAIT_S - 1)
     assert not told(client_jobs=MUCH.model_copy(update={"pending": 0}))
-    # Without a trainer they have all of a replica. Without a replica another rule fires.
+    # Without a trainer clients have the whole replica. Without a replica another rule fires.
     assert not told(trainer=None)
     assert not told(trainer=TrainerHealth(step=1, version="run:1:ab", last_seen_s=LOST_S + 1))
     assert not told(replicas=())

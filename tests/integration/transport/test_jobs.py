@@ -1,4 +1,4 @@
-"""The replica's side: a job ends exactly once, whoever dies when."""
+"""The replica's side: a job ends exactly once, whichever process dies at any time."""
 
 from __future__ import annotations
 

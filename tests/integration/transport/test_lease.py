@@ -1,4 +1,4 @@
-"""One trainer per run."""
+"""The trainer's lease: one trainer per run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.kit.wait import WITHIN_S, until_async
 
 
 async def _run_out(broker: Broker) -> None:
-    """What time does to a lease that nobody renews."""
+    """Expires the lease."""
     await broker.redis.delete(broker.keys.lease)
 
 
 async def _refusal(newcomer: TrainerLease, holder: TrainerLease) -> str:
-    """Why the newcomer is turned away while the holder renews."""
+    """The message that refuses the newcomer while the holder renews."""
     attempt = asyncio.create_task(newcomer.acquire())
     while not attempt.done():
         await holder.renew()
@@ -64,7 +64,7 @@ async def test_the_newest_trainer_goes_on_where_the_broker_has_forgotten_it(brok
     await older.acquire()
     await _run_out(broker)
     await newest.acquire()
-    await broker.redis.set(broker.keys.fence, older.token)  # another broker took over, which lacks the last writes
+    await broker.redis.set(broker.keys.fence, older.token)  # a standby took over that lacks the last writes
     await older.renew()
     assert await GroupQueue(broker, fence=newest.token).read(1, 1) == []
     await newest.renew()
@@ -78,7 +78,7 @@ async def _clock_passed(broker: Broker, token: int) -> bool:
 
 
 async def test_a_token_is_above_any_that_the_run_remembers(broker: Broker) -> None:
-    """A broker that was wiped, and whose clock was set back, knows nothing of the tokens that it gave out."""
+    """A broker that was wiped and whose clock was set back has forgotten the tokens it issued."""
     seconds, _ = await broker.redis.time()
     remembered = (seconds + 3600) * 1000
     assert await TrainerLease(broker, "x", above=remembered).acquire() == remembered + 1
@@ -145,12 +145,12 @@ async def test_held_stops_the_body_when_the_lease_is_lost(broker: Broker) -> Non
 
     with pytest.raises(LeaseLostError):
         await train()
-    # The cancellation was ours and is over: this task can wait again.
+    # The cancellation by the lease has been consumed: this task can wait again.
     await asyncio.wait_for(asyncio.sleep(0), 5)
 
 
 async def test_held_names_the_lost_lease_whatever_the_body_ends_with(broker: Broker) -> None:
-    """A task group inside cancels as well when one of its own tasks has noticed first."""
+    """An inner task group may cancel the body, too, when one of its tasks notices the loss first."""
 
     async def train() -> None:
         async with TrainerLease(broker, "x", ttl_s=0.1).held():

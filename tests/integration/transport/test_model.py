@@ -1,4 +1,4 @@
-"""The delivery state machine, over all interleavings of what its processes and its failures do.
+"""The delivery state machine, checked over all interleavings of its processes' steps and failures.
 
 `make test ARGS=tests/integration/transport/test_model.py` walks small worlds completely; `make test-slow` larger ones.
 """
@@ -81,7 +81,7 @@ async def test_every_state_of_a_small_world(
 async def test_every_state_when_the_broker_falls_back(
     parts: Parts, jobs: int, asked: int, faults: int, at_least: int
 ) -> None:
-    """A second broker takes over, and lacks what the first one did last."""
+    """A second broker takes over that lacks the last writes of the first one."""
     world = small_world(parts, jobs=jobs, asked=asked, faults=faults, max_deliveries=2)
     world.may_fail_over = True
     await _walk_all(world, at_least)
@@ -121,7 +121,7 @@ def test_many_long_stories_end_well(
 
 
 async def _story(shared_broker: EmbeddedBroker, run_id: str, choices: list[int]) -> None:
-    """As many failures as there are choices, in a larger world; then none any more, and everything ends."""
+    """Takes one step per choice in a larger world, failures included. Then no failures happen and all jobs must end."""
     async with connect_parts(shared_broker, run_id) as parts:
         broker = parts.everybody
         world = small_world(parts, jobs=4, asked=2, replicas="ABC", faults=len(choices))
@@ -203,7 +203,7 @@ FEW = {
 
 
 def _mutated(name: str, run_id: str) -> tuple[str, str]:
-    """The script's name, and what is run instead."""
+    """Name and source of the mutated script."""
     script, text, instead = MUTANTS[name]
     source = broker_module._source(script, run_id)
     assert source.count(text) == 1, f"{script}.lua has changed: write the mutant anew"
@@ -269,7 +269,7 @@ async def test_the_walk_finds_books_that_are_wrong(
 
 
 async def _expect_trouble(parts: Parts) -> None:
-    """In a world of the trainer, in one of a client, or where a broker takes over."""
+    """Asserts that the walk finds a violation with a trainer's job, a client's job, or a broker that takes over."""
     for faults, asked, may_fail_over in ((1, 0, False), (1, 1, False), (1, 0, True), (2, 0, False), (2, 1, False)):
         world = small_world(parts, jobs=1 - asked, asked=asked, faults=faults, max_deliveries=1)
         world.may_fail_over = may_fail_over

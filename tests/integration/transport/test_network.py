@@ -1,4 +1,4 @@
-"""The network between a process and the broker is cut, falls silent, loses replies or is slow."""
+"""The network between a process and the broker is cut, silent, slow, or loses replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kit.wait import WITHIN_S
 
 @pytest.fixture
 async def proxy(broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Proxy]:
-    """Its clients soon try again, and long."""
+    """A proxy whose clients retry quickly and for a long time."""
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.3)
     monkeypatch.setattr(broker_module, "CALL_TIMEOUT_S", WITHIN_S)
@@ -45,7 +45,7 @@ def heal_later(proxy: Proxy) -> None:
 
 
 async def gives_up(call: Awaitable[object]) -> None:
-    """It ends when its time is over."""
+    """Asserts that the call fails once its time is up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broker_module, "CALL_TIMEOUT_S", 1.0)
         with pytest.raises(UnavailableError, match="does not answer"):
@@ -78,7 +78,7 @@ async def test_jobs_claimed_into_the_void_come_back_uncounted(rig: Rig, far: Bro
     replica = JobQueue(far, "far", lease_ms=SHORT_LEASE_MS)
     proxy.become(Network.DEAF)
     heal_later(proxy)
-    # The broker has handed the job out; nobody has heard of it.
+    # The broker has assigned the job, but the reply was lost.
     leases = await replica.claim(1, BLOCK_MS)
     while not leases:
         leases = await replica.claim_expired(1) or await replica.claim(1, BLOCK_MS)
@@ -121,14 +121,14 @@ async def test_a_trainer_cut_off_for_longer_than_its_lease_is_refused(rig: Rig, 
     seen = await groups.read(9, BLOCK_MS)
     proxy.become(Network.SILENT)
     await gives_up(groups.acknowledge(seen))
-    await rig.broker.redis.delete(rig.broker.keys.lease)  # what time does
+    await rig.broker.redis.delete(rig.broker.keys.lease)  # expires
     fence = await TrainerLease(rig.broker, "next").acquire()
     proxy.become(Network.FINE)
     for attempt in (groups.acknowledge(seen), groups.settle(trained=[jobs[0].job_id]), groups.read(9, BLOCK_MS)):
         with pytest.raises(LeaseLostError):
             await attempt
     taken = await GroupQueue(rig.broker, fence=fence).read(9, BLOCK_MS)
-    # Its acknowledgement may have been on its way: then it arrived before anybody had taken over, or not at all.
+    # The delayed acknowledgement arrived after the takeover, if at all, and changed nothing.
     assert [delivery.job_id for delivery in taken] == [job.job_id for job in jobs]
 
 
@@ -145,7 +145,7 @@ async def test_a_slow_network_is_only_slow(rig: Rig, far: Broker, proxy: Proxy) 
 
 @pytest.mark.parametrize("hours", [-24, 24])
 async def test_nobody_asks_a_replica_what_time_it_is(rig: Rig, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
-    """Leases, fencing and deadlines go by the broker's clock; waits by the monotonic one."""
+    """Leases, fencing and deadlines use the broker's clock; waits use the monotonic clock."""
     seconds, _ = await rig.broker.redis.time()
     wanted = make_job(rig.run_id, 0, deadline=seconds + 60.0)
     unwanted = make_job(rig.run_id, 1, deadline=seconds - 1.0)

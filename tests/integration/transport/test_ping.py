@@ -1,4 +1,4 @@
-"""deploy/redis/ping.sh, by which compose and Kubernetes judge the broker: whoever works is not ended for it."""
+"""deploy/redis/ping.sh, the broker's health check in compose and Kubernetes: a busy broker is not killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.wait import WITHIN_S, until
 
 PING = Path(__file__).parents[3] / "deploy" / "redis" / "ping.sh"
 VALUE = os.urandom(2000)
-"""Long enough, also packed, for the server to answer others between two of them while it loads."""
+"""A value large enough, also compressed, for the server to answer requests between two of them while it loads."""
 
 Ask = Callable[[str], bool]
 
@@ -51,7 +51,7 @@ def ask(tmp_path: Path, port: int) -> Ask:
 
 @contextmanager
 def serving(folder: Path, port: int, **settings: str | int) -> Iterator[subprocess.Popen[bytes]]:
-    """From its first moment, whether it answers or not. What a full disk refuses does not end it by a signal."""
+    """A running server, yielded before it answers. It ignores SIGXFSZ, because a full disk does not send it."""
     folder.mkdir(exist_ok=True)
     settings = {"bind": "127.0.0.1", "port": port, "save": '""', **settings}
     lines = "".join(f"{name.replace('_', '-')} {value}\n" for name, value in settings.items())

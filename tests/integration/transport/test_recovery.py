@@ -1,4 +1,4 @@
-"""The broker dies, forgets everything, or both sides find each other changed."""
+"""The broker dies or is wiped, and trainer and replicas recover."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_killed_broker_with_aof_forgets_nothing(own_broker: EmbeddedBrok
 
 async def test_nobody_loses_a_lease_because_the_broker_was_away(own_broker: EmbeddedBroker, rig: Rig) -> None:
     await rig.submit(1)
-    # The lease is over when the broker is back, but the broker has been up for less than a lease.
+    # The lease has expired when the broker is back, but the broker has been up for less than one lease time.
     owner, other = rig.replica("owner", lease_ms=60_000), rig.replica("other", lease_ms=60_000)
     (lease,) = await owner.claim(1, BLOCK_MS)
     await rig.broker.redis.xclaim(rig.broker.keys.jobs, REPLICAS, owner.consumer, 0, [lease.entry_id], idle=90_000)
@@ -83,14 +83,14 @@ async def test_a_wiped_broker_costs_only_time(own_broker: EmbeddedBroker, rig: R
     replica = rig.replica("a")
     before = await replica.claim(1, BLOCK_MS)
     _wipe(own_broker)
-    # What was in work is lost, and its owner is told so.
+    # Running jobs are lost, and their owner is told so.
     assert await replica.renew(before) == before
     with pytest.raises(LeaseLostError):
         await replica.commit(before[0], make_group(before[0].job))
     assert await replica.claim_expired(4) == []
     assert await replica.claim(1, 1) == []
     assert await rig.groups.read(1, 1) == []
-    # The trainer still is the trainer, and offers what is outstanding again.
+    # The trainer keeps its place and submits outstanding jobs again.
     await lease.renew()
     assert await rig.submission.submit(jobs, fence=rig.fence, limit=3) == [Submitted.NEW] * 3
     await rig.finish(replica, 3)
@@ -138,7 +138,7 @@ async def test_a_blocked_claim_survives_a_wipe(own_broker: EmbeddedBroker, rig: 
     replica = rig.replica("a")
     waiting = asyncio.create_task(replica.claim(1, 5_000))
     await until_async(lambda: _blocked(rig.broker))
-    await rig.broker.redis.flushdb()  # this test's own server
+    await rig.broker.redis.flushdb()  # the server belongs to this test
     assert await waiting == []
     await rig.submission.submit([make_job(rig.run_id)], fence=rig.fence, limit=1)
     assert len(await replica.claim(1, BLOCK_MS)) == 1

@@ -1,4 +1,4 @@
-"""Users of Redis: each part may do what it does, and no more."""
+"""Redis users: each part has the permissions it needs and no more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ADMINISTRATION = """
 
 
 async def _may(admin: Redis, user: str, line: str) -> bool:
-    """As the server sees it."""
+    """Whether the server permits the command line to the user."""
     return bool(await admin.execute_command("ACL", "DRYRUN", user, *line.split()) == b"OK")
 
 
@@ -56,7 +56,7 @@ async def test_what_each_part_may_read_and_write(admin: Redis, run_id: str) -> N
         key = getattr(keys, name) if name in KEYS else getattr(keys, name)("x")
         answers = []
         for role in Role:
-            # A command that the role has: the type of what is there does not matter.
+            # A command that the role has; the key's type does not matter.
             reads = await _may(admin, role, f"XLEN {key}" if role is Role.SCALER else f"HGET {key} f")
             writes = await _may(admin, role, f"HSET {key} f v")
             answers.append(("write" if reads else "put") if writes else "read" if reads else "")
@@ -133,13 +133,13 @@ def test_redis_is_not_started_with_a_password_that_would_be_another(
         del variables[name]
     done = subprocess.run(["sh", START], env=variables, capture_output=True, text=True, timeout=WITHIN_S)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"start.sh: {name} must be letters, digits")
+    assert done.stderr.startswith(f"start.sh: {name} must consist of letters, digits")
     assert not (value or "").strip() or str(value) not in done.stderr
 
 
 @contextmanager
 def deployed(folder: Path, broker_binary: Path | None) -> Iterator[str]:
-    """The address of a server that deploy/redis/start.sh has started; its data in `folder`."""
+    """The address of a server started by deploy/redis/start.sh, with its data in `folder`."""
     port, binary = ReservedPort(), folder / "bin" / "redis-server"
     real = broker_binary or valkey_binary()
     binary.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ async def deployed_broker(folder: Path, binary: Path | None, run_id: str) -> Asy
 
 
 async def test_the_deployments_redis_has_these_users(tmp_path: Path, broker_binary: Path | None, run_id: str) -> None:
-    """A part that has no password has no user."""
+    """A part without a password has no user."""
     with deployed(tmp_path, broker_binary) as address:
         async with await Broker.connect(f"redis://:ofall@{address}", run_id, patience_s=WITHIN_S) as broker:
             assert {*await broker.redis.acl_users()} == {"default", *PASSWORDS}
@@ -177,7 +177,7 @@ async def test_the_deployments_redis_has_these_users(tmp_path: Path, broker_bina
 async def test_the_deployments_redis_starts_with_a_backup(
     tmp_path: Path, broker_binary: Path | None, run_id: str
 ) -> None:
-    """Once."""
+    """The backup is loaded once: a restart keeps later writes."""
     before, after = tmp_path / "before", tmp_path / "after"
     async with deployed_broker(before, broker_binary, run_id) as broker:
         await broker.redis.set(broker.keys.closed, "saved")
@@ -196,7 +196,7 @@ def test_a_backup_never_takes_the_place_of_a_queue(tmp_path: Path) -> None:
     variables = GIVEN | {"PATH": os.environ["PATH"]}
     done = subprocess.run(["sh", START], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=WITHIN_S)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "holds restore.rdb, and a queue already (appendonlydir): remove one of them" in done.stderr
+    assert "holds both restore.rdb and a queue (appendonlydir): remove one of them" in done.stderr
 
 
 async def test_a_restore_that_was_cut_short_is_finished(
@@ -214,7 +214,7 @@ async def test_a_restore_that_was_cut_short_is_finished(
 
 @asynccontextmanager
 async def _user(broker: EmbeddedBroker, name: str, *given: str) -> AsyncIterator[str]:
-    """The URL of one with these rules."""
+    """The URL of a temporary user with these rules."""
     async with Redis.from_url(broker.url) as admin:
         await admin.execute_command("ACL", "SETUSER", name, ">password", *given)
         try:
@@ -232,7 +232,7 @@ async def test_who_may_do_all_of_it_comes_in(role: Role, shared_broker: Embedded
 
 @pytest.mark.parametrize("role", [Role.ROLLOUT, Role.TRAINER, Role.MONITOR, Role.OPERATOR])
 async def test_whoever_may_do_less_is_refused_by_name(role: Role, shared_broker: EmbeddedBroker, run_id: str) -> None:
-    """Any command, any key: by none of these would a script stop halfway."""
+    """Each missing command or key is found at start, so that no script stops halfway."""
     wanted = rules(role).split()
     needed = [rule for rule in wanted if rule[0] in "+~%" and rule not in ("+evalsha", "+script|load")]
     for rule in needed:
@@ -260,7 +260,7 @@ async def test_one_who_may_run_no_script_is_told_so(shared_broker: EmbeddedBroke
 async def test_rules_that_change_while_it_runs_are_named(
     command: str, shared_broker: EmbeddedBroker, run_id: str
 ) -> None:
-    """No reason to end, as whoever took the permission away may give it back; and never an answer that is wrong."""
+    """The process continues, because the permission may be restored, and never returns a wrong answer."""
     name = f"changed-{run_id}"
     async with (
         _user(shared_broker, name, *rules(Role.MONITOR).split()) as url,
@@ -275,7 +275,7 @@ async def test_rules_that_change_while_it_runs_are_named(
 
 
 def test_scripts_call_what_can_be_read_from_their_text() -> None:
-    """The rules are made of it."""
+    """The rules are derived from the scripts' text."""
     for name, text in SCRIPTS.items():
         calls = re.findall(r"(?:redis\.p?call|if_there)\((?!\.\.\.\))(.)", text)
         odd = 1 if name == "letters" else 0

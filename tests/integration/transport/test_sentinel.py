@@ -1,4 +1,4 @@
-"""Fail-over by Sentinels: real servers, real Sentinels, users who may do what they do and no more."""
+"""Fail-over with real servers and Sentinels, and users with least privilege."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_name_that_no_sentinel_knows(sentinels: Sentinels, run_id: str) 
 
 
 async def test_passwords_that_are_wrong(sentinels: Sentinels, run_id: str) -> None:
-    """Nobody waits for them, however patient."""
+    """Wrong passwords fail at once, even for patient callers."""
     with pytest.raises(ConfigError, match=r"refuses the user or password of a Sentinel \(sentinel_username") as refusal:
         await Broker.connect(sentinels.url_of(password="guessed"), run_id, patience_s=WITHIN_S)
     assert "guessed" not in str(refusal.value)
@@ -74,7 +74,7 @@ async def test_passwords_that_are_wrong(sentinels: Sentinels, run_id: str) -> No
         ("redis+sentinel://:secret/m", "one of the Sentinels has no host"),
         ("redis+sentinel://:12345/m", "one of the Sentinels has no host"),
         ("redis+sentinel://a:0/m?sentinel_password=secret", "one of the Sentinels has no host, or port 0"),
-        ("redis+sentinel://a/m?sentinel_password=secret&sentinel_password=b", "sentinel_password is there twice"),
+        ("redis+sentinel://a/m?sentinel_password=secret&sentinel_password=b", "sentinel_password is given twice"),
         ("redis+sentinel://a/m?sentinel_password=sec#ret", "cannot be read"),
         ("redis+sentinel://a/m?sentinel_password=secret&retry=5", "expected redis"),
         ("redis+sentinel://:secret@a:x,b/m", "cannot be read"),
@@ -100,14 +100,14 @@ async def test_a_connection_to_the_last_master_is_not_used_again(sentinels: Sent
     async with await Broker.connect(sentinels.url_of(), run_id) as broker:
         before = await broker.redis.client_id()
         assert await broker.redis.client_id() == before
-        broker.redis.connection_pool.master_address = ("127.0.0.1", free_port())  # another call has found the next one
+        broker.redis.connection_pool.master_address = ("127.0.0.1", free_port())  # another call found the next
         assert await broker.redis.client_id() != before
 
 
 async def test_a_server_that_is_not_the_master_is_not_believed(
     sentinels: Sentinels, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though a Sentinel names it, and it would answer whoever only reads."""
+    """A Sentinel names a standby, which would answer reads; the client must reject it."""
     standby = next(server for server in sentinels.servers if server is not sentinels.master)
     named, know = [("127.0.0.1", standby.port)], Sentinel.discover_master
 
@@ -121,7 +121,7 @@ async def test_a_server_that_is_not_the_master_is_not_believed(
 
 
 async def test_calls_go_on_with_the_next_master(sentinels: Sentinels, run_id: str) -> None:
-    """First the master is killed and a Sentinel hangs; then the next master hangs and comes back as what it was."""
+    """The master is killed and a Sentinel hangs; then the next master hangs and comes back believing it is master."""
     url = sentinels.url_of(Role.TRAINER)
     async with await Broker.connect(url, run_id, role=Role.TRAINER, patience_s=WITHIN_S) as broker:
         submission = Submission(broker)

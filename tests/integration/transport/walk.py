@@ -1,7 +1,7 @@
-"""Every state that a small world can reach, by breadth first: shortest counterexamples first.
+"""Breadth-first walk of every state that a small world can reach: it finds shortest counterexamples first.
 
-States are told apart by what the scripts and the processes decide by; entry ids, tokens and nonces count only by their
-order. The broker is put back into a state with DUMP and RESTORE.
+States differ only in data on which scripts and processes base decisions; of entry ids and tokens, only the order
+counts. The broker is put back into a state with DUMP and RESTORE.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Node:
     dump: Dump
     story: tuple[str, ...]
     next: set[str] = field(default_factory=set)
-    """States that steps without a fault lead to."""
+    """States reached by steps without a fault."""
     done: bool = False
 
 
 async def walk(world: World, max_states: int = 10**6) -> dict[str, Node]:
-    """All states, by their canonical text. Raises ViolationError with the steps that led there."""
+    """All states by their canonical text. Raises ViolationError with the steps that led to the violation."""
     broker = world.broker
     if keys := (await look(broker, world.job_ids)).keys:
         await broker.redis.delete(*keys)
@@ -59,7 +59,7 @@ async def walk(world: World, max_states: int = 10**6) -> dict[str, Node]:
 
 
 def stuck(nodes: dict[str, Node]) -> list[Node]:
-    """States from which no fault-free way leads to the end of all jobs."""
+    """States from which no fault-free path leads to the end of all jobs."""
     before: dict[str, list[str]] = {name: [] for name in nodes}
     for name, node in nodes.items():
         for later in node.next:
@@ -75,7 +75,7 @@ def stuck(nodes: dict[str, Node]) -> list[Node]:
 
 
 def canonical(world: World, seen: Seen) -> str:
-    """Equal for states that differ only in names that nobody compares."""
+    """Canonical text of a state; equal for states that differ only in names that nothing compares."""
     state = (
         _broker(world, seen),
         [(r.name, [lease.entry_id for lease in r.leases], sorted(r.queue._held)) for r in world.replicas],
@@ -113,7 +113,7 @@ def _broker(world: World, seen: Seen) -> tuple[object, ...]:
 
 
 def _committer(committed: str, names: dict[str, str], living: set[str]) -> str:
-    """Only one who may commit again asks who has committed."""
+    """The committer; "" unless it may commit again, because only then its identity matters."""
     consumer, _, entry = committed.rpartition("/")
     return f"{names[consumer]}/{entry}" if consumer in names and entry in living else ""
 
@@ -149,7 +149,7 @@ def _trainer(trainer: Trainer) -> tuple[object, ...]:
 
 
 def _ranked(pattern: re.Pattern[str], text: str) -> str:
-    """Replaces each by its place among all."""
+    """Replaces each match by its rank among all matches."""
     found = sorted(set(pattern.findall(text)), key=lambda name: [int(part) for part in name.split("-")])
     places = {name: f"#{place}" for place, name in enumerate(found)}
     return pattern.sub(lambda match: places[match[0]], text)

@@ -1,9 +1,9 @@
-"""A run as a machine: replicas, trainers, a client and an operator act on a real broker, one step at a time.
+"""A run as a state machine: replicas, trainers, a client and an operator act on a real broker, one step at a time.
 
-Every step goes through the real scripts. `World.moves` says what could happen next, failures included; `World.check`
-what must hold after every step. Time is a move like any other: a lease runs out when somebody says so.
+Every step goes through the real scripts. `World.moves` lists what can happen next, failures included; `World.check`
+asserts what must hold after every step. Time passes by moves, too: a lease expires when a move says so.
 
-The trainer here keeps the books that a real one keeps (dvp_trainer.queue.books), without prompts, rewards and weights.
+The trainer here uses the real bookkeeping (dvp_trainer.queue.books), without prompts, rewards and weights.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from tests.integration.transport.rig import NO_LIMIT
 from tests.kit.records import make_group
 
 NO_TIME_MS = 0
-"""A lease time under which every lease has run out for whoever looks."""
+"""Lease time under which every lease has always expired, in milliseconds."""
 LONG_S = 3600.0
 MAX_TRAINERS = 2
 MAX_LEASES = 2
 CLIENT = "client "
-"""Before the entries of clients' jobs, and before the name of what takes them: ids of two streams may be equal."""
+"""Prefix of clients' entry ids, which may equal ids of the other stream, and of the replicas that take them."""
 
 ALICE = "alice"
-"""Whose the clients' jobs are."""
+"""Caller that owns the clients' jobs."""
 
 BOOKS = (
     *("jobs", "client_jobs", "groups", "evals", "dead", "in_flight", "uncheckpointed", "fence", "lease", "counters"),
     *("client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines"),
 )
-"""Every key of this world's runs that is not of one job."""
+"""Every key of this world's runs that does not belong to one job."""
 
 LOOK = """
 local function rows(stream)
@@ -113,7 +113,7 @@ class Row(NamedTuple):
 
 
 class JobBooks(NamedTuple):
-    """What the broker knows of one job."""
+    """The broker's data about one job."""
 
     job_id: str
     state: str
@@ -121,28 +121,28 @@ class JobBooks(NamedTuple):
     committed: str
     has_result: int
     ends: bool
-    """It has a time to live."""
+    """The job's hash has a TTL."""
 
 
 class Taken(NamedTuple):
-    """What a client's job, or dead letter, counts for in the broker's memory."""
+    """Accounted memory of a client's job or dead letter."""
 
     name: str
     is_held: bool
-    """It takes the memory; else room is reserved for what it may come to."""
+    """True: the memory is in use. False: it is reserved for an unfinished job."""
     num_bytes: int
     ends: bool
     over: bool
-    """It has ended, and nobody has looked since."""
+    """It has expired, and no script has removed it yet."""
 
 
 class Seen(NamedTuple):
-    """Everything that the broker holds of the run, and the scripts decide by."""
+    """All of the broker's data about the run on which scripts base decisions."""
 
     jobs: tuple[Row, ...]
-    """The trainer's, then clients'."""
+    """The trainer's jobs, then the clients'."""
     owners: dict[str, str]
-    """Consumer by entry of `jobs` that was read."""
+    """Consumer by entry id, for entries of `jobs` that were read."""
     groups: tuple[Row, ...]
     readers: dict[str, str]
     dead: tuple[Row, ...]
@@ -152,22 +152,22 @@ class Seen(NamedTuple):
     lease: str
     books: dict[str, JobBooks]
     keys: tuple[str, ...]
-    """Without the audit: nobody decides by it, so that it is no part of a state."""
+    """All keys except the audit, which affects no decision and so is no part of a state."""
     readable: tuple[bool, ...]
-    """The streams have their consumer groups."""
+    """Whether each stream has its consumer group."""
     memory: tuple[Taken, ...]
     deadlines: frozenset[str]
-    """Jobs of clients that end when their time has passed."""
+    """Clients' jobs that have a deadline."""
     callers: frozenset[tuple[str, str]]
-    """Whose each row of `memory` is, and what each caller has; what is 0 may be there or not."""
+    """Owner of each row of `memory`, and sums per caller; sums of 0 are left out because they may be missing."""
 
 
 Dump = dict[bytes, tuple[bytes, int]]
-"""Every key of a run, but the audit: its value, and its time to live in ms or 0."""
+"""Every key of a run except the audit, with its value and its TTL in ms (0: none)."""
 
 
 class Standby(NamedTuple):
-    """A second broker that has stopped following the first one, and what it holds."""
+    """The contents of a second broker that has stopped following the first one."""
 
     dump: Dump
     seen: Seen
@@ -211,7 +211,7 @@ async def dump(broker: Broker, seen: Seen) -> Dump:
 
 
 async def put_back(broker: Broker, dump: Dump, job_ids: list[str]) -> None:
-    """What `dump` holds is all that the run has."""
+    """Restores the run to exactly the contents of `dump`."""
     keys = broker.keys
     known = [getattr(keys, name) for name in BOOKS]
     known += [name(job_id) for job_id in job_ids for name in (keys.job, keys.result)]
@@ -224,7 +224,7 @@ async def put_back(broker: Broker, dump: Dump, job_ids: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What survives the trainer."""
+    """State that survives the trainer."""
 
     token: int = 0
     """Fencing token of the trainer that wrote it."""
@@ -238,7 +238,7 @@ class Checkpoint:
 
 @dataclass
 class Replica:
-    """What one process has to do with one of the queues; `queue` is replaced when it dies and starts again."""
+    """One replica process on one of the queues; `queue` is replaced when it dies and restarts."""
 
     name: str
     queue: JobQueue
@@ -257,7 +257,7 @@ class Replica:
 
 @dataclass
 class Trainer:
-    """One process. It goes with its last line when it learns that another one took over."""
+    """One trainer process. It exits when it learns that another one took over."""
 
     lease: TrainerLease
     groups: GroupQueue
@@ -268,26 +268,26 @@ class Trainer:
 
     @property
     def deliveries(self) -> list[Delivery]:
-        """What the broker must not tell it again."""
+        """Deliveries received and not acknowledged, which the broker must not deliver again."""
         return [*self.books.arrived.values(), *self.books.ended, *self.books.covered]
 
 
 Act = Callable[["World", Seen], Awaitable[bool | None]]
-"""From what was there before; False if the caller was turned away, and nothing may have changed."""
+"""A step from the state seen before. Returns False if the caller was refused; then nothing may have changed."""
 
 
 class Move(NamedTuple):
     label: str
     fault: bool
-    """Never needed to make progress, and allowed only so often."""
+    """The move is not needed for progress, and the number of faults is limited."""
     act: Act
 
 
 class Parts(NamedTuple):
-    """Connections of the parts of a system, each as its own user, who may do no more than the part does."""
+    """Connections of the parts of a system, each as its own user with least privilege."""
 
     everybody: Broker
-    """May do everything: nature, and whoever looks on."""
+    """Connection with all permissions, for external events and for observation."""
     replica: Broker
     trainer: Broker
     monitor: Broker
@@ -310,23 +310,23 @@ async def connect_parts(embedded: EmbeddedBroker, run_id: str) -> AsyncIterator[
 class World:
     parts: Parts
     jobs: dict[str, Job]
-    """Of the trainer."""
+    """The trainer's jobs by id."""
     asked: dict[str, Job]
-    """Of a client."""
+    """A client's jobs by id."""
     replicas: list[Replica]
     faults: int
-    """How many more may happen."""
+    """Number of faults that may still happen."""
     max_deliveries: int = 3
     trainers: list[Trainer] = field(default_factory=list)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """The one that a resume takes up."""
+    """The checkpoint from which a trainer resumes."""
     superseded: frozenset[str] = frozenset()
-    """What an older trainer's checkpoint covered, and the newer one's does not."""
+    """Jobs that an older trainer's checkpoint covered and the newer one's does not."""
     may_fail_over: bool = False
-    """There is a second broker that takes over when the first one fails, and may not have heard everything."""
+    """A second broker may take over when the first one fails, and may lack its last writes."""
     standby: Standby | None = None
     went_back: bool = False
-    """The broker has lost its last writes, or tokens of two trainers: a trainer may know more than it."""
+    """The broker has lost its last writes, or the tokens of two trainers: a trainer may know more than the broker."""
 
     @classmethod
     def new(
@@ -352,7 +352,7 @@ class World:
         return [*self.jobs, *self.asked]
 
     def fork(self) -> World:
-        """A copy of every process; the connections, jobs and deliveries are shared."""
+        """A copy of every process; connections, jobs, leases and deliveries are shared."""
         leases = [lease for replica in self.replicas for lease in replica.leases]
         deliveries = [delivery for trainer in self.trainers for delivery in trainer.deliveries]
         shared = [*self.parts, self.jobs, *self.jobs.values(), self.asked, self.standby, *leases, *deliveries]
@@ -400,7 +400,7 @@ class World:
             yield Move(f"{name} stops", True, partial(_stop, i=i))
 
     def _next_expired(self, replica: Replica, seen: Seen) -> str | None:
-        """The entry that `claim_expired` would take."""
+        """The entry that `claim_expired` would take; None if there is none."""
         held = {replica.prefix + lease.entry_id for lease in replica.leases}
         return next((entry for entry in seen.owners if replica.sees(entry) and entry not in held), None)
 
@@ -439,7 +439,7 @@ class World:
             yield Move(f"trainer {i} hears nothing", False, partial(_recheck, i=i))
 
     def _is_lost(self, job_id: str, seen: Seen) -> bool:
-        """The trainer would wait for it in vain."""
+        """Whether the trainer would wait for this job forever."""
         return not seen.books[job_id].state or (
             seen.books[job_id].state in ("done", "dead") and all(row.job_id != job_id for row in seen.groups)
         )
@@ -463,7 +463,7 @@ class World:
     # --- what must hold -------------------------------------------------------------------------------------------
 
     def check(self, seen: Seen) -> None:
-        """After every step, whatever happened."""
+        """Asserts everything that must hold after every step."""
         where = Counter(row.job_id for row in (*seen.jobs, *seen.groups))
         for job_id in self.job_ids:
             assert where[job_id] <= 1, f"{job_id} is there {where[job_id]} times"
@@ -479,7 +479,7 @@ class World:
         self._check_keys(seen)
 
     def _check_job(self, books: JobBooks, seen: Seen) -> None:
-        """A job is in exactly one place, and its end is forgotten only when a checkpoint covers it."""
+        """A job is in exactly one place, and its end is deleted only once a checkpoint covers it."""
         entries = [row.entry for row in seen.jobs if row.job_id == books.job_id]
         queued = len(entries)
         assert all(entry.startswith(CLIENT) == (books.job_id in self.asked) for entry in entries), "in the wrong queue"
@@ -501,7 +501,7 @@ class World:
             assert (queued, kinds) == (0, []), f"{books} is in a stream without books"
 
     def _check_books(self, trainer: Trainer, seen: Seen) -> None:
-        """In flight = submitted less trained less dead."""
+        """In flight = submitted - trained - dead."""
         running = {id for id in trainer.books.outstanding if seen.books[id].state in ("queued", "running", "done")}
         assert running <= seen.in_flight, f"runs uncounted: {running - seen.in_flight}"
         ghosts = seen.in_flight - trainer.books.outstanding.keys() - trainer.buried
@@ -509,7 +509,7 @@ class World:
         assert not seen.uncheckpointed & trainer.books.outstanding.keys()
 
     def _check_memory(self, seen: Seen) -> None:
-        """What clients' jobs take is in the books exactly as long as they take it."""
+        """Clients' memory is accounted exactly as long as it is taken."""
         states = {id: seen.books[id].state for id in self.asked}
         rows = [row for row in seen.memory if row.name != ":total" and not row.over]
         reserved = {row.name: row.num_bytes for row in rows if not row.is_held}
@@ -543,10 +543,10 @@ class World:
         assert not orphans, f"nobody knows {orphans}"
 
     def is_done(self, seen: Seen) -> bool:
-        """Every job has ended, a checkpoint says so, and the broker holds nothing of it but what has a time to live."""
+        """Every job has ended, a checkpoint covers it, and the broker's remaining data about it has a TTL."""
         ended = self.checkpoint.finished >= self.jobs.keys()
         answered = all(seen.books[job_id].state in ("done", "dead") for job_id in self.asked)
-        # What a broker counts as trained since the checkpoint, and has neither job nor group of, goes with a resume.
+        # Jobs that only the broker counts as trained, without job or group, disappear with a resume.
         uncheckpointed = seen.uncheckpointed - (self.checkpoint.finished if self.went_back else set())
         empty = not (seen.jobs or seen.groups or seen.in_flight or uncheckpointed)
         return ended and answered and empty and all(books.ends for books in seen.books.values() if books.state)
@@ -566,14 +566,14 @@ async def _ask(world: World, before: Seen, job_id: str) -> None:
 
 
 async def _forget(world: World, before: Seen, job_id: str) -> None:
-    """What its time to live does."""
+    """Expires the job and its result."""
     redis, keys = world.broker.redis, world.broker.keys
     await redis.delete(keys.job(job_id), keys.result(job_id))
     await redis.zadd(keys.client_expiry, {job_id: 1}, xx=True)
 
 
 async def _overdue(world: World, before: Seen, job_id: str) -> None:
-    """Whoever submits next, as here the same client, finds it overdue."""
+    """Passes the deadline; the next submission, here by the same client, finds the job overdue."""
     await world.broker.redis.zadd(world.broker.keys.client_deadlines, {job_id: 1}, xx=True)
     again = Submission(world.parts.replica).submit_client(world.asked[job_id], limit=NO_LIMIT, caller=ALICE)
     assert await again is Submitted.DEAD
@@ -629,8 +629,8 @@ async def _end(
     repeated: bool = False,
     heard: bool = True,
 ) -> bool:
-    """One of the ways to end a lease. Only its owner is heard, or one who says again what was done before; unless the
-    answer is `heard`, the caller goes on as if it had said nothing."""
+    """Ends a lease with `call`. Only its owner may succeed, or a retry of a call that succeeded before. If the answer
+    is not `heard`, the caller continues as if it had not called."""
     replica = world.replicas[i]
     lease = replica.leases[number]
     owner = replica.owns(lease, before)
@@ -679,7 +679,7 @@ async def _start(world: World, before: Seen) -> None:
 
 
 async def _as_trainer(world: World, before: Seen, i: int, call: Callable[[Trainer], Awaitable[object]]) -> bool:
-    """False if the trainer was fenced off, and ended."""
+    """Calls as trainer i; returns False if it was fenced off, in which case it has exited."""
     trainer = world.trainers[i]
     newest = trainer.lease.token >= int(before.fence or 0)
     try:
@@ -726,7 +726,7 @@ async def _read(world: World, before: Seen, i: int) -> None:
 
 
 async def _read_unheard(world: World, before: Seen, i: int) -> None:
-    """Also what a trainer does that is stopped between the look at its token and the read."""
+    """Reads and loses the reply; equals a trainer that is stopped between its fence check and its read."""
     reader = f"trainer/{world.trainers[i].lease.token}"
     await world.parts.trainer.read_group(world.broker.keys.groups, TRAINER, reader, 1, 1)
 
@@ -741,7 +741,7 @@ async def _train(world: World, before: Seen, i: int, job_id: str) -> bool:
 
 
 async def _save(world: World, before: Seen, i: int) -> None:
-    """Nothing fences a file system: one who comes late finds the checkpoint of a newer trainer, and gives up."""
+    """Writes a checkpoint. Nothing fences a file system: a late trainer finds a newer one's checkpoint and exits."""
     trainer = world.trainers[i]
     if world.checkpoint.token > trainer.lease.token:
         del world.trainers[i]
@@ -816,7 +816,7 @@ async def _fall_behind(world: World, before: Seen) -> None:
 
 
 async def _fail_over(world: World, before: Seen) -> None:
-    """What has happened since the standby fell behind is lost; so is what a disk loses that writes once a second."""
+    """Loses all writes since the standby fell behind; a disk that syncs once a second loses writes in the same way."""
     assert world.standby is not None
     await put_back(world.broker, world.standby.dump, world.job_ids)
     await _catch_up(world, before)
@@ -824,8 +824,8 @@ async def _fail_over(world: World, before: Seen) -> None:
 
 
 async def _catch_up(world: World, before: Seen) -> None:
-    """Tokens are milliseconds of the clock, and ahead of it where trainers start faster than it ticks. No broker goes
-    away and is full of life again before it has caught up."""
+    """Waits until the clock has passed all tokens and entry ids. Tokens are clock milliseconds and run ahead if
+    trainers start faster than the clock ticks; a real broker does not restart before the clock has caught up."""
     while True:
         seconds, microseconds = await world.broker.redis.time()
         now = 1000 * seconds + microseconds // 1000
@@ -842,11 +842,11 @@ async def _catch_up(world: World, before: Seen) -> None:
 
 
 class ViolationError(AssertionError):
-    """What went wrong."""
+    """A step failed or broke an invariant."""
 
 
 async def step(world: World, before: Seen, move: Move) -> Seen:
-    """Does one move. Raises ViolationError."""
+    """Executes one move and returns the state after it. Raises ViolationError."""
     try:
         world.faults -= move.fault
         heard = await move.act(world, before)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.contract.weights import Announcement, WeightVersion
+from dvp_rl.http.api_tokens import ApiTokens
 from dvp_rl.http.server import bound, http_server
-from dvp_rl.http.tokens import Tokens
 from dvp_rl.weights.app import create_app
 from dvp_rl.weights.download import SeqsInUse, WeightCache
 from dvp_rl.weights.folder import folder_name, verify_folder, write_manifest
@@ -25,7 +25,7 @@ Publish = Callable[..., Announcement]
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Path:
-    """What only the trainer and dvp-weights see."""
+    """The volume that only the trainer and dvp-weights see."""
     return tmp_path / "volume"
 
 
@@ -54,12 +54,12 @@ def publish(volume: Path) -> Publish:
 
 @asynccontextmanager
 async def serving(
-    root: Path, tokens: Tokens | None = None, upstream: UpstreamSection | None = None, port: int = 0
+    root: Path, tokens: ApiTokens | None = None, upstream: UpstreamSection | None = None, port: int = 0
 ) -> AsyncIterator[int]:
-    """dvp-weights in this event loop; the port."""
+    """Runs dvp-weights in this event loop, and yields its port."""
     mirror = None if upstream is None else Mirror(root, upstream)
     with bound("127.0.0.1", port) as listener:
-        http = http_server(create_app(root, tokens or Tokens(), mirror), drain_s=0)
+        http = http_server(create_app(root, tokens or ApiTokens(), mirror), drain_s=0)
         task = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A network that misbehaves: a TCP proxy in the test's event loop."""
+"""A TCP proxy in the test's event loop that simulates a faulty network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER_S = 60.0
 class Kind(StrEnum):
     CUT = "cut"
     STALL = "stall"
-    """Not a byte more, and the connection stays open."""
+    """No more bytes arrive, and the connection stays open."""
     FLIP = "flip"
     """One byte is wrong."""
 
@@ -25,16 +25,16 @@ class Kind(StrEnum):
 class Fault(NamedTuple):
     kind: Kind
     at: int
-    """Bytes of the answer that still arrive whole."""
+    """Bytes of the answer that arrive before the fault."""
 
 
 class Proxy:
-    """`url` leads to `port`; connection k suffers `faults[k]`, later ones none."""
+    """Forwards `url` to `port`. Connection k suffers `faults[k]`, later ones no fault."""
 
     def __init__(self, port: int, faults: Sequence[Fault]) -> None:
         self._port, self._faults = port, list(faults)
         self.passed = 0
-        """Bytes of answers that went through."""
+        """Bytes of answers forwarded so far."""
         self.url = ""
         self._connections = set[asyncio.Task[None]]()
 

@@ -1,4 +1,4 @@
-"""Weights over a network that cuts, stalls and corrupts: real sockets throughout."""
+"""Downloads of weights, on real sockets, over a network that cuts, stalls and corrupts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import UnavailableError, WeightError
 from dvp_rl.contract.weights import Manifest, WeightFile
-from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.rollout.settings import WeightSettings
 from dvp_rl.weights.download import WeightCache
 from dvp_rl.weights.folder import MANIFEST_NAME, folder_name, verify_folder
@@ -22,7 +22,7 @@ from tests.kit.tokens import write_token
 from tests.kit.wait import until_async
 
 HEADERS = 16_000
-"""More than all that is not the large file."""
+"""More bytes than everything but the large file."""
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ async def test_a_version_that_was_swept_is_named(publish: Publish, port: int, ca
 
 async def test_another_version_than_the_announced_one_is_refused(publish: Publish, port: int, cache: Path) -> None:
     other = publish(2, direct(port)).url
-    with pytest.raises(WeightError, match=r"holds run:2:.*, announced was run:1:"):
+    with pytest.raises(WeightError, match=r"holds run:2:.*, but run:1:.* was announced"):
         await fetch(WeightCache(cache), publish(1, direct(port)).model_copy(update={"url": other}), in_use())
 
 
@@ -171,7 +171,7 @@ async def test_old_versions_go_unless_a_replica_serves_them(publish: Publish, po
 async def test_a_token_is_asked_for(publish: Publish, volume: Path, cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tokens"
     token, reader = write_token(folder, Scope.WEIGHTS, "replica"), write_token(folder, Scope.READ, "reader")
-    async with serving(volume, Tokens(folder=folder)) as port:
+    async with serving(volume, ApiTokens(folder=folder)) as port:
         announced = publish(1, direct(port))
         for wrong, reason in (("", "401"), ("guess", "401"), (reader, "403")):
             with pytest.raises(WeightError, match=rf"HTTP {reason}; weights\.token"):
@@ -182,10 +182,10 @@ async def test_a_token_is_asked_for(publish: Publish, volume: Path, cache: Path,
 async def test_a_replica_and_dvp_weights_change_their_token_together(
     publish: Publish, volume: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """Both read one file, as on Kubernetes; neither is started again."""
+    """Both read the same file, as on Kubernetes; neither is restarted."""
     folder = tmp_path / "tokens"
     old = write_token(folder, Scope.WEIGHTS, "replica")
-    tokens, settings = Tokens(folder=folder), WeightSettings(token_file=folder / "weights" / "replica")
+    tokens, settings = ApiTokens(folder=folder), WeightSettings(token_file=folder / "weights" / "replica")
     replica = WeightCache(cache, token=settings.read_token)
     async with serving(volume, tokens) as port:
         await fetch(replica, publish(1, direct(port)), in_use())

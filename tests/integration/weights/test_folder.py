@@ -1,4 +1,4 @@
-"""A weight folder is believed only when every byte of it is as announced."""
+"""A weight folder is accepted only if every byte of it matches its manifest."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_linked_manifest_is_refused(folder: Path) -> None:
 
 def test_a_folder_without_its_last_step_does_not_verify(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(WeightError, match="no finished weight version"):
+    with pytest.raises(WeightError, match="not a finished weight version"):
         verify_folder(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_names_that_no_manifest_may_hold_are_refused_when_written(tmp_path: Path
 
 
 def test_a_sequence_number_is_published_once(folder: Path) -> None:
-    with pytest.raises(WeightError, match="exists already"):
+    with pytest.raises(WeightError, match="already exists"):
         _write(folder.parent)
 
 

@@ -1,4 +1,4 @@
-"""A dvp-weights that copies another one's versions, and still serves them when that one is gone."""
+"""A mirror copies the versions of another dvp-weights, and still serves them when that one is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import WeightError
 from dvp_rl.contract.weights import Announcement, WeightVersion
-from dvp_rl.http.tokens import Scope, Tokens
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.weights.download import WeightCache, await_published
 from dvp_rl.weights.folder import MANIFEST_NAME, folder_name, verify_folder, write_manifest
 from dvp_rl.weights.settings import UpstreamSection
@@ -25,7 +25,7 @@ from tests.kit.tokens import write_token
 from tests.kit.wait import until_async
 
 HEADERS = 32_000
-"""More than all that is not the large file."""
+"""More bytes than everything but the large file."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def url(port: int) -> str:
 
 
 async def fetched(tmp_path: Path, announced: Announcement) -> bool:
-    """True if a replica that has nothing yet gets what was announced."""
+    """True if a replica with an empty cache gets what was announced."""
     cache = tmp_path / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     folder = await fetch(WeightCache(cache), announced, in_use())
@@ -59,7 +59,7 @@ async def test_versions_outlive_where_they_came_from(
         announced = publish(1, at)
         assert await fetched(tmp_path, announced)
     async with mirror(store, url(free_port())) as at:
-        assert await fetched(tmp_path, publish(1, at)), "started again since, and upstream is gone"
+        assert await fetched(tmp_path, publish(1, at)), "the mirror was restarted, and upstream is gone"
     shutil.rmtree(volume / RUN_ID)
     async with serving(volume) as port, mirror(store, url(port)) as at:
         assert await fetched(tmp_path, announced.model_copy(update={"url": f"{at}/v1/weights/{RUN_ID}/weights-000001"}))
@@ -83,7 +83,7 @@ async def test_a_cut_is_gone_on_from(publish: Publish, port: int, store: Path, t
 async def test_a_seq_that_is_used_again_is_copied_again(
     publish: Publish, volume: Path, port: int, store: Path, tmp_path: Path
 ) -> None:
-    """The trainer's volume was lost, and its run begun anew."""
+    """This happens if the trainer's volume was lost and its run started over."""
     async with mirror(store, url(port)) as at:
         announced = publish(1, at)
         assert await fetched(tmp_path, announced)
@@ -107,7 +107,7 @@ async def test_what_nobody_has_is_not_there(port: int, store: Path, tmp_path: Pa
     async with mirror(store, url(port)) as at, httpx.AsyncClient(base_url=f"{at}/v1/weights") as client:
         for folder in (f"{RUN_ID}/{folder_name(7)}", f"other/{folder_name(1)}"):
             assert (await client.get(f"{folder}/{MANIFEST_NAME}")).status_code == 404
-    assert names(tmp_path) == [], "whoever asks for what is not there leaves nothing"
+    assert names(tmp_path) == [], "requests for missing versions leave nothing behind"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -118,7 +118,7 @@ async def test_what_cannot_be_copied_says_why(publish: Publish, volume: Path, st
             await fetched(tmp_path, publish(1, at))
     tokens = tmp_path / "tokens"
     write_token(tokens, Scope.WEIGHTS, "replica")
-    async with serving(volume, Tokens(folder=tokens)) as port, mirror(store, url(port)) as at:
+    async with serving(volume, ApiTokens(folder=tokens)) as port, mirror(store, url(port)) as at:
         with pytest.raises(WeightError, match=r"HTTP 503: .*HTTP 401; .*upstream\.token"):
             await fetched(tmp_path, publish(1, at))
     store.touch()  # noqa: ASYNC240
@@ -130,7 +130,7 @@ async def test_what_cannot_be_copied_says_why(publish: Publish, volume: Path, st
 async def test_upstream_is_shown_a_token(publish: Publish, volume: Path, store: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     write_token(tokens, Scope.WEIGHTS, "replica")
-    async with serving(volume, Tokens(folder=tokens)) as port:
+    async with serving(volume, ApiTokens(folder=tokens)) as port:
         upstream = UpstreamSection(url=url(port), token_file=tokens / "weights" / "replica")
         async with serving(store, upstream=upstream) as own:
             assert await fetched(tmp_path, publish(1, url(own)))
@@ -159,14 +159,14 @@ async def test_a_trainer_does_not_announce_what_is_not_there(
     where, version, _ = awaited(announced)
     with pytest.raises(WeightError, match=r"All connection attempts failed; waited 0 s"):
         await await_published(*awaited(publish(1, url(free_port()))), 0)
-    with pytest.raises(WeightError, match=r"holds run:1:.*, announced was run:1:0"):
+    with pytest.raises(WeightError, match=r"holds run:1:.*, but run:1:0 was announced"):
         await await_published(where, version._replace(digest="0"), str, 60)
     with pytest.raises(
         WeightError, match="HTTP 404; the trainer has deleted this version, or dvp-weights serves another"
     ):
         await await_published(where.replace("000001", "000002"), version, str, 60)
     write_token(tmp_path / "tokens", Scope.WEIGHTS, "replica")
-    async with serving(volume, Tokens(folder=tmp_path / "tokens")) as closed:
+    async with serving(volume, ApiTokens(folder=tmp_path / "tokens")) as closed:
         with pytest.raises(WeightError, match="HTTP 401"):
             await await_published(*awaited(publish(1, url(closed))), 60)
 

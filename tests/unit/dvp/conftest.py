@@ -1,4 +1,4 @@
-"""One thread: these tensors are small, and threads that wait for each other would only slow them down."""
+"""Tests run with one thread: their tensors are so small that synchronising threads would only slow them down."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""The method once more, in float64 NumPy and by complete enumeration. Imports nothing from services.
+"""Independent implementation of the method in float64 NumPy, by complete enumeration. Imports nothing from services.
 
-Only the set follows the one form (float32 for logits of float32 or less, float64 otherwise), so that exact ties are
-decided alike; everything else is float64.
+Only the set is decided as in the implementation (float32 for logits of at most float32, float64 otherwise), so that
+exact ties agree; everything else is float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Policy(NamedTuple):
 
 
 def policy(logits: NDArray[np.floating], log_min_p: float, temperature: float) -> Policy:
-    """[.., V] float32 or float64 logits."""
+    """The constrained policy of float32 or float64 logits [.., V]."""
     d = logits - logits.max(-1, keepdims=True)
     keep = d >= logits.dtype.type(np.float64(temperature) * np.float64(log_min_p))
     z = logits.astype(np.float64) / temperature
@@ -45,7 +45,7 @@ def policy(logits: NDArray[np.floating], log_min_p: float, temperature: float) -
 
 
 class Tree(NamedTuple):
-    """A language of at most `horizon` tokens over a tiny vocabulary; token 0 ends a sequence. logits[i] belongs to
+    """All sequences of at most `horizon` tokens over a tiny vocabulary; token 0 ends a sequence. logits[i] belongs to
     the i-th prefix of `prefixes`."""
 
     vocab: int
@@ -96,7 +96,7 @@ def expected_gradient(
     cap: float,
     log_veto: float,
 ) -> Floats:
-    """sum_y pi_infer_mp(y) sum_t w_t R(y) d log pi_train_mp(y_t) / d train_logits, vetoed sequences left out."""
+    """sum_y pi_infer_mp(y) sum_t w_t R(y) d log pi_train_mp(y_t) / d train_logits, without vetoed sequences."""
     train = policy(train_logits, train_log_min_p, temperature)
     infer = policy(infer_logits, infer_log_min_p, temperature)
     index = {prefix: i for i, prefix in enumerate(tree.prefixes())}

@@ -1,4 +1,4 @@
-"""Advantages against the formulas written out in plain Python, float64."""
+"""Advantages against the formulas in plain Python, float64."""
 
 from __future__ import annotations
 

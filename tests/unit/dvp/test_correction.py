@@ -1,4 +1,4 @@
-"""Veto and importance weights: reasons, levels, both readings of the bounds, and what must never slip through."""
+"""Veto and importance weights: reasons, levels, both kinds of bounds, and tokens that must never pass."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_only_model_tokens_count(level: Level, mode: Mode) -> None:
 def test_an_outside_token_always_drops_its_sequence(
     level: Level, mode: Mode, dtype: torch.dtype, shift: float, log_min_p: float
 ) -> None:
-    """One token outside among 400, with an engine's log-prob as low as its set allows."""
+    """One token of 400 is outside, and its log-prob in the engine is as low as the engine's set allows."""
     logits = torch.zeros(2, 400, 4)
     logits[..., 1], logits[0, 7, 2] = -1.0, log_min_p - 5
     logits = (logits + shift).to(dtype)

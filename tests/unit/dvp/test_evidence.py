@@ -1,4 +1,4 @@
-"""The record of both sides, and what pruning removed, against their logits."""
+"""The record of both sides, and metrics of what pruning removed, against the logits of both sides."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_a_token_inside_there_is_no_mean(sides: tuple[torch.Tensor, ...]
 
 
 def test_parts_join_in_the_order_of_the_batch_without_rows_that_have_no_token(sides: tuple[torch.Tensor, ...]) -> None:
-    """Micro-batches come in any order and with any padding; idle ones have no model token."""
+    """Micro-batches arrive in any order and with any padding; idle ones have no model token."""
     whole = evidence(*sides)
     short = Evidence.of(
         {name: tensor[2:, ..., :4] if tensor.dim() > 1 else tensor[2:] for name, tensor in whole.tensors().items()}

@@ -1,4 +1,4 @@
-"""The method runs with torch alone: inside SGLang there is nothing else of ours, and no jaxtyping."""
+"""The method runs with torch alone: inside SGLang, neither the rest of this project nor jaxtyping is available."""
 
 import subprocess
 import sys

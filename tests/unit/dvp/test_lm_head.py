@@ -1,4 +1,4 @@
-"""The LM-head operation against the plain implementation: logits of everything, then the constrained policy."""
+"""The LM-head operation against the plain implementation: all logits first, then the constrained policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kit.models import make_model
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97
 SPARSE, MIXED, DENSE = 1.0, 0.05, 0.0
-"""max_share: how much of the vocabulary a row may keep for the sparse backward."""
+"""Values of max_share, the share of the vocabulary that a row may keep for the sparse backward."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ def test_values_and_gradients_equal_the_plain_ones(
 ) -> None:
     case = make_case(bias=bias)
     ours, plain = case.ours(max_share=max_share, chunk=chunk), case.plain()
-    assert 0 < int(ours.inside.sum()) < TOKENS  # both kinds of row are there
+    assert 0 < int(ours.inside.sum()) < TOKENS  # both kinds of row occur
     assert torch.equal(ours.kept_count, plain.kept_count)
     assert torch.equal(ours.inside, plain.inside)
     torch.testing.assert_close(ours.logprobs, plain.logprobs, rtol=0, atol=1e-13)
@@ -121,7 +121,7 @@ def test_low_precision_equals_the_plain_implementation_within_its_rounding(
 @pytest.mark.parametrize("max_share", [SPARSE, MIXED, DENSE])
 def test_the_gradient_is_that_of_finite_differences(make_case: Callable[..., Case], max_share: float) -> None:
     case = make_case()
-    inside = case.plain().inside.nonzero()[:6, 0]  # off the set the log-prob is a stand-in without gradient
+    inside = case.plain().inside.nonzero()[:6, 0]  # off the set the log-prob is a placeholder without gradient
 
     def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return head_logprobs(
@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_finite_differences(make_case: Callable[..., Cas
 
 @pytest.mark.parametrize("max_share", [SPARSE, MIXED, DENSE])
 def test_rows_without_slope_are_not_touched_by_the_backward(make_case: Callable[..., Case], max_share: float) -> None:
-    """A NaN in the hidden states of a dropped sequence would spread over the head's gradient if it were."""
+    """Otherwise a NaN in the hidden states of a dropped sequence would spread over the head's gradient."""
     case = make_case(bias=False)
     dropped = torch.arange(TOKENS) % 3 == 0
     case.upstream[dropped] = 0
@@ -158,7 +158,7 @@ def test_rows_without_slope_are_not_touched_by_the_backward(make_case: Callable[
 def test_logits_that_are_not_finite_are_treated_as_in_the_plain_implementation(
     make_case: Callable[..., Case], chunk: int | None, max_share: float
 ) -> None:
-    """-inf is a token of probability zero, be it every one of a tile; a row with anything else has no log-prob."""
+    """-inf is a token of probability zero, even if it fills a tile; a row with NaN or +inf has no log-prob."""
     case = make_case()
     assert case.bias is not None
     with torch.no_grad():

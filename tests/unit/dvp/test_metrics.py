@@ -1,4 +1,4 @@
-"""Every metric against a formula written out by hand in float64 NumPy, one sequence and one token at a time."""
+"""Every metric against its formula in float64 NumPy, one sequence and one token at a time."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ N, T, CAP = 40, 7, 1.3
 
 
 def make_batch(level: Level = Level.SEQUENCE, mode: Mode = Mode.MIS, shape: tuple[int, int] = (N, T)) -> MetricBatch:
-    """Lengths 1..T; some outside tokens, a token far off, a NaN row, and NaN off the mask."""
+    """A batch with lengths 1..T, some outside tokens, a token far off, a NaN row, and NaN off the mask."""
     n, length = shape
     generator = torch.Generator().manual_seed(11)
     infer = -torch.rand(shape, generator=generator) * 4
@@ -52,7 +52,7 @@ def make_batch(level: Level = Level.SEQUENCE, mode: Mode = Mode.MIS, shape: tupl
 
 
 def seen_with(batch: MetricBatch, **train: Tensor) -> MetricBatch:
-    """The same batch with other train-side fields and the correction that follows from them."""
+    """The batch with other train-side fields and the resulting correction."""
     seen = dataclasses.replace(batch.seen, train=batch.seen.train._replace(**train))
     correction = correct(seen.train.logprobs, seen.infer.logprobs, seen.train.inside, seen.mask)
     return dataclasses.replace(batch, seen=seen, correction=correction)
@@ -63,7 +63,7 @@ def as_float64(tensor: Tensor) -> np.ndarray:
 
 
 class Tokens:
-    """The same batch as plain lists: `rows[i]` are the token positions of sequence i that count."""
+    """The batch as plain lists: `rows[i]` are the token positions of sequence i that count."""
 
     def __init__(self, batch: MetricBatch) -> None:
         self.l = as_float64(batch.seen.train.logprobs - batch.seen.infer.logprobs)
@@ -77,7 +77,7 @@ class Tokens:
         self.flat = np.array([self.l[pair] for pair in self.pairs])
 
     def weights(self, level: Level, rows: list[list[int]]) -> list[float]:
-        """Per token, or per sequence with a token that counts."""
+        """Weights per token, or per sequence with a token that counts."""
         if level is Level.TOKEN:
             return [math.exp(np.clip(self.l[i, t], -20, 20)) for i, row in enumerate(rows) for t in row]
         reduce = np.mean if level is Level.GEOMETRIC else np.sum

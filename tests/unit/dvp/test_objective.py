@@ -1,4 +1,5 @@
-"""The surrogate's gradient is the estimator: unbiased by complete enumeration, and equal to an independent one."""
+"""The surrogate's negative gradient is the estimator: unbiased by complete enumeration, and equal to an independent
+one."""
 
 import itertools
 import math

@@ -19,7 +19,7 @@ TOLERANCE = 5e-5
 
 
 def make_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Wide enough that every threshold prunes."""
+    """Random logits, spread so widely that every threshold prunes."""
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 5).to(dtype)
 
 
@@ -28,7 +28,7 @@ def as_numpy(logits: Tensor) -> np.ndarray:
 
 
 def assert_agrees(logits: Tensor, log_min_p: float, temperature: float) -> None:
-    """Set, count, mass and the log-prob of every token, members and not."""
+    """Compares set, count, mass and the log-prob of every token, member or not, with the oracle."""
     expected = oracle.policy(as_numpy(logits), log_min_p, temperature)
     vocab = logits.shape[-1]
     ids = torch.arange(vocab).repeat(len(logits), 1)

@@ -1,4 +1,4 @@
-"""The sampler draws from the constrained distribution, and the test of that can fail."""
+"""The sampler draws from the constrained distribution, and the test rejects samplers that do not."""
 
 import math
 from typing import NamedTuple
@@ -18,7 +18,7 @@ CHUNK = 512
 
 
 class Case(NamedTuple):
-    """A head that spreads evenly over nine tenths of the kept range, and a flat tail just under the threshold."""
+    """Logits with a head spread evenly over nine tenths of the kept range, and a flat tail just below the threshold."""
 
     log_min_p: float
     temperature: float
@@ -43,7 +43,7 @@ CASES = [
 
 
 def draw(case: Case, *, log_min_p: float | None = None, temperature: float | None = None, seed: int = 0) -> np.ndarray:
-    """case.draws token ids, of the case's own policy or of a wrong one."""
+    """case.draws token ids, from the case's own policy or from a wrong one."""
     generator = torch.Generator().manual_seed(seed)
     logits = case.logits()
     rows = []
@@ -61,7 +61,8 @@ def draw(case: Case, *, log_min_p: float | None = None, temperature: float | Non
 
 
 def pooled(observed: np.ndarray, expected: np.ndarray, least: float = 5.0) -> tuple[np.ndarray, np.ndarray]:
-    """Cells in order of expectation, joined until each expects at least `least`; what remains joins the last."""
+    """Observed and expected counts in order of expectation, joined into cells that expect at least `least`, except the
+    last."""
     order = np.argsort(expected)
     cells: list[list[float]] = [[0.0, 0.0]]
     for o, e in zip(observed[order], expected[order], strict=True):
@@ -98,7 +99,7 @@ def test_an_unmasked_sampler_is_rejected(case: Case) -> None:
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 @pytest.mark.parametrize("case", NARROW)
 def test_a_temperature_off_by_five_percent_is_rejected(case: Case, factor: float) -> None:
-    # The threshold tau * log rho stays, so that it is the shape that is rejected and not the set.
+    # The threshold tau * log rho is unchanged, so the test rejects the shape and not the set.
     wrong = draw(case, temperature=case.temperature * factor, log_min_p=case.log_min_p / factor)
     policy = oracle.policy(case.logits().numpy(), case.log_min_p, case.temperature)
     assert policy.keep[wrong].all()

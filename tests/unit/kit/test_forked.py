@@ -1,4 +1,4 @@
-"""Processes that are forked behave as those that are started."""
+"""Forked processes behave like started ones."""
 
 from __future__ import annotations
 

@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Small tensors: threads would only wait for each other."""
+    """Limits torch to one thread: with small tensors, threads would only wait for each other."""
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The training study: its task, its sampler, its criterion, and that it goes on where it was stopped."""
+"""The training study: its task, its sampler, its criterion, and that a stopped study resumes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_error_field_is_fixed_by_its_state_and_has_the_size_asked_for(model:
     sampler = Sampler(policy, Mismatch(field=0.5), NOTHING_PRUNED)
     states = torch.randn(200, policy.config.hidden_size, generator=torch.Generator().manual_seed(0))
     error = sampler._error(states)
-    torch.testing.assert_close(error[:7], sampler._error(7 * states[:7]), rtol=0, atol=1e-4)  # by direction alone
+    torch.testing.assert_close(error[:7], sampler._error(7 * states[:7]), rtol=0, atol=1e-4)  # scale is irrelevant
     assert float(error.std()) == pytest.approx(0.5, rel=0.1)
     assert float(error.mean()) == pytest.approx(0, abs=0.02)
 

@@ -1,4 +1,4 @@
-"""What `dvp-lab` refuses, and how it says so."""
+"""What `dvp-lab` refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dvp_rl.contract.errors import ConfigError
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["rho", "--engine", "sglang-bf16"], "shows no logits where it prunes"),
+        (["rho", "--engine", "sglang-bf16"], "returns no logits under pruning"),
         (["signature", "--model", "deploy/demo/model"], "--model and --prompts belong together"),
         (["overlap", "--prompts", "deploy/demo/heldout.jsonl"], "--model and --prompts belong together"),
         (["signature", "--model", "absent", "--prompts", "absent.jsonl"], "absent"),

@@ -15,7 +15,7 @@ EVERY = len(EDGES) - 1
 
 
 def trace(train: torch.Tensor, infer: torch.Tensor, mask: torch.Tensor | None = None) -> Trace:
-    """Tokens drawn from `infer`."""
+    """A trace whose tokens are drawn from `infer`."""
     torch.manual_seed(1)
     tokens = torch.distributions.Categorical(logits=infer).sample()
     logprobs = infer.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
@@ -24,7 +24,7 @@ def trace(train: torch.Tensor, infer: torch.Tensor, mask: torch.Tensor | None = 
 
 
 def contexts(dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Peaked and diffuse ones."""
+    """Logits of peaked and of diffuse contexts."""
     torch.manual_seed(0)
     return torch.randn(N, T, V, dtype=dtype) * torch.linspace(1, 4, T, dtype=dtype)[:, None]
 
@@ -40,12 +40,12 @@ def test_the_prediction_is_met_on_gaussian_noise(s: float) -> None:
     assert all(bucket.is_met for bucket in buckets)
     tail = found.bucket(0, 5)
     assert abs(tail.contrast.value - tail.predicted_contrast) <= tail.contrast.error
-    assert tail.contrast.error < 0.1 * abs(tail.contrast.value), "the interval says something"
+    assert tail.contrast.error < 0.1 * abs(tail.contrast.value), "the interval is narrow enough to decide"
     assert tail.contrast.high < 0
 
 
 def test_other_noise_does_not_meet_it() -> None:
-    """The same s, but the tail moves as one."""
+    """Noise that moves the whole tail together is not iid and misses the prediction."""
     train = contexts()
     rare = train.softmax(-1) < 1e-3
     shift = 0.1 * torch.randn(N, T, 1, dtype=torch.float64) + 0.1
@@ -77,7 +77,7 @@ def test_the_exact_range_and_the_order_hold_for_any_noise(name: str) -> None:
 
 
 def test_the_first_order_bound_is_exceeded_on_its_upper_side() -> None:
-    """By about 2 eps^2 p (1 - p), where all noise goes against one likely token."""
+    """The excess is about 2 eps^2 p (1 - p) if all noise goes against one likely token."""
     train, noise = contexts(), noises()["against the likeliest"]
     found = measure([trace(train, train + noise)])
     assert found.bucket(0, EVERY).beyond_first_order > 0

@@ -41,7 +41,7 @@ STUDY = Study(
 
 
 def test_json_png_and_page_say_the_same(tmp_path: Path) -> None:
-    """Drawn again from the JSON, the page has the same bytes."""
+    """The page redrawn from the JSON has the same bytes."""
     file = STUDY.save(tmp_path / "new")
     saved = file.read_text(encoding="utf-8")
     page = write_page(Study.load(file), tmp_path / "new").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is proposed, and rules that prune as much as others."""
+"""The proposed rho, and rules by entropy that prune as much as fixed ones."""
 
 from __future__ import annotations
 

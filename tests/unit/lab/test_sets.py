@@ -1,4 +1,4 @@
-"""The two safe sets against sums written out one position at a time."""
+"""The two safe sets, checked against sums written out one position at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ N, T, V = 40, 12, 400
 
 
 def sampled(s: float, rule: Rule, seed: int = 0) -> Trace:
-    """Engine logits with noise s, tokens drawn from its constrained policy, one row cut short."""
+    """A trace: engine logits with noise s, tokens drawn from its constrained policy, one row cut short."""
     torch.manual_seed(seed)
     train = 2 * torch.randn(N, T, V, dtype=torch.float64)
     infer = train + s * torch.randn_like(train)
@@ -57,7 +57,7 @@ def test_every_number_is_that_of_the_definition(rule: Rule) -> None:
 
 
 def test_the_outside_rate_is_predicted_from_noise_and_density() -> None:
-    """0.56 s x mass per nat, for iid noise where the density is smooth."""
+    """The prediction 0.56 s x mass per nat holds for iid noise where the density is smooth."""
     rule = Rule(-3.0)
     found = sets_of(sampled(0.1, rule), rule)
     exact, predicted = found.mean("outside"), found.mean("outside_predicted").value
@@ -69,7 +69,7 @@ def test_the_veto_is_what_the_exact_probabilities_expect() -> None:
     parts = [(sampled(0.3, rule, seed)) for seed in range(5)]
     expected = joined(sets_of(part, rule) for part in parts).vetoed("outside")
     outcome = joined(seen_of(part, rule) for part in parts).outcome()
-    assert 0.1 < expected < 0.9, "the case says something"
+    assert 0.1 < expected < 0.9, "the case is not trivial"
     assert outcome.veto_outside.value == pytest.approx(expected, abs=3 * math.sqrt(expected * (1 - expected) / (5 * N)))
     assert outcome.veto_outside.value <= outcome.veto.value
     assert outcome.veto.value + outcome.mis.value < 1
@@ -86,7 +86,7 @@ def test_without_pruning_nothing_is_outside() -> None:
 
 
 def test_the_mass_per_nat_is_a_density() -> None:
-    """Over all thresholds it adds up to the mass that is not within half a nat of the top."""
+    """Summed over all thresholds, it is the mass at least half a nat below the top."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(5, 300, dtype=torch.float64)
     total = sum(mass_per_nat(logits, Rule(-float(nats))) for nats in range(1, 30))

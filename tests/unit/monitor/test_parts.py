@@ -1,4 +1,4 @@
-"""Rates, curves and the feed by themselves."""
+"""Rates, curves and the feed in isolation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_one_caller_leaves_others_room_to_watch() -> None:
         feed.admit(caller)
         watching.append(feed.follow(caller=caller))
         await anext(watching[-1])
-    for caller, said in (("alice", "2 viewers are alice, and 1 more may watch"), ("bob", "1 viewers are bob")):
+    for caller, said in (("alice", "alice has 2 viewers, and 1 more may watch"), ("bob", "bob has 1 viewers")):
         with pytest.raises(OverloadedError, match=said):
             feed.admit(caller)
     feed.admit("carol")

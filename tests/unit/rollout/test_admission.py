@@ -1,4 +1,4 @@
-"""How training and clients share an engine's slots."""
+"""Training and clients share an engine's slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_slots(capacity: int = 8, *, share: float = 0.25, trained: bool = True, 
 
 
 async def turns() -> None:
-    """Lets every task go as far as it can."""
+    """Lets every task run as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -77,7 +77,7 @@ async def test_those_in_line_are_woken_when_the_trainer_ends() -> None:
 
 
 async def test_clients_take_turns() -> None:
-    """A large job asks for each sample again, behind those that came meanwhile."""
+    """A large job queues again for its remaining samples, behind jobs that came meanwhile."""
     slots, order = make_slots(), list[str]()
 
     async def generate(name: str, n: int) -> None:
@@ -112,7 +112,7 @@ async def test_where_jobs_are_not_divided_clients_have_one_at_a_time(trained: bo
 
 
 async def test_training_leaves_a_slot_to_whoever_is_in_line_for_it() -> None:
-    """Or it would be taken twice whenever a part ends."""
+    """Otherwise the slot would be taken twice whenever a part ends."""
     slots = make_slots()
     await slots.clients.turn(2)
     with slots.training.hold(6):
@@ -178,7 +178,7 @@ async def test_requests_that_would_wait_too_long_are_refused() -> None:
 async def test_a_caller_leaves_as_much_room_as_it_takes() -> None:
     clients = make_slots().clients  # of 6 samples
     with ExitStack() as held:
-        # A first request counts for half of what is free: its samples stand in line.
+        # A caller's first request counts for at most half of what is free: its samples wait in line.
         with clients.admit(100, "alice"), clients.admit(100, "bob"):
             assert clients.requested == 3 + 1
             with pytest.raises(OverloadedError, match=r"^3 samples of requests of alice"):
@@ -194,7 +194,7 @@ async def test_a_caller_leaves_as_much_room_as_it_takes() -> None:
         held.enter_context(clients.admit(1, "bob"))
         with pytest.raises(OverloadedError, match=r"^1 samples of requests of bob"):
             held.enter_context(clients.admit(1, "bob"))
-        # One without a name takes what there is.
+        # A caller without a name may take everything that is free.
         held.enter_context(clients.admit(2))
         with pytest.raises(OverloadedError, match="exceed its limit"):
             held.enter_context(clients.admit(1))

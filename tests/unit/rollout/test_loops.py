@@ -1,4 +1,4 @@
-"""What is repeated, and what is said of its failures."""
+"""Repetition of failing steps, and the logging of their failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dvp_rl.rollout.loops import MAX_DELAY_S, MIN_DELAY_S, keep_doing, pauses
 
 
 def test_pauses_grow_and_differ() -> None:
-    """Replicas that lose the broker at one moment do not come back at one moment."""
+    """Replicas that lose the broker at the same moment must not retry at the same moment."""
     one, other = (list(islice(pauses(), 30)) for _ in range(2))
     assert one != other
     assert all(0 < pause <= MAX_DELAY_S for pause in one)

@@ -1,4 +1,4 @@
-"""Both formats carry the process's context; JSON lines are whole whatever the message holds."""
+"""Both formats carry the process's context; a JSON record is one line whatever its message holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hook lets SGLang load."""
+"""The weights that the hook lets SGLang load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIGEST = hashlib.sha256(b"".join(w.reshape(-1).view(torch.uint8).numpy().tobytes
 
 
 class Updater:
-    """Notes what it is asked for."""
+    """Records the arguments of its calls."""
 
     def receive(self, *, load_format: str | None, **bucket: Any) -> Weights:
         self.asked = (load_format, bucket)
@@ -35,7 +35,7 @@ def test_the_bytes_announced_go_through() -> None:
 
 
 def test_other_bytes_do_not() -> None:
-    with pytest.raises(ValueError, match=f"have SHA-256 {DIGEST}, announced was {'0' * 64}"):
+    with pytest.raises(ValueError, match=f"expected bytes with SHA-256 {'0' * 64}, received {DIGEST}"):
         receive_checked(Updater.receive, Updater(), load_format=FORMAT + "0" * 64)
 
 
@@ -53,5 +53,5 @@ def test_what_others_send_is_untouched(load_format: str | None) -> None:
 
 
 def test_engine_and_plugin_mean_the_same() -> None:
-    """The plugin is a wheel of its own, so that they share no constant."""
+    """The two share no constant, because the plugin is also a separate wheel."""
     assert CHECKED == FORMAT

@@ -1,4 +1,4 @@
-"""The hook around a sampler that is no SGLang: what it passes on, and when it refuses."""
+"""The hook around a stub sampler: what it passes on, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SamplingInfo:
 
 
 class Sampler:
-    """Keeps what reaches it. Its server was started with --rl-on-policy-target fsdp."""
+    """Records its arguments, as the sampler of a server started with --rl-on-policy-target fsdp."""
 
     rl_on_policy_target: str | None = "fsdp"
     use_log_softmax_logprob = True

@@ -1,4 +1,4 @@
-"""The hook's tensor code alone, against dvp_rl.dvp and a float64 oracle of the set."""
+"""The hook's tensor code against dvp_rl.dvp and a float64 oracle of the set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_logits(rows: int, *, spread: float = 4.0, seed: int = 0) -> Tensor:
 
 
 def bits(logits: Tensor) -> Tensor:
-    """Compares NaN with NaN, and 0.0 apart from -0.0."""
+    """The bits of each value, by which NaN equals NaN and 0.0 differs from -0.0."""
     return logits.view(torch.int32)
 
 
@@ -38,7 +38,7 @@ def bits(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_exactly_the_complement_of_the_safe_set_is_removed(log_min_p: float, temperature: float) -> None:
     logits = make_logits(64)
-    # The temperature that both sides work with is the float32 one.
+    # Both sides use the float32 temperature.
     min_ps, temperatures = as_requests([log_min_p] * 64, [temperature] * 64)
     keep = safe_set(logits, log_min_p=log_min_p, temperature=temperatures.view(-1))
     pruned = logits.clone()
@@ -52,7 +52,7 @@ def test_exactly_the_complement_of_the_safe_set_is_removed(log_min_p: float, tem
 
 
 def test_softmax_of_what_is_left_is_the_constrained_policy() -> None:
-    """What SGLang does next: log(softmax(z / T)) of the drawn token."""
+    """SGLang computes log(softmax(z / T)) of the drawn token next."""
     logits, settings = make_logits(16), [(p, t) for p in LOG_MIN_PS for t in TEMPERATURES]
     min_ps, temperatures = as_requests([p for p, _ in settings], [t for _, t in settings])
     pruned = logits.clone()
@@ -69,7 +69,7 @@ def test_softmax_of_what_is_left_is_the_constrained_policy() -> None:
 
 @pytest.mark.parametrize("log_min_p", [-13.0, -6.5, -3.0])
 def test_ties_at_the_threshold_stay(log_min_p: float) -> None:
-    """bfloat16 logits lie on a grid, and min_p in float32 does not say exactly -13."""
+    """bfloat16 logits lie on a grid, and min_p in float32 does not represent -13 exactly."""
     logits = torch.full((1, 100), -40.0)
     logits[0, :3] = torch.tensor([2.0, 2.0 + log_min_p, 2.0 + log_min_p - 2**-8])
     min_ps, temperatures = as_requests([log_min_p], [1.0])
@@ -79,7 +79,7 @@ def test_ties_at_the_threshold_stay(log_min_p: float) -> None:
 
 
 def test_rows_without_min_p_stay_bit_for_bit() -> None:
-    """In one batch with pruned ones, whatever they hold."""
+    """Rows without min_p share a batch with pruned rows and may hold any values."""
     logits = make_logits(8)
     logits[1, 3], logits[3, 5], logits[5, 7:] = math.nan, math.inf, -math.inf
     logits[7] = -0.0
@@ -102,7 +102,7 @@ def test_rows_that_are_not_finite_are_left_to_sglang(value: float) -> None:
 
 
 def test_tokens_that_a_grammar_forbids_stay_forbidden() -> None:
-    """They are -inf already; the set, its mass and its count are those of the allowed ones."""
+    """Forbidden tokens are already -inf; the set, its mass and its count are those of the allowed tokens."""
     logits = make_logits(1)
     logits[0, 40:] = -math.inf
     allowed = logits[:, :40].clone()
@@ -132,7 +132,7 @@ def test_large_batches_are_worked_through_in_blocks() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """A meta tensor has no values: whatever would read one on the host raises."""
+    """A meta tensor has no values, so any read on the host would raise."""
     logits, settings = make_logits(6).to("meta"), [setting.to("meta") for setting in as_requests([-3.0] * 6, [0.7] * 6)]
     kept = prune(logits, *settings)  # type: ignore[arg-type]
     assert kept.kept_mass.shape == kept.kept_count.shape == (6,)
@@ -160,7 +160,7 @@ def test_round_numbers_survive_float32(meant: float) -> None:
 
 @given(st.floats(-80.0, 0.0))
 def test_other_numbers_survive_it_within_rounding(meant: float) -> None:
-    """Once from float32, once from a round number nearby."""
+    """A number is rounded at most twice: to float32, and to a round number nearby."""
     assert abs(read_log_min_p(torch.tensor([math.exp(meant)])).item() - meant) <= 2 * ROUNDING * 1.001
 
 

@@ -1,4 +1,4 @@
-"""One thread, as the tensors of the method's tests are small, too."""
+"""Runs these tests on one thread, like the method's tests: their tensors are small."""
 
 from tests.unit.dvp.conftest import one_thread
 

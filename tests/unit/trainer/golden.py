@@ -1,7 +1,7 @@
-"""A short fixed run of the learner whose losses are kept in golden.json, so that no later change moves them unseen.
+"""A short fixed run of the learner. Its losses are kept in golden.json, so that no change moves them unnoticed.
 
-python -m tests.unit.trainer.golden            prints them, and how far they are from the expected ones
-python -m tests.unit.trainer.golden --write    makes them the expected ones
+python -m tests.unit.trainer.golden            prints the losses and their distance from the expected ones
+python -m tests.unit.trainer.golden --write    stores the losses as the expected ones
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.kit.records import make_sample, make_scored
 EXPECTED = Path(__file__).with_name("golden.json")
 MODEL = Path(__file__).parents[3] / "deploy/demo/model"
 TOLERANCE = 2**-13
-"""The largest `distance` that counts as rounding: 1024 units of float32's, for six steps that each amplify the last.
-ATEN_CPU_CAPABILITY=avx2 or MKL_ENABLE_INSTRUCTIONS=AVX2 before the command shows what other instructions do."""
+"""Largest `distance` that counts as rounding: 1024 times float32's epsilon, since each of six steps amplifies the last.
+Set ATEN_CPU_CAPABILITY=avx2 or MKL_ENABLE_INSTRUCTIONS=AVX2 to see the effect of other CPU instructions."""
 STEPS, GROUPS, N = 6, 4, 4
 SHOWN = ("loss/surrogate", "grad/norm", "mismatch/kl", "weight/mean", "veto/total", "mis/fraction")
 
 Losses: TypeAlias = list[dict[str, float]]
-"""SHOWN of every step."""
+"""The metrics SHOWN of every step."""
 
 
 def make_batch(rng: np.random.Generator) -> Batch:
-    """Random completions of random lengths; log-probs around those of a uniform choice among a few tokens."""
+    """Random completions of random lengths, with log-probs between -6 and -3."""
     groups = []
     for position in range(GROUPS):
         prompt = rng.integers(5, 60, rng.integers(3, 9)).tolist()
@@ -49,8 +49,8 @@ def make_batch(rng: np.random.Generator) -> Batch:
 
 
 def train(out_dir: Path, changed: Mapping[str, object] | None = None) -> Losses:
-    """A wide safe set and a mild cap, so that every part of the method takes part. `changed`: other settings, as
-    {"section.key": value}."""
+    """The losses of the run. A wide safe set and a mild cap exercise every part of the method. `changed`: overridden
+    settings, as {"section.key": value}."""
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "run_id": "golden",
@@ -76,7 +76,7 @@ def train(out_dir: Path, changed: Mapping[str, object] | None = None) -> Losses:
 
 
 def distance(actual: Losses, expected: Losses) -> float:
-    """The largest one, relative to values above 1."""
+    """Largest difference between metrics, relative where the expected value is above 1."""
     pairs = zip(actual, expected, strict=True)
     return max(abs(a[name] - b[name]) / max(1.0, abs(b[name])) for a, b in pairs for name in SHOWN)
 

@@ -1,4 +1,4 @@
-"""A reward that goes wrong in the way that `completion` names. Imported by the pool's worker processes."""
+"""A reward that fails in the way that `completion` names. Imported by the pool's worker processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str,
             return "1.0"
         case "sleep":
             wait_for_ever()
-        case "swallow":  # swallows the alarm and goes on
+        case "swallow":  # swallows the alarm and continues
             with contextlib.suppress(BaseException):
                 wait_for_ever()
             return 1.0
-        case "deaf":  # as C code that never returns to the interpreter
+        case "deaf":  # like C code that never returns to the interpreter
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
             if "mark" in extra:
                 Path(extra["mark"]).touch()

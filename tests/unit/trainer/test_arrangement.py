@@ -1,4 +1,4 @@
-"""How sequences lie beside each other is chosen by trial: every family's log-probs in training are the oracle's."""
+"""The layout of sequences is chosen by trial: every family's log-probs in training equal the oracle's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.processes import ROOT
 from tests.models import CASES, LONGROPE, REFUSED, ROPE_LIMIT, WINDOW, WINDOWS, Case, logprob_error, make_learner, table
 
 CLOSE = 1e-4
-"""Nats. What was wrong was off by 0.1 or more."""
+"""Largest accepted error of a log-prob, in nats. Wrong layouts were off by 0.1 or more."""
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # gpt_bigcode's own
 TRAINED = [case for case in CASES if case.trained != REFUSED]
 
@@ -37,7 +37,7 @@ def test_the_table_of_the_readme_is_of_these() -> None:
 
 
 def test_a_model_whose_tokens_see_those_after_them_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"bert cannot be trained: what follows a token moves its hidden state"):
+    with pytest.raises(ConfigError, match=r"bert cannot be trained: later tokens change a token's hidden state"):
         arrange(small_model("bert"), packable=True)
 
 

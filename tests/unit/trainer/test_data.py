@@ -1,4 +1,4 @@
-"""Layouts, the order, and each way in which a data set can be wrong."""
+"""Layouts of data sets, the order of rows, and every kind of bad data set."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_permutation_never_changes_between_releases() -> None:
 
 
 def test_rows_land_everywhere_equally_often() -> None:
-    """Each of 6 rows in each of 6 places, 600 epochs: expected 100, and five standard deviations are 46."""
+    """Over 600 epochs, each of 6 rows is expected 100 times in each of 6 places; five standard deviations are 46."""
     orders = [permutation.__wrapped__(6, 11, epoch).tolist() for epoch in range(600)]
     counts = Counter((place, row) for order in orders for place, row in enumerate(order))
     assert all(abs(counts[place, row] - 100) < 46 for place in range(6) for row in range(6))
@@ -264,7 +264,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_hub_is_not_asked_when_offline() -> None:
-    """In a process of its own: `datasets` reads HF_HUB_OFFLINE when it is imported."""
+    """Runs in a separate process, because `datasets` reads HF_HUB_OFFLINE when it is imported."""
     program = "from dvp_trainer.data.prompts import load_prompts; load_prompts('hub:nobody/no-such-data')"
     ended = subprocess.run(
         [sys.executable, "-c", program],

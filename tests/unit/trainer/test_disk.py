@@ -1,4 +1,4 @@
-"""Folders that the trainer cannot write in, and files that others shall read."""
+"""Folders that the trainer cannot write to, and files that other users must be able to read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ledger(folder: Path) -> Ledger:
 
 @pytest.fixture
 def not_ours(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which this process may not write, even if it is root's."""
+    """A folder that this process cannot write to, even if it was started as root."""
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o555)
     user = os.geteuid()

@@ -1,4 +1,4 @@
-"""The learner's losses are those of golden.json. A change that is meant to move them writes the file anew."""
+"""The learner's losses are those of golden.json. A change that moves them on purpose must rewrite the file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from dvp_trainer.learn import step
-from dvp_trainer.learn.step import surrogate_loss
+from dvp_rl.dvp.objective import surrogate_loss
+from dvp_trainer.learn import hooks
 from tests.unit.trainer.golden import EXPECTED, TOLERANCE, Losses, distance, train
 
 OTHER_SETTINGS = {
@@ -67,5 +67,5 @@ def test_the_tolerance_tells_other_settings_apart(
 def test_the_tolerance_tells_mistakes_apart(
     expected: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    monkeypatch.setattr(step, "surrogate_loss", MUTANTS[mutant])
+    monkeypatch.setattr(hooks, "surrogate_loss", MUTANTS[mutant])
     assert distance(train(tmp_path), expected) > TOLERANCE

@@ -1,4 +1,4 @@
-"""Packed, padded and one by one: the same log-probs, losses and gradients, for every layout of the same sequences."""
+"""Packed, padded or read one by one, the same sequences give the same log-probs, losses and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU, VOCAB = torch.device("cpu"), 96
 CASES = [(family, dtype) for family in ("llama", "qwen2", "qwen3") for dtype in (torch.float64, torch.float32)]
 CASES.append(("qwen3_moe", torch.float32))  # its router rounds to float32
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Of the largest value."""
+"""Largest accepted difference, relative to the largest value."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def make_policy(folder: Path, dtype: torch.dtype, *, pack: bool = True, checkpoi
 
 
 def use_own_norms(model: torch.nn.Module) -> None:
-    """PyTorch's: those of Transformers round to float32, whatever they are given."""
+    """Replaces the norms of Transformers, which always round to float32, by PyTorch's."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child).__name__.endswith("RMSNorm"):
@@ -74,12 +74,12 @@ def make_sequences(seed: int = 0, groups: int = 3, n: int = 4, longest: int = 40
 
 class Outcome(NamedTuple):
     logprobs: Tensor
-    """Of all model tokens, sequence after sequence."""
+    """Log-probs of all model tokens, sequence by sequence."""
     gradients: list[Tensor]
 
 
 def outcome(policy: Policy, sequences: list[TrainSequence], max_tokens: int) -> Outcome:
-    """The gradient is that of a sum with other coefficients for every token."""
+    """Log-probs, and gradients of their sum with a different coefficient for every token."""
     policy.zero_grad()
     logprobs: dict[int, Tensor] = {}
     for micro in micro_batches(
@@ -186,7 +186,7 @@ def test_ranks_share_tokens_about_equally(size: int) -> None:
 
 
 def test_a_step_is_the_same_packed_and_padded(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Losses, gradient norms and every other measure of several optimizer steps."""
+    """Losses, gradient norms and all other metrics of several optimizer steps agree."""
 
     def train(pack: bool) -> list[dict[str, float]]:
         settings = TrainSettings.model_validate(

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained, what is published, what a checkpoint holds and which one is refused."""
+"""Low-rank adapters: what is trained and published, what a checkpoint holds, and which checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def published(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_adapters_get_the_gradient_of_the_weights_they_stand_for(make_learner: MakeLearner) -> None:
-    """With W' = W + s B A and B = 0: dB = s dW A^T, and dA = 0."""
+    """W' = W + s B A with B = 0 gives dB = s dW A^T and dA = 0."""
     whole, low, (batch,) = make_learner(rank=0), make_learner(), batches(1)
-    drawn = make_learner().model  # as A was before the step
+    drawn = make_learner().model  # has A as it was before the step
     for learner in (whole, low):
         assert learner.step(batch)["optimizer/updates"] == 1
     found = 0
@@ -105,7 +105,7 @@ def test_published_weights_are_the_policy_with_adapters_merged(
     (tmp_path / "weights" / "config.json").write_bytes((folder / "config.json").read_bytes())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
     policy = Policy(model, dtype, log_min_p=-13.0, temperature=1.0)
-    micro = next(learner._micro_batches(batches(1)[0].sequences_with_signal()))
+    micro = next(learner._micro_batches(batches(1)[0].sequences()))
     with torch.no_grad():
         gap = (policy(micro).logprobs - learner.policy(micro).logprobs).abs().mean()
         far = (policy(micro).logprobs - make_learner(rank=0).policy(micro).logprobs).abs().mean()
@@ -150,7 +150,7 @@ def test_a_restored_learner_goes_on_bit_for_bit_from_adapters_alone(make_learner
         ({"rank": 8}, r"is \(4, 128\) there, \(8, 128\) here \(28 tensors differ\).*lora.rank"),
         ({"rank": 0}, r"not trained there.*lora.rank"),
         ({"targets": ("q_proj",)}, r"not trained here \(24 tensors differ\).*lora.targets"),
-        ({"alpha": 24}, r"adapters count 3 times there, 6 times here: lora.alpha"),
+        ({"alpha": 24}, r"adapters are scaled by 3 there, by 6 here: lora.alpha"),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused(
@@ -198,7 +198,7 @@ async def test_an_adapter_of_another_model_and_an_engine_that_merges_none_are_re
     make_learner(publish="adapter").write_weights(tmp_path)
     engine = TransformersEngine(folder, threads=1, version="lora:0:aa")
     await engine.start()
-    with pytest.raises(WeightError, match=r"an adapter of model .*, this replica was started with aa"):
+    with pytest.raises(WeightError, match=r"the adapter belongs to model .*, but this replica was started with aa"):
         await engine.load(tmp_path, "lora:1:aa")
     await engine.close()
     with pytest.raises(WeightError, match=r"set lora\.publish = 'merged'"):

@@ -1,4 +1,4 @@
-"""What a model folder becomes in the trainer: the policy that an engine samples from, or an error that names it."""
+"""A model folder gives the trainer the policy that an engine samples from, or an error that names the model type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOISY = {
     "granite": {"attention_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
 }
-"""What a family knows of dropout and noise."""
+"""Dropout and noise settings of each family."""
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # gpt_bigcode's own
 IDS = torch.arange(2, 26).view(2, 12)
 
@@ -88,7 +88,7 @@ def test_a_policy_with_adapters_draws_nothing_either(tmp_path: Path) -> None:
     model = load_model(ModelSection(path=write_small_model(tmp_path, "opt", **NOISY["opt"])))
     add_lora(model, LoraSection(rank=2), seed=0)
     policy = Policy(model.train(), "float32", log_min_p=-13.0, temperature=1.0)
-    policy.model.set_attn_implementation("sdpa")  # which needs no layout
+    policy.model.set_attn_implementation("sdpa")  # sdpa needs no layout
     assert torch.equal(logits(policy.model), logits(policy.model))
 
 
@@ -97,7 +97,7 @@ class NoisyConfig(LlamaConfig):
 
 
 class NoisyForCausalLM(LlamaForCausalLM):
-    """One that adds noise whatever its mode."""
+    """A model that adds noise even in evaluation mode."""
 
     config_class = NoisyConfig
 

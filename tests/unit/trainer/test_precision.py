@@ -1,4 +1,4 @@
-"""bfloat16 over float32 weights: what a model loaded in bfloat16 computes, and what an engine of that dtype samples."""
+"""Computing in bfloat16 over float32 weights equals a model loaded in bfloat16, and agrees with a bfloat16 engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def test_a_model_computes_as_one_loaded_in_that_dtype(folder: Path) -> None:
-    """The same bits forward and backward, while weights and their gradients are float32."""
+    """Forward and backward give the same bits, while weights and their gradients are float32."""
     low, master = load(folder, torch.bfloat16), load(folder, torch.float32)
     names = list(master.state_dict())
     compute_in(master, torch.bfloat16)
@@ -55,7 +55,7 @@ def test_a_model_computes_as_one_loaded_in_that_dtype(folder: Path) -> None:
         assert weight.dtype == torch.float32
         assert weight.grad is not None
         assert weight.grad.dtype == torch.float32
-        if "embed" not in name:  # tied: float32 adds what comes from both ends without rounding
+        if "embed" not in name:  # tied: float32 adds the gradients of both ends without rounding
             assert torch.equal(weight.grad, other.grad.float()), name
 
 
@@ -89,7 +89,7 @@ def test_checkpointed_gradients_are_the_same_in_bfloat16(folder: Path) -> None:
 
 
 def one_row(sample: Sample) -> MicroBatch:
-    """As an engine of fixed shape reads it: zeros behind, so that both run the same kernels."""
+    """The sample as an engine of fixed shape reads it, padded with zeros, so that both run the same kernels."""
     input_ids = np.zeros((1, LENGTH), np.int64)
     tokens = [*PROMPT, *sample.token_ids.tolist()]
     input_ids[0, : len(tokens)] = tokens
@@ -106,7 +106,7 @@ def make_policy(model: PreTrainedModel, *, fp32_head: bool) -> Policy:
 
 @torch.no_grad()
 def mismatch(folder: Path, samples: tuple[Sample, ...], *, fp32_head: bool) -> float:
-    """Mean distance of the log-probs in nats."""
+    """Mean absolute difference of the log-probs, in nats."""
     policy = make_policy(load_model(ModelSection(path=folder)), fp32_head=fp32_head)
     gaps = []
     for sample in samples:

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from dvp_rl.contract.errors import ConfigError, UnavailableError
-from dvp_trainer.data.reward_pool import RewardPool, RewardRequest, RewardResult, settle
+from dvp_trainer.data.reward_pool import RewardPool, RewardRequest, RewardResult, reward_values
 from dvp_trainer.options import OnError
 from tests.kit.wait import until_async
 
 TIMEOUT_S = 1.0
-"""Far more than what does not hang takes, and short, for many of these tests wait for it."""
+"""Time limit per sample, in seconds. Samples that do not hang take far less; many of these tests wait this long."""
 
 
 def request(completion: str, row: int = 0, answer: str | None = "46", prompt: str = "", **extra: Any) -> RewardRequest:
@@ -42,7 +42,7 @@ async def pool(misbehaving: str) -> AsyncIterator[RewardPool]:
 
 
 async def gone(pid: int) -> None:
-    """Until the process is no more, or only waits to be reaped by whoever adopted it."""
+    """Waits until the process is gone, or is a zombie that its new parent has yet to reap."""
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - another process has no Event
             await asyncio.sleep(0.01)
@@ -179,7 +179,7 @@ asyncio.run(main())
 
 
 async def test_workers_end_when_the_trainer_is_killed(misbehaving: str, tmp_path: Path) -> None:
-    """Though they are busy in code that looks at nothing."""
+    """Workers end even if they are busy in code that checks neither pipes nor signals."""
     path, mark = os.pathsep.join(sys.path), tmp_path / "busy"
     command = (sys.executable, "-c", TRAINER, str(mark))
     trainer = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env=os.environ | {"PYTHONPATH": path})
@@ -208,8 +208,8 @@ async def test_a_reward_that_kills_its_process_on_import_is_refused(
 
 def test_settle_counts_failures_or_stops() -> None:
     results = [RewardResult(1.0, None, 0.1), RewardResult(None, "row 3: ValueError: bad", 0.1)]
-    assert settle(results, OnError.ZERO) == [1.0, 0.0]
-    assert settle(results, OnError.ZERO, failed_value=-1.0) == [1.0, -1.0]
-    assert settle(results[:1], OnError.STOP) == [1.0]
+    assert reward_values(results, OnError.ZERO) == [1.0, 0.0]
+    assert reward_values(results, OnError.ZERO, failed_value=-1.0) == [1.0, -1.0]
+    assert reward_values(results[:1], OnError.STOP) == [1.0]
     with pytest.raises(ConfigError, match=r"row 3: ValueError: bad.*on_error = 'zero'"):
-        settle(results, OnError.STOP)
+        reward_values(results, OnError.STOP)

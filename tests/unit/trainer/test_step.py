@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.group import FinishReason
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
@@ -73,7 +75,7 @@ def oracle_logprobs(
 
 
 def draw(model: PreTrainedModel, prompt: list[int], length: int, seed: int) -> list[int]:
-    """A sequence that lies inside the model's safe sets."""
+    """Draws a sequence inside the model's safe sets."""
     generator, tokens = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(length):
         logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].detach()
@@ -132,7 +134,7 @@ def test_the_train_logprobs_equal_the_oracle(
 ) -> None:
     learner = make_learner(sampling={"n": 3, "log_min_p": log_min_p, "temperature": temperature})
     batch = make_batch(oracle)
-    seen = learner.look(batch.sequences_with_signal())
+    seen = learner.look(batch.sequences())
     pairs = [(s.group.prompt_ids, sample) for s in batch.groups for sample in s.group.samples]
     for row, (prompt, sample) in enumerate(pairs):
         expected = oracle_logprobs(oracle, prompt.tolist(), sample.token_ids.tolist(), log_min_p, temperature).detach()
@@ -232,10 +234,10 @@ def test_two_updates_per_batch_log_drift_apart_from_mismatch(
 def test_a_weighted_baseline_takes_the_mean_of_the_weights_of_all_tokens(
     make_learner: Callable[..., Learner], oracle: PreTrainedModel
 ) -> None:
-    """Also of weights per token, where the first one alone says nothing of its sequence."""
+    """Holds for weights per token, too, where the first weight does not stand for its sequence."""
     batch = make_batch(oracle)
     learner = make_learner(correction={"level": "token", "baseline": "rloo_weighted"})
-    before = learner.look(batch.sequences_with_signal())
+    before = learner.look(batch.sequences())
     means = []
     for scored in batch.groups:
         for sample in scored.group.samples:
@@ -291,3 +293,90 @@ def test_a_gradient_that_is_not_finite_is_skipped(
     assert learner.step(make_batch(oracle))["optimizer/updates"] == 0
     handle.remove()
     assert all(torch.equal(before[name], p) for name, p in learner.model.named_parameters())
+
+
+MY_FUNCTIONS = """
+import torch
+from dvp_rl.dvp.advantages import advantages as rloo
+from dvp_rl.dvp.objective import surrogate_loss
+
+def advantages(rewards, *, counted):
+    return rloo(rewards, counted=counted)
+
+def level(rewards, *, counted):
+    return torch.ones_like(rewards)
+
+def objective(train_logprobs, seen, correction, advantages):
+    return surrogate_loss(train_logprobs, correction.weights, advantages, seen.mask, 1.0)
+
+def likelihood(train_logprobs, seen, correction, advantages):
+    return -train_logprobs.where(correction.kept, 0.0).sum()
+
+def row(rewards, *, counted):
+    return rewards[0]
+
+def infinite(rewards, *, counted):
+    return rewards / 0
+
+def constant(train_logprobs, seen, correction, advantages):
+    return torch.tensor(1.0)
+
+def number(train_logprobs, seen, correction, advantages):
+    return 1.0
+
+def failing(*_, **__):
+    raise IndexError("list index out of range")
+"""
+
+
+@pytest.fixture
+def my_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a module with the user's functions."""
+    name = f"my_functions_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MY_FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_own_functions_that_say_the_same_make_the_same_step(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel, my_functions: str
+) -> None:
+    batch = make_batch(oracle)
+    expected = make_learner().step(batch)
+    own = {"baseline": f"{my_functions}:advantages", "objective": f"{my_functions}:objective"}
+    assert make_learner(correction=own).step(batch) == expected
+
+
+def test_groups_with_equal_rewards_reach_functions_of_the_users_own(
+    make_learner: Callable[..., Learner], oracle: PreTrainedModel, my_functions: str
+) -> None:
+    """The method's advantages are 0 for such groups; a user's need not be."""
+    level = [dataclasses.replace(scored, rewards=(1.0,) * 3) for scored in make_batch(oracle).groups]
+    batch = Batch(tuple(level))
+    assert make_learner().step(batch)["optimizer/updates"] == 0
+    for own in ({"baseline": f"{my_functions}:level"}, {"objective": f"{my_functions}:likelihood"}):
+        assert make_learner(correction=own).step(batch)["optimizer/updates"] == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "function", "said"),
+    [
+        ("baseline", "row", r"returned a tensor of shape \[3\], expected a tensor of shape \[2, 3\]"),
+        ("baseline", "infinite", "returned NaN or an infinity for a counted sample"),
+        ("baseline", "failing", r"correction.baseline: your function failed \(IndexError: list index out of range\)"),
+        ("objective", "constant", "depends on train_logprobs"),
+        ("objective", "number", "returned an object of type float, expected a tensor"),
+        ("objective", "failing", r"correction.objective: your function failed \(IndexError"),
+    ],
+)
+def test_what_a_function_of_the_users_own_may_not_return(
+    make_learner: Callable[..., Learner],
+    oracle: PreTrainedModel,
+    my_functions: str,
+    setting: str,
+    function: str,
+    said: str,
+) -> None:
+    learner = make_learner(correction={setting: f"{my_functions}:{function}"})
+    with pytest.raises(ConfigError, match=said):
+        learner.step(make_batch(oracle))

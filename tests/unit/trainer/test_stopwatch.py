@@ -1,4 +1,4 @@
-"""Who stood still for how long, from the groups that a step trained."""
+"""Idle shares of each side, from the groups that a step trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_side_is_idle_for_what_it_did_not_work() -> None:
         )
     )
     metrics = watch.lap(batch, 2)
-    assert metrics["idle/generate"] == 0.0  # b's thousand seconds are more than the step had
+    assert metrics["idle/generate"] == 0.0  # b's thousand seconds are more than the step took
     assert metrics["idle/reward"] == 0.0
     assert metrics["idle/train"] == pytest.approx(1 - metrics["time/train_s"] / metrics["time/step_s"])
     assert metrics["idle/publish"] == pytest.approx(1 - metrics["time/publish_s"] / metrics["time/step_s"])

@@ -33,7 +33,7 @@ def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
 
 
 def trained(model: Any) -> Any:
-    """The model with other weights than it was loaded with."""
+    """The model, its trainable weights changed in place."""
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
@@ -57,7 +57,7 @@ def test_a_published_folder_is_a_saved_one(tmp_path: Path, model_type: str, dtyp
 
 
 def test_a_folder_of_fused_experts_stays_one(tmp_path: Path) -> None:
-    """What Transformers writes with `save_original_format=False`: the engine that serves it knows these names."""
+    """Published names are those that Transformers writes with `save_original_format=False`, which the engine knows."""
     source = write_small_model(tmp_path / "model", "qwen3_moe")
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "fused", save_original_format=False)
     model = load_model(ModelSection(path=tmp_path / "fused"))
@@ -76,7 +76,7 @@ def test_a_folder_of_fused_experts_stays_one(tmp_path: Path) -> None:
 def test_sglang_accepts_a_published_folder_without_the_layers_that_predict_further(
     tmp_path: Path, model_type: str, name: str
 ) -> None:
-    """It has more tensors than the trainer, which leaves out multi-token prediction, and none of another kind."""
+    """SGLang's model may also have multi-token prediction; any other tensor that is missing is refused."""
     source = write_small_model(tmp_path / "model", model_type, num_nextn_predict_layers=1 if name else 0)
     file = source / "model.safetensors"
     save_file(load_file(file) | ({name: torch.zeros(4)} if name else {}), file, metadata={"format": "pt"})
@@ -91,11 +91,11 @@ def test_sglang_accepts_a_published_folder_without_the_layers_that_predict_furth
 
 
 SERVED = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "phimoe", "ernie4_5_moe")
-"""By the transformers engine; it refuses the recurrent state of qwen3_next."""
+"""Families that the transformers engine serves. It refuses qwen3_next for its recurrent state."""
 
 
 async def serve(source: Path, published: Path) -> dict[str, torch.Tensor]:
-    """What an engine that was started with `source` holds after a swap to `published`."""
+    """Weights held by an engine that was started with `source`, after a swap to `published`."""
     engine = TransformersEngine(source, threads=1, version=f"weights:0:{folder_digest(source)}")
     await engine.start()
     await engine.load(published, "weights:1:aa")
@@ -119,7 +119,7 @@ async def test_an_engine_swaps_to_a_published_folder(tmp_path: Path, model_type:
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "qwen3_moe", "phimoe"])
 async def test_adapters_of_a_model_with_experts(tmp_path: Path, model_type: str) -> None:
-    """Merged by the trainer and by a replica, to the same weights."""
+    """Trainer and replica merge adapters to the same weights."""
     source = write_small_model(tmp_path / "model", model_type)
     model = load_model(ModelSection(path=source))
     add_lora(model, LoraSection(rank=2), seed=0)

@@ -1,1 +1,1 @@
-"""From a data set to batches: rows and their prompts, what completions are worth, groups that were scored."""
+"""Data pipeline: rows and prompts of a data set, rewards of completions, batches of scored groups."""

@@ -1,4 +1,4 @@
-"""Scored groups, and the sequences they are trained as. G groups of n samples are N = G * n sequences."""
+"""Scored groups and the sequences they are trained as. G groups of n samples are N = G * n sequences."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group and what its samples are worth."""
+    """A group and the rewards of its samples."""
 
     group: Group
     rewards: tuple[float, ...]
-    """[n] as the advantages see them: after overlong shaping."""
+    """[n] rewards from which advantages are computed: after overlong shaping."""
     staleness: int
-    """Batches that changed the weights since the oldest span of its samples."""
+    """Number of batches that changed the weights since the oldest span of its samples was drawn."""
     num_failed: int = 0
-    """Samples whose reward function failed."""
+    """Number of samples whose reward function failed."""
     reward_s: float = 0.0
     arrived: float = 0.0
-    """time.monotonic() when the trainer got the group."""
+    """time.monotonic() when the trainer received the group."""
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal: then every advantage is zero and no gradient can come of it."""
+        """False if two or more samples all have the same reward: every advantage, and so the gradient, is then zero."""
         return len(self.rewards) == 1 or min(self.rewards) < max(self.rewards)
 
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """Row `index` of the batch's [N] vectors."""
+    """A sample with its prompt; row `index` of the batch's [N] vectors."""
 
     index: int
     prompt_ids: np.ndarray
@@ -53,7 +53,7 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is trained at once, in one optimizer step or more."""
+    """Groups that are trained together, in one or more optimizer steps."""
 
     groups: tuple[ScoredGroup, ...]
     offset: int = 0
@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Of each group's job."""
+        """Metadata of each group's job."""
         return [scored.group.metadata for scored in self.groups]
 
     @property
@@ -74,11 +74,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Model tokens."""
+        """Number of model tokens in all groups."""
         return sum(scored.group.num_tokens for scored in self.groups)
 
     def to_bytes(self) -> bytes:
-        """For the other ranks of a world."""
+        """Encodes groups, rewards and staleness for the other ranks of a world."""
         encoded: bytes = msgpack.packb(
             [[scored.group.to_bytes(), scored.rewards, scored.staleness] for scored in self.groups]
         )
@@ -89,24 +89,25 @@ class Batch:
         groups = msgpack.unpackb(data)
         return cls(tuple(ScoredGroup(Group.from_bytes(g), tuple(rewards), stale) for g, rewards, stale in groups))
 
-    def sequences_with_signal(self) -> list[TrainSequence]:
-        """In order, with groups whose advantages are all zero left out: they cost no forward and no backward."""
+    def sequences(self, *, without_signal: bool = False) -> list[TrainSequence]:
+        """All sequences in order. Groups without signal are left out, so that they cost no forward and no backward,
+        unless `without_signal` is set."""
         found, index = [], self.offset
         for scored in self.groups:
             samples = enumerate(scored.group.samples, start=index)
-            if scored.has_signal:
+            if scored.has_signal or without_signal:
                 found += [TrainSequence(i, scored.group.prompt_ids, sample) for i, sample in samples]
             index += len(scored.rewards)
         return found
 
     def split(self, parts: int) -> list[Batch]:
-        """So many mini-batches of whole groups, as equal as can be; row indices stay those of the whole batch. There
-        must be at least as many groups as parts."""
+        """`parts` mini-batches of whole groups, as equal in size as possible; row indices remain those of the whole
+        batch. Requires at least as many groups as parts."""
         n = len(self.groups[0].rewards)
         bounds = [len(self.groups) * part // parts for part in range(parts + 1)]
         return [Batch(self.groups[start:end], self.offset + start * n) for start, end in pairwise(bounds)]
 
     def complete(self) -> Bool[Tensor, "G n"]:
-        """Samples that ended by themselves, not by max_tokens."""
+        """True for samples that stopped on their own, not at max_tokens."""
         stopped = [[s.finish_reason is FinishReason.STOP for s in scored.group.samples] for scored in self.groups]
         return torch.tensor(stopped)

@@ -1,6 +1,6 @@
 """The prompts of a run, in an order that is a pure function of (seed, position).
 
-The data cursor is one integer, so a resumed run goes on exactly where it stopped. Layouts are recognised by their
+The data cursor is one integer, so a resumed run continues exactly where it stopped. Layouts are recognised by their
 column names: plain (prompt, answer), chat lists (messages), DAPO-math (a chat list in `prompt`, the answer in
 `reward_model.ground_truth`) and AIME (problem or Problem, answer or Answer).
 """
@@ -36,7 +36,7 @@ Prompt: TypeAlias = str | tuple[Message, ...]
 
 class Order(StrEnum):
     SHUFFLED = "shuffled"
-    """Another permutation in every epoch."""
+    """A different permutation in every epoch."""
     SEQUENTIAL = "sequential"
 
 
@@ -45,13 +45,13 @@ class Row:
     """One prompt of the data set."""
 
     index: int
-    """Number in the source, from 0."""
+    """Row number in the source, from 0."""
     prompt: Prompt
     """Plain text, or chat messages for the model's chat template."""
     answer: str | None
-    """What the reward compares with. Numbers are written as text, other values as JSON."""
+    """Answer that the reward compares with. Numbers are converted to text, other values to JSON."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Every other column."""
+    """All other columns."""
 
     @property
     def text(self) -> str:
@@ -60,7 +60,7 @@ class Row:
 
 
 class Columns(NamedTuple):
-    """Explicit column names; None is recognised from the layout. A dot reaches into a nested column."""
+    """Explicit column names; None: recognised from the layout. A dot selects a nested column."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -70,7 +70,7 @@ RECOGNISED = Columns()
 
 
 class Prompts:
-    """An endless sequence of rows: position p is row p of an infinite run over the epochs."""
+    """An endless sequence of rows, epoch after epoch, addressed by position."""
 
     def __init__(
         self,
@@ -84,16 +84,16 @@ class Prompts:
         seed: int,
     ) -> None:
         self.source, self.fingerprint = source, fingerprint
-        """`fingerprint`: 16 hex digits over the rows and their order. A cursor means nothing under another one."""
+        """`fingerprint`: hash of the rows and their order, 16 hex digits. A cursor is valid only under its own."""
         self._records, self._kept, self._columns = records, kept, columns
         self._order, self._seed = order, seed
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows in an epoch."""
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Row]:
-        """One epoch in the order of the source: how a held-out set is read."""
+        """One epoch in source order, as held-out sets are read."""
         return (self._row(int(index)) for index in self._kept)
 
     def row_at(self, position: int) -> Row:
@@ -119,13 +119,15 @@ def load_prompts(
     limit: int | None = None,
     max_prompt_tokens: int | None = None,
     count_tokens: Callable[[Prompt], int] | None = None,
+    setting: str = "data.train",
 ) -> Prompts:
     """Opens a source (see sources.py) and reads every row once, so that a bad row stops the run before it starts.
 
-    `limit` takes the first rows of the source; then prompts of more than `max_prompt_tokens` by `count_tokens` are left
-    out. Raises ConfigError: see sources.py and `parse_row`, and if nothing is left.
+    `limit` takes the first rows of the source; of these, prompts of more than `max_prompt_tokens` tokens by
+    `count_tokens` are left out. Raises ConfigError as `open_records` and `parse_row` do, if `needs_answer` is set and a
+    row has no answer, and if no row is left.
     """
-    records = open_records(source, split=split, subset=subset)
+    records = open_records(source, split=split, subset=subset, setting=setting)
     kept: list[int] = []
     prompts: set[int] = set()
     num_long = 0
@@ -151,7 +153,10 @@ def load_prompts(
 
 
 def parse_row(record: dict[str, Any], index: int, source: str, columns: Columns = RECOGNISED) -> Row:
-    """Raises ConfigError naming source, row, the columns it has and those looked for, if there is no usable prompt."""
+    """The parsed row. Raises ConfigError if it has no usable prompt, with an error that names source, row and column;
+    if no column holds a prompt, it names the row's columns and those looked for."""
+    if not isinstance(record, dict):
+        raise ConfigError(f"{source}: row {index} is of type {type(record).__name__}, expected a dict of columns")
     prompt_name, prompt = _find(record, (columns.prompt,) if columns.prompt else PROMPT_COLUMNS)
     if prompt_name is None or prompt in ("", []):
         raise ConfigError(_missing("prompt", record, index, source, columns.prompt, PROMPT_COLUMNS))
@@ -161,7 +166,7 @@ def parse_row(record: dict[str, Any], index: int, source: str, columns: Columns 
 
 
 def _find(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str | None, Any]:
-    """The first of the columns that the record has, and its value."""
+    """The first of `names` for which the record has a value, and that value; (None, None) if there is none."""
     for name in names:
         value: Any = record
         for part in (name,) if name in record else name.split("."):
@@ -182,7 +187,7 @@ def _parse_prompt(prompt: Any, where: str) -> Prompt:
     except ValidationError as error:
         raise ConfigError(describe(where, error)) from None
     if messages[-1].role == "assistant":
-        raise ConfigError(f"{where}: the last message is the assistant's, so nothing is left to answer; leave it out")
+        raise ConfigError(f"{where}: the last message is the assistant's, so there is nothing to answer; remove it")
     return messages
 
 
@@ -206,9 +211,9 @@ def _missing(
 
 @lru_cache(maxsize=4)
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """[size] the order of an epoch: rows sorted by the SplitMix64 hash of (seed, epoch, row).
+    """[size] row order of an epoch: rows sorted by the SplitMix64 hash of (seed, epoch, row).
 
-    Written out because NumPy does not promise equal streams across its releases, and a checkpoint outlives them.
+    Implemented here because checkpoints outlive NumPy releases, across which random streams may change.
     """
     with np.errstate(over="ignore"):
         key = _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
@@ -218,7 +223,7 @@ def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Steele, Lea & Flood 2014, the output function after one increment."""
+    """SplitMix64 (Steele, Lea & Flood 2014): the output function after one increment."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,9 @@
 """Runs reward functions in worker processes, with a time limit per sample and a memory limit per worker.
 
-Every worker is a fresh interpreter (reward_worker.py) behind a pair of pipes that carry JSON lines: chunks of requests
-down, one line per sample up. A sample that raises, returns no number or passes a limit costs itself. One that hangs
-in code which notices no signal, or takes its process down, costs itself and a worker, which is replaced; the rest of
-its chunk goes on from there.
+Every worker is a fresh interpreter (reward_worker.py) connected by a pair of pipes that carry JSON lines: one line in
+per chunk of requests, one line out per sample. A sample that raises, returns no number or exceeds a limit fails alone.
+A sample that hangs in code which ignores signals, or kills its process, fails too, and its worker is replaced; the new
+worker continues with the rest of the chunk.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ log = logging.getLogger(__name__)
 MAX_CHUNK = 32
 START_TIMEOUT_S = 120.0
 GRACE_S = 1.0
-"""What a worker gets on top of the limit before it is killed."""
+"""Extra time beyond the time limit before a worker is killed, in seconds."""
 LAST_LOOK_S = 0.2
-"""After that, one more look into the pipe: our own event loop may have been busy all the while."""
+"""Time for a last read of the pipe after that, in seconds: this event loop itself may have been blocked until then."""
 READ_BYTES = 1 << 16
 CLOSED = "the reward pool was closed"
 
-# -P and the parent's own sys.path: `-m` would put the working directory first, where a user's math.py shadows Python's.
+# Uses -P and the parent's sys.path: `-m` would put the working directory first, and a user's math.py would shadow
+# Python's.
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dvp_trainer.data.reward_worker import main; main(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))"
@@ -44,7 +45,7 @@ BOOTSTRAP = (
 
 class RewardRequest(NamedTuple):
     row: int
-    """Row number in the data set; names the sample in error messages."""
+    """Row number in the data set; identifies the sample in error messages."""
     completion: str
     answer: str | None
     prompt: str
@@ -53,7 +54,7 @@ class RewardRequest(NamedTuple):
 
 class RewardResult(NamedTuple):
     value: float | None
-    """Finite; None if the function failed."""
+    """Finite reward; None if the function failed."""
     error: str | None
     seconds: float
 
@@ -68,10 +69,10 @@ class _Chunk(NamedTuple):
 
 
 class RewardPool:
-    """`async with RewardPool("math", workers=2, timeout_s=10) as pool: results = await pool.score(requests)`."""
+    """Usage: `async with RewardPool("math", workers=2, timeout_s=10) as pool: results = await pool.score(requests)`."""
 
     def __init__(self, reward: str, *, workers: int = 1, timeout_s: float = 10.0, memory_mib: int = 2048) -> None:
-        """`timeout_s` per sample; `memory_mib` per worker."""
+        """`timeout_s` applies per sample, `memory_mib` per worker."""
         self._reward, self._timeout_s, self._memory_mib, self._num_workers = reward, timeout_s, memory_mib, workers
         self._chunks: asyncio.Queue[_Chunk] = asyncio.Queue(maxsize=2 * workers)
         self._workers: list[_Worker] = []
@@ -88,9 +89,9 @@ class RewardPool:
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request, in order. Waits for room while the pool is busy.
+        """One result per request, in order. Waits for a free queue slot while the pool is busy.
 
-        Raises ConfigError if a replaced worker does not start again, UnavailableError if the pool is closed meanwhile.
+        Raises ConfigError if a worker's replacement does not start, UnavailableError if the pool is closed meanwhile.
         """
         assert self._tasks, "score needs a started pool"
         size = max(1, min(MAX_CHUNK, len(requests) // (4 * self._num_workers)))
@@ -101,19 +102,19 @@ class RewardPool:
                 await self._chunks.put(chunk)
             parts = await asyncio.gather(*(chunk.results for chunk in chunks))
         finally:
-            for chunk in chunks:  # nobody waits for them any more
+            for chunk in chunks:  # they are not awaited after this
                 chunk.results.cancel()
         return [result for part in parts for result in part]
 
     async def close(self) -> None:
-        """Ends every process; scores still waiting raise UnavailableError."""
+        """Ends every process; pending calls of `score` raise UnavailableError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         while not self._chunks.empty():
             self._chunks.get_nowait().fail(UnavailableError(CLOSED))
-            await asyncio.sleep(0)  # a score that waits for room puts its next chunk now
+            await asyncio.sleep(0)  # lets a `score` that waits for a slot put its next chunk
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
     async def __aenter__(self) -> Self:
@@ -133,7 +134,7 @@ class RewardPool:
             except asyncio.CancelledError:
                 chunk.fail(UnavailableError(CLOSED))
                 raise
-            except Exception as error:  # noqa: BLE001 - the caller of score gets it
+            except Exception as error:  # noqa: BLE001 - passed to the caller of `score`
                 chunk.fail(error)
             else:
                 if not chunk.results.done():
@@ -141,11 +142,11 @@ class RewardPool:
 
 
 class WorkerLostError(Exception):
-    """The worker process died, or was killed, over the sample that it was scoring."""
+    """The worker process died or stopped responding, at start or while scoring a sample."""
 
 
 class _Worker:
-    """One process, started again whenever a sample takes it down."""
+    """One worker process, restarted whenever a sample kills it."""
 
     def __init__(self, reward: str, timeout_s: float, memory_mib: int) -> None:
         self._reward, self._timeout_s, self._memory_mib = reward, timeout_s, memory_mib
@@ -155,7 +156,7 @@ class _Worker:
     async def start(self) -> None:
         limits = (str(self._timeout_s), str(self._memory_mib))
         command = (sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(sys.path), self._reward, *limits)
-        # A session of its own: Ctrl-C at the terminal is the trainer's business, and killing takes grandchildren along.
+        # A separate session: Ctrl-C at the terminal reaches only the trainer, and a kill includes grandchildren.
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._unread = b""
         try:
@@ -184,7 +185,7 @@ class _Worker:
         return results
 
     def _is_alive(self) -> bool:
-        """Asks the kernel where it can: asyncio learns of a death a moment later, and a sample would pay for it."""
+        """Asks the kernel where possible: asyncio notices a death a moment later, which would cost a sample."""
         if self._process is None or self._process.returncode is not None:
             return False
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -195,7 +196,7 @@ class _Worker:
             return False
 
     async def _score_rest(self, requests: Sequence[RewardRequest], results: list[RewardResult]) -> None:
-        """Appends to `results` as they come. Raises WorkerLostError at the sample that takes the process down."""
+        """Appends results as they arrive. Raises WorkerLostError at the sample that kills the process."""
         assert self._process is not None
         assert self._process.stdin is not None
         rest = [request[1:] for request in requests[len(results) :]]
@@ -206,7 +207,7 @@ class _Worker:
                 results.append(RewardResult(value, named, seconds))
 
     async def _read_lines(self, timeout_s: float) -> list[Any]:
-        """At least one message; a worker sends one per sample, so silence means that a sample is over its limit."""
+        """One or more messages. A worker sends one per sample, so silence means that a sample exceeded its limit."""
         lines: list[bytes] = []
         while not lines:
             *lines, self._unread = (self._unread + await self._read(timeout_s)).split(b"\n")
@@ -233,11 +234,11 @@ class _Worker:
         return "its process closed its pipe"
 
     async def stop(self) -> None:
-        """Kills the process and everything that it started."""
+        """Kills the process and everything it started."""
         process, self._process = self._process, None
         if process is None:
             return
-        if process.returncode is None:  # else the number may be another process's by now
+        if process.returncode is None:  # otherwise its pid may belong to another process
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.stdin is not None:
@@ -245,11 +246,11 @@ class _Worker:
         await process.wait()
 
 
-def settle(results: Sequence[RewardResult], on_error: OnError, failed_value: float = 0.0) -> list[float]:
+def reward_values(results: Sequence[RewardResult], on_error: OnError, failed_value: float = 0.0) -> list[float]:
     """The rewards, with `failed_value` for failures. Raises ConfigError on the first failure under OnError.STOP."""
     failed = [result.error for result in results if result.value is None]
     if failed and on_error is OnError.STOP:
         raise ConfigError(
-            f"the reward function failed: {failed[0]}. Mend it, or set reward.on_error = 'zero' to go on without it"
+            f"the reward function failed: {failed[0]}. Fix it, or set reward.on_error = 'zero' to count failures as 0"
         )
     return [failed_value if result.value is None else result.value for result in results]

@@ -1,7 +1,7 @@
 """The process in which reward functions run: one JSON line in per chunk, one JSON line out per sample.
 
-Started by reward_pool.py in a fresh interpreter that imports neither torch nor the trainer's main module. Whatever a
-reward function prints goes to stderr.
+Started by reward_pool.py in a fresh interpreter that imports neither torch nor the trainer's main module. Output of a
+reward function to stdout is redirected to stderr.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from types import FrameType
 from typing import Any
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.hooks import describe_error
 
-from .rewards import Reward, as_number, describe_error, resolve_reward
+from .rewards import Reward, as_number, resolve_reward
 
 PR_SET_PDEATHSIG = 1
 MEMORY_LIMIT = "needed more memory than reward.memory_mib allows"
 
 
 class TimeLimitError(BaseException):
-    """Not an Exception, so that a function which catches everything it knows does not catch this."""
+    """Raised by the alarm. Not an Exception, so that `except Exception` in a reward function does not catch it."""
 
 
 class Alarm:
-    """A time limit by SIGALRM. Code that never returns to the interpreter does not notice: then the pool kills us."""
+    """A time limit enforced by SIGALRM. Code that never returns to the interpreter ignores it; the pool then kills the
+    process."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -43,7 +45,7 @@ class Alarm:
 
     def start(self) -> None:
         self.expired = False
-        signal.signal(signal.SIGALRM, self._ring)  # each time: a reward function may have put its own there
+        signal.signal(signal.SIGALRM, self._ring)  # every time: a reward function may have replaced it
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
 
     def stop(self) -> None:
@@ -51,7 +53,7 @@ class Alarm:
 
 
 def score(reward: Reward, alarm: Alarm, request: list[Any]) -> tuple[float | None, str | None]:
-    """(value, None) or (None, error)."""
+    """(reward, None), or (None, error) if the function failed."""
     completion, answer, prompt, extra = request
     try:
         alarm.start()
@@ -72,7 +74,7 @@ TIME_LIMIT = "took longer than the time limit"
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Moves the two pipes away from 0 and 1, so that reward functions can neither read nor write them by accident."""
+    """Moves the pipes from file descriptors 0 and 1, so that reward functions cannot read or write them by accident."""
     requests, results = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -81,13 +83,14 @@ def _private_pipes() -> tuple[int, int]:
 
 
 def _end_with_the_trainer() -> None:
-    """Also where code that never looks at a pipe is running. Linux only."""
+    """Makes the kernel kill this process when the trainer ends, even in code that never reads a pipe. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """On top of what the process has by now: threads of a numeric library may have reserved gigabytes. Linux only."""
+    """Limits memory beyond what the process holds already: threads of a numeric library may have reserved gigabytes.
+    Linux only."""
     if sys.platform == "linux":
         (kib,) = re.findall(r"^VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -1,27 +1,26 @@
-r"""What a completion is worth.
+r"""Rewards of completions.
 
 A reward is any function of this form; it runs in a worker process (reward_pool.py), never in the trainer:
 
     def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float
 
-`completion` is the sampled text without special tokens, `answer` the row's answer, `prompt` its text (of a chat: the
-contents joined by blank lines) and `extra` its other columns as JSON values. It returns one finite number. Named ones
-are `math`, `exact_match` and `arithmetic`; yours is `module:function`, found on the import path or from the working
-directory.
+`completion` is the sampled text without special tokens, `answer` the row's answer, `prompt` the prompt's text (for a
+chat, the contents joined by blank lines) and `extra` the row's other columns as JSON values. The function returns one
+finite number. Built-in rewards are `math`, `exact_match` and `arithmetic`; your own is `module:function`, found on the
+import path or in the working directory.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math as maths
-import os
 import re
-import sys
 from functools import cache
 from typing import Any, Protocol
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.hooks import choice_or_hook, load_hook
+from dvp_trainer.options import RewardName
 
 
 class Reward(Protocol):
@@ -29,9 +28,10 @@ class Reward(Protocol):
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of a completion of `length` tokens:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) for a completion of `length` tokens:
 
-    0 up to max_tokens - buffer, then linear down to -1 at max_tokens; -1 beyond. A buffer of 0 punishes only beyond.
+    0 up to max_tokens - buffer, then linear down to -1 at max_tokens; -1 beyond. A buffer of 0 punishes only what is
+    beyond max_tokens.
     """
     over = length - (max_tokens - buffer)
     if over <= 0:
@@ -54,7 +54,7 @@ def math(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str
     r"""1 if math-verify finds the stated result equal to the answer.
 
     The result is the last `\boxed{...}` or the last line `Answer: ...` (DAPO), whichever comes later. A completion that
-    states none is worth 0: a number that merely occurs in the text is no answer.
+    states no result gets 0: a number that merely occurs in the text does not count.
     """
     gold = _given(answer).strip()
     result = stated_result(completion)
@@ -64,8 +64,9 @@ def math(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str
 
 
 def stated_result(completion: str) -> str | None:
-    r"""What the last `\boxed{...}` (braces balanced) or `Answer: ...` states, without surrounding `$`. What `Answer:`
-    states may stand on a line of its own, and Markdown may emphasise either."""
+    r"""The result stated by the last `\boxed{...}` (braces balanced) or `Answer: ...` (without surrounding `$`),
+    whichever comes later; None if there is none. The result of `Answer:` may follow on a later line, and both word and
+    result may be emphasised in Markdown."""
     starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", completion)]
     lines = list(re.finditer(r"answer[\s*_]*:[\s*_]*([^\s*_][^\n]*)", completion, re.IGNORECASE))
     boxed = _balanced(completion, starts[-1]) if starts else None
@@ -75,7 +76,7 @@ def stated_result(completion: str) -> str | None:
 
 
 def _balanced(text: str, start: int) -> str | None:
-    """text[start:] up to the brace that closes the one before `start`; None if there is none."""
+    """text[start:] up to the brace that closes the one before `start`; None if it is never closed."""
     depth = 1
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
@@ -85,7 +86,7 @@ def _balanced(text: str, start: int) -> str | None:
 
 
 def _same_mathematics(gold: str, result: str) -> bool:
-    # The pool's time limit holds; math-verify's own would replace the handler of the same signal.
+    # The worker's time limit applies; that of math-verify would replace its handler for the same signal.
     verifier = _math_verify()
     plain = [THOUSANDS.sub("", text) for text in (gold, result)]
     parsed = [verifier.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in plain]
@@ -103,55 +104,44 @@ def _math_verify() -> Any:
 
 def _given(answer: str | None) -> str:
     if answer is None:
-        raise ValueError("this reward compares with the row's answer, and the row has none")
+        raise ValueError("this reward needs the row's answer, but the row has none")
     return answer
 
 
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,:; ]|[~\s])(?=\d{3}(?!\d))")
-"""Spaces in a number, as LaTeX sets them: math-verify would see a product."""
-NAMED: dict[str, Reward] = {"math": math, "exact_match": exact_match, "arithmetic": arithmetic}
+"""Thousands separators in a number as LaTeX sets them; math-verify would read them as a product."""
+NAMED: dict[str, Reward] = {
+    RewardName.MATH: math,
+    RewardName.EXACT_MATCH: exact_match,
+    RewardName.ARITHMETIC: arithmetic,
+}
 
 
 def needs_answer(name: str) -> bool:
-    """True if every row must have an answer; a user's own function decides for itself."""
+    """True for built-in rewards, which need an answer in every row; a user's own function decides for itself."""
     return name in NAMED
 
 
 def resolve_reward(name: str) -> Reward:
     """A named reward, or `module:function` imported with the working directory at the END of the import path.
 
-    Raises ConfigError naming what is wrong. Slow imports happen here, not in the time of the first sample.
+    Raises ConfigError if there is no such reward. Slow imports happen here, not within the first sample's time limit.
     """
-    if name == "math":
-        _math_verify()
-    if name in NAMED:
-        return NAMED[name]
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(f"reward.name {name!r}: allowed are {', '.join(NAMED)}, or your own as module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - a user's module can raise anything
-        raise ConfigError(f"reward.name {name!r}: importing {module_name} failed ({describe_error(error)})") from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"reward.name {name!r}: {module_name} has no function {function_name!r}")
-    reward: Reward = function
+        name = choice_or_hook(RewardName, name)
+    except ValueError as error:
+        raise ConfigError(f"reward.name {name!r}: {error}") from None
+    if name == RewardName.MATH:
+        _math_verify()
+    reward: Reward = NAMED[name] if name in NAMED else load_hook("reward.name", name)
     return reward
 
 
 def as_number(value: Any) -> float:
-    """Raises TypeError or ValueError if a reward function returned anything but one finite number."""
+    """The reward as a float. Raises TypeError or ValueError if it is not one finite number."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"returned a {type(value).__name__}, expected a number")
     number = float(value)
     if not maths.isfinite(number):
         raise ValueError(f"returned {number}, expected a finite number")
     return number
-
-
-def describe_error(error: BaseException) -> str:
-    """Type and first line, cut short."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"

@@ -1,4 +1,4 @@
-"""Between data and queue: prompts become token ids, completions become rewards."""
+"""Converts prompts to token ids and completions to rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dvp_trainer.options import Overlong
 
 from .batch import ScoredGroup
 from .prompts import Prompt, Prompts, Row
-from .reward_pool import RewardPool, RewardRequest, settle
+from .reward_pool import RewardPool, RewardRequest, reward_values
 from .rewards import overlong_penalty
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> NDArray[np.int32]:
-    """Plain text as it is; chat messages through the model's template, ready for the assistant's turn."""
+    """Token ids of a prompt. Chat messages go through the model's template, up to the start of the assistant's turn."""
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
     return np.array(ids, np.int32)
 
 
 class PromptTokens:
-    """The data set by position, as rows and as token ids."""
+    """Rows of the data set and their token ids, by position."""
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
         self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
@@ -45,19 +45,19 @@ class PromptTokens:
 
 
 class Scorer:
-    """Rewards of whole groups, from worker processes."""
+    """Scores whole groups in worker processes."""
 
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection) -> None:
         self._pool, self.tokenizer, self._rules = pool, tokenizer, rules
         self._warned = False
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
-        """Raises ConfigError if a reward fails and on_error is `stop`."""
+        """The group with its rewards. Raises ConfigError if a reward fails and on_error is `stop`."""
         arrived = time.monotonic()
         completions = [self.tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
         requests = [RewardRequest(row.index, text, row.answer, row.text, row.extra) for text in completions]
         results = await self._pool.score(requests)
-        scores = settle(results, self._rules.on_error)
+        scores = reward_values(results, self._rules.on_error)
         self._warn_once([result.error for result in results if result.error is not None])
         return ScoredGroup(
             group=group,
@@ -69,11 +69,11 @@ class Scorer:
         )
 
     def _warn_once(self, errors: Sequence[str]) -> None:
-        """Row and kind of the first failure; an exception's own words may hold the prompt."""
+        """Logs row and error type of the first failure; the error's message may contain the prompt."""
         if errors and not self._warned:
             self._warned = True
             first = ": ".join(errors[0].split(": ")[:2])
-            log.warning("a reward failed and counts as 0 (%s); further ones are counted in reward/failed", first)
+            log.warning("a reward failed and counts as 0 (%s); further failures are counted in reward/failed", first)
 
     def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
         if self._rules.overlong is not Overlong.SOFT:

@@ -1,7 +1,7 @@
-"""Where rows come from: a JSONL file, a parquet file, a folder, or a data set of the Hugging Face hub.
+"""Sources of rows: a JSONL or parquet file, a folder, a data set of the Hugging Face hub, or a user's function.
 
-The hub is asked only for names that say so (`hub:owner/name`): a mistyped path never becomes a network request. Code
-that comes with a data set is never run.
+Only names of the form `hub:owner/name` are looked up on the hub, so a mistyped path never causes a network request.
+Code that comes with a data set is never run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.hooks import call_hook, check_members, is_hook, load_hook
 
 HUB = "hub:"
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 class Records(Protocol):
-    """Rows by number; parquet and `datasets` rows stay in Arrow memory until asked for."""
+    """Rows by number. Parquet and `datasets` rows stay in Arrow memory until they are read."""
 
     def __len__(self) -> int: ...
 
@@ -27,22 +28,27 @@ class Records(Protocol):
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
 
-def open_records(source: str, *, split: str = "train", subset: str | None = None) -> Records:
-    """Raises ConfigError naming the source if it is missing, of an unknown format, damaged or empty."""
-    records = _open(source, split, subset)
+def open_records(
+    source: str, *, split: str = "train", subset: str | None = None, setting: str = "data.train"
+) -> Records:
+    """The rows of `source`, the value of `setting`. Raises ConfigError naming it if it is missing, of an unknown
+    format, damaged or empty."""
+    records = _open(source, split, subset, setting)
     if len(records) == 0:
         raise ConfigError(f"{source}: the data set is empty; it needs at least one row")
     return records
 
 
-def _open(source: str, split: str, subset: str | None) -> Records:
+def _open(source: str, split: str, subset: str | None, setting: str) -> Records:
     if source.startswith(HUB):
         return _load_dataset(source, source.removeprefix(HUB), split, subset)
     path = Path(source)
+    if not path.exists() and is_hook(source):
+        return OwnRecords(setting, source, split, subset)
     if not path.exists():
         raise ConfigError(
             f"{source}: no such file or folder. Allowed: a .jsonl or .parquet file, a folder saved by `datasets`, "
-            f"or {HUB}owner/name for a data set of the Hugging Face hub"
+            f"{HUB}owner/name for a data set of the Hugging Face hub, or your own rows as module:function"
         )
     if path.is_dir():
         if any((path / name).exists() for name in SAVED_BY_DATASETS):
@@ -99,6 +105,24 @@ class ParquetRecords:
             yield from batch.to_pylist()
 
 
+class OwnRecords:
+    """Rows of a user's function (trainer/HOOKS.md), which may fail whenever they are read."""
+
+    def __init__(self, setting: str, name: str, split: str, subset: str | None) -> None:
+        self._setting = f"{setting} {name!r}"
+        self._rows: Records = call_hook(self._setting, load_hook(setting, name), split=split, subset=subset)
+        check_members(self._setting, self._rows, methods=("__len__", "__getitem__"))
+
+    def __len__(self) -> int:
+        return call_hook(self._setting, len, self._rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        return call_hook(self._setting, self._rows.__getitem__, index)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
 def _load_saved(folder: Path, split: str) -> Records:
     import datasets
 
@@ -115,7 +139,7 @@ def _load_saved(folder: Path, split: str) -> Records:
 
 
 def _load_dataset(source: str, name: str, split: str, subset: str | None) -> Records:
-    """A hub name or a folder of data files. HF_HUB_OFFLINE and HF_DATASETS_OFFLINE are obeyed by `datasets`."""
+    """Loads a hub data set or a folder of data files. `datasets` obeys HF_HUB_OFFLINE and HF_DATASETS_OFFLINE."""
     import datasets
 
     try:

@@ -1,1 +1,1 @@
-"""From a batch to the next weights: the model, how sequences lie in it, the step, the ranks, what they write."""
+"""Training: the model, the layout of sequences, the optimizer step, the ranks and the files they write."""

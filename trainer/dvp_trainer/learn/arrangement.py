@@ -1,8 +1,8 @@
-"""How the sequences of a micro-batch lie beside each other and how a model attends to them: the fastest way in which it
-says of every sequence what it says of it alone.
+"""Chooses the layout of the sequences of a micro-batch and the attention of the model: the fastest arrangement in which
+the model computes the same for every sequence as for that sequence alone.
 
-That is tried at start, across the edges of the windows and chunks that the config names. What a family makes of padding
-or of a fused attention is in no config: soft caps, biases, states that run on through padding.
+Arrangements are tried at start, with sequences that cross the edges of the windows and chunks named in the config. The
+config does not tell how a family treats padding or fused attention: soft caps, biases, states that run through padding.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .layout import Layout, Tokens, packed, padded
 logger = logging.getLogger(__name__)
 
 NUM_TRIED = 12
-"""Long sequences that all trials together read, at most."""
+"""Maximum number of long sequences read in all trials together."""
 
 
 class Beside(StrEnum):
-    """Where the sequences of a micro-batch lie."""
+    """Layout of the sequences of a micro-batch."""
 
     PACKED = "packed"
-    """In one row without padding, a prompt that several share once."""
+    """One row without padding, with every shared prompt once."""
     PADDED = "padded"
-    """In rows as long as the longest."""
+    """One row per sequence, padded to the longest."""
     ALONE = "alone"
-    """There is one."""
+    """One sequence per micro-batch."""
 
 
 class Arrangement(NamedTuple):
     beside: Beside
     attention: str
-    """By the name that Transformers knows."""
+    """Name of the attention in Transformers."""
 
     def __str__(self) -> str:
         return f"{self.beside}, {EAGER} attention" if self.attention == EAGER else str(self.beside)
@@ -55,13 +55,13 @@ class Arrangement(NamedTuple):
 class Trial(NamedTuple):
     arrangement: Arrangement
     gap: float
-    """Standard deviations by which it moves hidden states; NaN if that is not known."""
+    """Largest difference of hidden states from the reference, in standard deviations; NaN if unknown."""
     refusal: str
-    """Why it is not used; empty if it may be."""
+    """Why the arrangement cannot be used; empty if it can."""
 
 
 def arrange(model: PreTrainedModel, *, packable: bool) -> Arrangement:
-    """The first of `trials` that may be used. Raises ConfigError with what was found if none may."""
+    """The first usable arrangement of `trials`. Raises ConfigError with all refusals if there is none."""
     refused: list[str] = []
     for arrangement, _, refusal in trials(model, packable=packable):
         if not refusal:
@@ -72,8 +72,8 @@ def arrange(model: PreTrainedModel, *, packable: bool) -> Arrangement:
 
 
 def trials(model: PreTrainedModel, *, packable: bool) -> Iterator[Trial]:
-    """Fastest first. `packable`: logits are the product of LM head and hidden state alone, as `has_linear_head` finds
-    out. Raises ConfigError if the model is none that a trainer and a sampler can agree on."""
+    """Tries all arrangements, fastest first. `packable`: logits are only the product of LM head and hidden state, as
+    `has_linear_head` tests. Raises ConfigError if the model cannot read a sequence or is not causal."""
     usual = model.config._attn_implementation
     context = getattr(text_config(model.config), "max_position_embeddings", sys.maxsize)
     tried_edge, edge = longest_edge(model, below=context, num_sequences=NUM_TRIED)
@@ -89,17 +89,17 @@ def trials(model: PreTrainedModel, *, packable: bool) -> Iterator[Trial]:
     for arrangement in dict.fromkeys(arrangements):
         found, refusal = float("nan"), ""
         if arrangement.beside is not Beside.ALONE and tried_edge < edge:
-            refusal = f"its layers change at {edge} tokens, and to read as many would take too long here"
+            refusal = f"its layers change at {edge} tokens, and a trial of that length would take too long here"
         elif arrangement.attention != EAGER and caps_attention(model.config):
             refusal = "attention scores are capped"
         elif arrangement.beside is Beside.PACKED and not packable:
-            refusal = "logits are not the product of LM head and hidden state alone"
+            refusal = "logits are not just the product of LM head and hidden state"
         else:
             try:
                 found = gap(_arranged_states(model, arrangement, sequences), wanted)
                 if not found <= tolerance(model.dtype):
                     refusal = f"hidden states would differ by {found:.2g} standard deviations"
-            except Exception as error:  # noqa: BLE001 - whatever a foreign architecture stumbles over
+            except Exception as error:  # noqa: BLE001 - an architecture can raise anything here
                 refusal = _first_line(error)
         yield Trial(arrangement, found, refusal)
 
@@ -109,7 +109,7 @@ def lay_out(beside: Beside, sequences: list[Tokens], pad_id: int, device: torch.
 
 
 def _sequences(model: PreTrainedModel, edge: int) -> list[Tokens]:
-    """The first two share a prompt, and cross the edge in their completions; two short ones."""
+    """Two sequences that share a prompt and cross the edge in their completions, and two short ones."""
     ids = some_tokens(model, edge + 64).cpu().numpy()
     P = max(4, edge - 3)
     prompt, rest = ids[:P], ids[P:]
@@ -123,7 +123,7 @@ def _sequences(model: PreTrainedModel, edge: int) -> list[Tokens]:
 
 @torch.no_grad()
 def _reference_states(model: PreTrainedModel, sequences: list[Tokens]) -> Tensor:
-    """Those that predict the completions, of each sequence alone."""
+    """Hidden states that predict the completions, each sequence read alone. Raises ConfigError as `trials` does."""
     kind = model.config.model_type
     try:
         alone = [states_alone(model, torch.from_numpy(_read(tokens)).to(model.device)) for tokens in sequences]
@@ -134,15 +134,15 @@ def _reference_states(model: PreTrainedModel, sequences: list[Tokens]) -> Tensor
     P = len(sequences[0].prompt)
     if not (found := gap(alone[0][:P], alone[1][:P])) <= tolerance(model.dtype):
         raise ConfigError(
-            f"model type {kind} cannot be trained: what follows a token moves its hidden state, by {found:.2g} "
-            "standard deviations, as in an encoder; name a causal LM"
+            f"model type {kind} cannot be trained: later tokens change a token's hidden state, by {found:.2g} "
+            "standard deviations, as in an encoder; use a causal LM"
         )
     return torch.cat([part[len(tokens.prompt) - 1 :] for part, tokens in zip(alone, sequences, strict=True)])
 
 
 @torch.no_grad()
 def _arranged_states(model: PreTrainedModel, arrangement: Arrangement, sequences: list[Tokens]) -> Tensor:
-    """The same of sequences that lie so."""
+    """The same states with the sequences in this arrangement."""
     parts = [[tokens] for tokens in sequences] if arrangement.beside is Beside.ALONE else [sequences]
     found = []
     with attending(model, arrangement.attention):
@@ -153,7 +153,7 @@ def _arranged_states(model: PreTrainedModel, arrangement: Arrangement, sequences
 
 
 def _read(tokens: Tokens) -> NDArray[np.integer[Any]]:
-    """The last token is predicted and never read."""
+    """The tokens that the model reads: all but the last, which is only predicted."""
     return np.concatenate(tokens)[:-1]
 
 

@@ -1,8 +1,8 @@
 """Causal attention among the sequences of a packed row, which may share their prompts.
 
-Everything else in a decoder treats tokens one by one, so that it does not matter where they lie. Here each sequence is
-gathered from where its tokens are into a row of its own, blocks of rows attend without any mask (so that PyTorch takes
-its flash kernels, on a CPU too), and the answers go back to their places.
+The other parts of a decoder process each token by itself, wherever it lies. Here, the tokens of each sequence are
+gathered into a row of their own, blocks of rows attend without a mask tensor (so that PyTorch uses its flash kernels,
+on a CPU too), and the outputs return to their packed positions.
 
 Shapes: L packed tokens, H query heads, K key-value heads, D head dimension; b rows of S tokens in a block.
 """
@@ -28,9 +28,9 @@ PACKED = "dvp_packed"
 
 class Rows(NamedTuple):
     blocks: tuple[Int[Tensor, "b S"], ...]
-    """Where the tokens of each sequence lie. Rows are padded at the end, where no token before sees it."""
+    """Packed positions of the tokens of each sequence. Rows are padded at the end, where no earlier token attends."""
     cells: Int[Tensor, " L"]
-    """For every packed token its cell in the rows of all blocks, one behind the other."""
+    """Cell of every packed token in the concatenated, flattened rows of all blocks."""
 
 
 def attend_packed(
@@ -44,7 +44,9 @@ def attend_packed(
     packed_rows: Rows,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, L, D] queries and [1, K, L, D] keys and values to [1, L, H, D]."""
+    """Attention of [1, H, L, D] queries to [1, K, L, D] keys and values, as [1, L, H, D].
+
+    Raises ConfigError if the model passes an argument that changes attention itself."""
     if found := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
         raise ConfigError(f"this model's attention needs {found[0]}")
     tokens = [part[0].transpose(0, 1) for part in (query, key, value)]

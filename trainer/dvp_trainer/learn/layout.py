@@ -1,4 +1,4 @@
-"""What a model reads of some sequences: one packed row without padding, or rows as long as the longest.
+"""Model inputs for sequences: one packed row without padding, padded rows, or rows of a fixed shape.
 
 Shapes: b sequences; P is their longest prompt and T their longest completion.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHORTEST_SHARE = 0.75
-"""Of the longest row of a block, below which a row starts the next block: attention pads to the longest."""
+"""Share of a block's longest row below which a row starts the next block: attention pads rows to the longest."""
 
 
 class Tokens(NamedTuple):
-    """Of one sequence; neither part is empty."""
+    """Token ids of one sequence; neither part is empty."""
 
     prompt: NDArray[np.integer[Any]]
     completion: NDArray[np.integer[Any]]
@@ -36,11 +36,11 @@ class Layout(NamedTuple):
     input_ids: Int[Tensor, "rows columns"]
     position_ids: Int[Tensor, "rows columns"]
     attention_mask: Bool[Tensor, "rows columns"] | None
-    """None if packed or fixed."""
+    """None if packed or of fixed shape."""
     before: Int[Tensor, " tokens"]
-    """For every completion token, sequence after sequence: where the token before it lies, whose state predicts it."""
+    """Flat position of the token before each completion token, whose state predicts it; sequence by sequence."""
     packed_rows: Rows | None
-    """What attends to what if packed."""
+    """Which tokens attend to which, if packed; otherwise None."""
 
     def model_inputs(self) -> dict[str, Any]:
         names = "input_ids", "position_ids", "attention_mask" if self.packed_rows is None else "packed_rows"
@@ -48,7 +48,8 @@ class Layout(NamedTuple):
 
 
 def padded(sequences: Sequence[Tokens], pad_id: int, device: torch.device) -> Layout:
-    """[b, P + T]: prompts end and completions begin in one column, so that one slice of the logits serves all rows."""
+    """A [b, P + T] layout in which all completions begin in the same column, so that one slice of the logits serves all
+    rows."""
     P, T = (max(map(len, part)) for part in zip(*sequences, strict=True))
     input_ids = np.full((len(sequences), P + T), pad_id, np.int64)
     attention = np.zeros(input_ids.shape, bool)
@@ -68,13 +69,14 @@ def padded(sequences: Sequence[Tokens], pad_id: int, device: torch.device) -> La
 
 
 def fixed(sequences: Sequence[Tokens], shape: Shape, device: torch.device) -> Layout:
-    """[R, L] from the left, zeros behind and in the rows that are left over: services/dvp_rl/engines/fixed_shape.py."""
+    """An [R, L] layout with sequences on the left and zeros elsewhere: see services/dvp_rl/engines/fixed_shape.py.
+    Raises ConfigError if a sequence is longer than L."""
     input_ids, before = np.zeros(shape, np.int64), []
     for row, (prompt, completion) in enumerate(sequences):
         p, t = len(prompt), len(completion)
         if p + t > shape.length:
             raise ConfigError(
-                f"model.fixed_shape {shape}: a sequence of {p} + {t} tokens came; replicas need the same fixed_shape"
+                f"model.fixed_shape {shape}: got a sequence of {p} + {t} tokens; replicas need the same fixed_shape"
             )
         input_ids[row, : p + t] = np.concatenate([prompt, completion])
         before.append(row * shape.length + p - 1 + np.arange(t))
@@ -85,8 +87,8 @@ def fixed(sequences: Sequence[Tokens], shape: Shape, device: torch.device) -> La
 
 
 def packed(sequences: Sequence[Tokens], device: torch.device) -> Layout:
-    """[1, L] with every prompt once, however many of the sequences share it, and without the last token of each
-    completion, which is predicted and never read."""
+    """A [1, L] layout with every prompt once, however many sequences share it, and without the last token of each
+    completion, which is only predicted."""
     pieces: list[NDArray[np.integer[Any]]] = []
     rows: list[NDArray[np.int64]] = []
     prompts: dict[bytes, NDArray[np.int64]] = {}
@@ -117,7 +119,7 @@ def packed(sequences: Sequence[Tokens], device: torch.device) -> Layout:
 
 
 def _attended(rows: list[NDArray[np.int64]], size: int, device: torch.device) -> Rows:
-    """Blocks of rows of about one length; a position that several rows share is read from one of them."""
+    """Blocks of rows of similar length; the output at a position that several rows share is taken from one of them."""
     blocks, cells, start = [], np.empty(size, np.int64), 0
     for block in _of_like_length(rows):
         index = np.zeros((len(block), len(block[0])), np.int64)
@@ -130,7 +132,7 @@ def _attended(rows: list[NDArray[np.int64]], size: int, device: torch.device) ->
 
 
 def _of_like_length(rows: list[NDArray[np.int64]]) -> Iterator[list[NDArray[np.int64]]]:
-    """Longest first."""
+    """Blocks of rows of similar length, longest first."""
     block: list[NDArray[np.int64]] = []
     for row in sorted(rows, key=len, reverse=True):
         if block and len(row) < SHORTEST_SHARE * len(block[0]):

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT: W + alpha / rank B A, of which only A and B are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT: W + alpha / rank B A, where only A and B are trained.
 
-They are injected into the model's own linear layers, so that everything else sees the same model: its own weight is a
-module's `base_layer`, and the adapter has the name `default`.
+PEFT replaces linear layers inside the model, so that all other code sees the same model. The original layer becomes the
+module's `base_layer`; the adapter is named `default`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BASE = ".base_layer."
 
 
 def add_lora(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
-    """Freezes the model and gives it adapters, A drawn by `seed` and B zero. Raises ConfigError naming what cannot have
-    one."""
+    """Freezes the model and adds adapters, with A drawn from `seed` and B zero. Raises ConfigError if PEFT is not
+    installed, and as `linear_layers` does."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -37,7 +37,7 @@ def add_lora(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    # Of a model that it knows PEFT would adapt experts in place of the linear layers of those names.
+    # The wrapper hides the model type: for types it knows, PEFT would adapt experts instead of these linear layers.
     unknown = torch.nn.ModuleDict({"model": model})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -46,7 +46,8 @@ def add_lora(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
 
 
 def linear_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]:
-    """Names of those that end with one of `targets`, of all if there are none. Raises ConfigError."""
+    """Names of the linear layers that end with one of `targets`; of all but the LM head if `targets` is empty. Raises
+    ConfigError if a target is the LM head or the embedding, or if there is no such layer."""
     named = f"lora.targets {list(targets)}"
     ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     found = []
@@ -54,10 +55,10 @@ def linear_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]
         if not targets or any(f".{name}".endswith(f".{target}") for target in targets):
             if id(module) in ends and targets:
                 raise ConfigError(
-                    f"{named}: the LM head and the embedding cannot have an adapter; name linear layers in between, as "
-                    "q_proj or down_proj, or none for all of them"
+                    f"{named}: the LM head and the embedding cannot have an adapter; name linear layers in between, "
+                    "such as q_proj or down_proj, or none to adapt all of them"
                 )
-            if type(module) is torch.nn.Linear and id(module) not in ends:  # a router may be a kind of one
+            if type(module) is torch.nn.Linear and id(module) not in ends:  # a router may be a subclass
                 found.append(name)
     if not found:
         raise ConfigError(f"{named}: model type {model.config.model_type} has no such linear layers; name others")
@@ -65,14 +66,14 @@ def linear_layers(model: PreTrainedModel, targets: Collection[str]) -> list[str]
 
 
 def lora_scaling(model: PreTrainedModel) -> float | None:
-    """alpha / rank; None without adapters."""
+    """alpha / rank; None if there are no adapters."""
     factors = (module.scaling[ADAPTER] for module in model.modules() if hasattr(module, "lora_A"))
     return next(factors, None)
 
 
 def merged(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The named tensors that the model would have without adapters, and what makes each of them whole: every rank has
-    to call it."""
+    """Names of the tensors that the model has without adapters, each with a function that returns the whole tensor,
+    adapter merged. Every rank must call it."""
     for name, tensor in tensors:
         if ".lora_" not in name:
             yield name.replace(BASE, "."), partial(_merge, model, name, tensor)
@@ -91,7 +92,7 @@ def _merge(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor:
 
 
 def adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """A and B of every layer that has them, by the names that PEFT stores them under; as they are held."""
+    """A and B of every adapted layer, under the names that PEFT stores them by; sharded tensors stay sharded."""
     for name, tensor in model.named_parameters():
         if ".lora_" in name:
             yield PREFIX + name.replace(f".{ADAPTER}.", "."), tensor

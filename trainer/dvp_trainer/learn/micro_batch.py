@@ -1,4 +1,4 @@
-"""From sequences to tensors that fit into memory together.
+"""Micro-batches: tensors of sequences that fit into memory together.
 
 Shapes: a micro-batch has b sequences; T is its longest completion.
 """
@@ -31,11 +31,11 @@ class MicroBatch:
     """Index of each sequence in the batch's [N] vectors."""
     layout: Layout
     token_ids: Int[Tensor, "b T"]
-    """The completion; 0 where padded."""
+    """Completion tokens; 0 where padded."""
     mask: Bool[Tensor, "b T"]
     """True on model tokens."""
     infer: Constrained
-    """[b, T] fields of the engine. Where padded: log-prob 0, kept mass 1, kept count 1, inside."""
+    """[b, T] fields from the engine. Padding has log-prob 0, kept mass 1, kept count 1 and is inside."""
 
     @classmethod
     def collate(cls, sequences: list[TrainSequence], layout: Layout) -> MicroBatch:
@@ -57,7 +57,7 @@ class MicroBatch:
         return cls(tensor(rows), layout, tensor(token_ids), tensor(mask), infer)
 
     def idle(self) -> MicroBatch:
-        """The same without a model token: forward and backward run, and add nothing."""
+        """The same micro-batch without model tokens: forward and backward run but contribute nothing."""
         layout = self.layout._replace(before=self.layout.before[:0])
         return replace(self, mask=torch.zeros_like(self.mask), layout=layout)
 
@@ -71,7 +71,7 @@ def micro_batches(
     device: torch.device,
     shape: Shape | None = None,
 ) -> Iterator[MicroBatch]:
-    """In the order given; each of `shape`, if there is one, and else of at most `max_tokens`."""
+    """Micro-batches in the given order, each of the fixed `shape` if there is one, otherwise cut by `fill`."""
     if shape is None:
         parts = fill(sequences, max_tokens=max_tokens, beside=beside)
     else:
@@ -83,8 +83,8 @@ def micro_batches(
 
 
 def fill(sequences: list[TrainSequence], *, max_tokens: int, beside: Beside) -> Iterator[list[TrainSequence]]:
-    """Cuts into lists of at most `max_tokens` (one sequence at least): padding counts if they are to be padded. A
-    prompt counts for each of its samples, as it does in the memory that attention takes."""
+    """Cuts into lists of at most `max_tokens` tokens, but at least one sequence. Padding counts if there is any. A
+    prompt counts once per sample, as it does in the memory that attention takes."""
     if beside is Beside.ALONE:
         max_tokens = 0
     start = total = prompt = completion = 0
@@ -100,7 +100,7 @@ def fill(sequences: list[TrainSequence], *, max_tokens: int, beside: Beside) -> 
 
 
 def share(sequences: list[TrainSequence], rank: int, size: int) -> list[TrainSequence]:
-    """One of `size` stretches of about equal numbers of tokens."""
+    """The part for `rank`: one of `size` contiguous stretches with about equal numbers of tokens."""
     lengths = np.array([sequence.num_tokens for sequence in sequences])
     middle = lengths.cumsum() - lengths / 2
     return [s for s, part in zip(sequences, middle * size // max(lengths.sum(), 1), strict=True) if part == rank]

@@ -1,4 +1,4 @@
-"""The policy that is trained: an ordinary Hugging Face causal LM, and its forward pass."""
+"""The policy in training: an ordinary Hugging Face causal LM and its forward pass."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedModel:
-    """fp32 master weights from a local folder, in evaluation mode. It is trained in this mode, too: dropout and router
-    noise would give the sampler and the trainer different policies.
+    """Loads fp32 master weights from a local folder, in evaluation mode. The model is also trained in this mode:
+    dropout and router noise would give sampler and trainer different policies.
 
-    One that is to be sharded stays in the host's memory: it moves to its device layer by layer, as each is cut.
+    A model to be sharded stays in host memory and moves to its device layer by layer, as each layer is sharded.
 
-    Raises ConfigError if the folder holds no causal LM in safetensors, one that lacks weights, or one that is random
-    nonetheless.
+    Raises ConfigError if the folder holds no causal LM in safetensors, if weights are missing, or if the model is
+    random even in evaluation mode.
     """
     folder = section.path
     if not (folder / "config.json").is_file():
@@ -48,7 +48,7 @@ def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedMod
     load = partial(complete_model, f"model.path = {str(folder)!r}", folder, dtype=torch.float32)
     model: PreTrainedModel = load()
     if not takes_attention(model) and model.config._attn_implementation != EAGER:
-        model = load(attn_implementation=EAGER)  # no other can be compared with the plain formula
+        model = load(attn_implementation=EAGER)  # its attention cannot be switched for the reference
     if section.gradient_checkpointing:
         recompute_layers(model)
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
@@ -58,30 +58,29 @@ def load_model(section: ModelSection, *, sharded: bool = False) -> PreTrainedMod
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Layers keep nothing of a forward but their inputs: the backward computes the rest again. Transformers would do so
-    in training mode only. Raises ConfigError if the model does not say what its layers are."""
+    """Makes layers keep only their inputs of a forward; the backward recomputes the rest. Transformers does so in
+    training mode only. Raises ConfigError if the model does not mark its layers."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"model.gradient_checkpointing: not for model type {model.config.model_type}, whose layers are not known; "
-            "set it to false"
+            f"model.gradient_checkpointing: not supported for model type {model.config.model_type}, which does not "
+            "mark its layers; set it to false"
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def check_repeatable(model: PreTrainedModel) -> None:
-    """Raises ConfigError unless a few tokens have the same logits in each of two forwards as they are trained, and in
-    one without gradients."""
+    """Raises ConfigError unless a few tokens get the same logits in two forwards with gradients and in one without."""
     ids = some_tokens(model, 8)[None]
     first, second = (model(input_ids=ids, use_cache=False).logits.detach() for _ in range(2))
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits
     if not (found := gap(torch.stack([second, plain]), first)) <= tolerance(model.dtype):
         raise ConfigError(
-            f"model type {model.config.model_type}: the same tokens have other logits in the next forward, by up to "
-            f"{found:.2g} standard deviations: it draws random numbers, which no inference engine does; turn its "
-            "dropout or noise off in config.json, or train another model"
+            f"model type {model.config.model_type}: the logits of the same tokens differ between forwards, by up to "
+            f"{found:.2g} standard deviations: the model draws random numbers, which no inference engine does; disable "
+            "its dropout or noise in config.json, or train another model"
         )
 
 
@@ -99,7 +98,7 @@ def check_low_dtype(model: PreTrainedModel, name: str) -> None:
 
 
 def check_rope(model: PreTrainedModel, settings: TrainSettings) -> None:
-    """Raises ConfigError if a sequence could be so long that the model's rope changes."""
+    """Raises ConfigError if a sequence could be long enough to change the model's RoPE."""
     limit = rope_limit(model.config)
     if limit is None:
         return
@@ -107,14 +106,14 @@ def check_rope(model: PreTrainedModel, settings: TrainSettings) -> None:
     if P is None or limit < P + T:
         now = "data.max_prompt_tokens is not set" if P is None else f"sequences may have {P} + {T}"
         raise ConfigError(
-            f"model type {model.config.model_type}: its rope changes in a sequence of more than {limit} tokens, and an "
-            f"engine and a trainer would not agree; {now}: set data.max_prompt_tokens and sampling.max_tokens so that "
-            "none is longer"
+            f"model type {model.config.model_type}: its RoPE changes in sequences of more than {limit} tokens, and "
+            f"engine and trainer would not agree; {now}: set data.max_prompt_tokens and sampling.max_tokens so that "
+            "no sequence is longer"
         )
 
 
 class Policy(torch.nn.Module):
-    """pi_train_mp: from the token ids of a micro-batch to the constrained log-probs of its completions."""
+    """pi_train_mp: maps token ids of a micro-batch to constrained log-probs of its completions."""
 
     def __init__(
         self,
@@ -130,13 +129,13 @@ class Policy(torch.nn.Module):
         self.model = model.eval()
         self._has_linear_head = has_linear_head(model)
         self.shape = shape
-        """Of every forward, if it is fixed."""
+        """Shape of every forward if fixed, otherwise None."""
         if shape is None:
             self.attend(arrange(model, packable=self._has_linear_head))
         else:
             self.attend(Arrangement(Beside.PADDED, ATTENTION))
         self.low_dtype: torch.dtype | None = None if compute_dtype == "float32" else getattr(torch, compute_dtype)
-        """What forward and backward compute in, if it is not the dtype of the weights."""
+        """Dtype of forward and backward; None: that of the weights."""
         self._fp32_head = fp32_head
         self._log_min_p, self._temperature = log_min_p, temperature
         if self.low_dtype is not None:
@@ -148,12 +147,13 @@ class Policy(torch.nn.Module):
             check_fixed_shape(model, shape, self.low_dtype or model.dtype)
 
     def attend(self, arrangement: Arrangement) -> None:
-        """Micro-batches come arranged so from now on."""
+        """Sets the arrangement of further micro-batches, and the model's attention with it."""
         self.arrangement = arrangement
         attend_by(self.model, arrangement.attention)
 
     def forward(self, micro: MicroBatch) -> Constrained:
-        """One entry per model token, in row-major order of `micro.mask`. Prompt positions never become logits."""
+        """One entry per model token, in row-major order of `micro.mask`. Logits that predict prompt tokens are never
+        computed."""
         inputs, token_ids = micro.layout.model_inputs(), micro.token_ids[micro.mask]
         if not self._has_linear_head:
             T = micro.mask.shape[1]
@@ -171,7 +171,7 @@ class Policy(torch.nn.Module):
         return head_logprobs(states, weight, bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
 
     def _by_blocks(self, states: Tensor, token_ids: Tensor, rows: int) -> Constrained:
-        """As an engine of that shape computes it, bit for bit. The backward computes the logits again."""
+        """Log-probs bit for bit as an engine of this shape computes them. The backward recomputes the logits."""
         head = self.model.get_output_embeddings()
 
         def block(states: Tensor, token_ids: Tensor) -> Constrained:
@@ -185,10 +185,10 @@ class Policy(torch.nn.Module):
 
 
 def shard(policy: Policy, device: torch.device, world: World) -> None:
-    """Each rank keeps a part of every parameter, of its gradient and of its optimizer state (FSDP2)."""
+    """Shards every parameter, its gradient and its optimizer state across the ranks (FSDP2)."""
     mesh = init_device_mesh(device.type, (world.size,))
     layers = set(policy.model._no_split_modules or ())
-    # Layers are gathered in the dtype that they compute in; the LM head wants its weight whole and as it is.
+    # Layers are gathered in the dtype they compute in; the LM head needs its weight whole, in its own dtype.
     low = MixedPrecisionPolicy(param_dtype=policy.low_dtype, reduce_dtype=torch.float32)
     for module in policy.model.modules():
         if type(module).__name__ in layers:
@@ -197,5 +197,5 @@ def shard(policy: Policy, device: torch.device, world: World) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor: every rank has to ask."""
+    """The whole tensor if it is sharded, otherwise the tensor itself. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

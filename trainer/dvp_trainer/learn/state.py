@@ -1,7 +1,7 @@
-"""Model, optimizer and generator on disk: a folder of PyTorch's distributed checkpoint format.
+"""Model, optimizer and random generator on disk: a folder in PyTorch's distributed checkpoint format.
 
-Every rank writes what it holds, and another number of ranks can read it. The index is a pickle: `Reader` makes
-nothing of it but the few classes that an index of tensors has. PyTorch reads the tensors themselves with weights_only.
+Every rank writes what it holds, and any number of ranks can read it. The index is a pickle: `Reader` unpickles only the
+few classes that an index of tensors contains. PyTorch reads the tensors themselves with weights_only.
 """
 
 from __future__ import annotations
@@ -49,41 +49,41 @@ _IN_AN_INDEX: tuple[Any, ...] = (
     *(_StorageInfo, _MEM_FORMAT_ENCODING, torch.Size, PosixPath, _get_layout),
 )
 IN_AN_INDEX = {known.__name__: known for known in _IN_AN_INDEX}
-"""Not BytesStorageMetadata: PyTorch would unpickle those bytes, whatever they are."""
+"""Names allowed in an index. BytesStorageMetadata is excluded: PyTorch would unpickle such bytes unchecked."""
 
 
 class _Index(pickle.Unpickler):
-    """Of names in a pickle only its last part counts, so that nothing is imported for it."""
+    """Resolves names in the pickle by their last part only, so that nothing is imported."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = IN_AN_INDEX.get(name, getattr(torch, name, None))
         if name in IN_AN_INDEX or isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that an index of tensors needs")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in an index of tensors")
 
 
 class Reader(FileSystemReader):
-    """PyTorch's, which would run any code that the index names."""
+    """PyTorch's reader, but with a restricted unpickler: the original runs any code that an index names."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             index = _Index(file).load()
         if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError(f"{type(index).__name__} is no index")
+            raise pickle.UnpicklingError(f"{type(index).__name__} is not an index")
         index.storage_meta = index.storage_meta or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
 
 
 def save_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> None:
-    """Durable before it returns. All ranks call it with one folder. Raises OSError (disk full)."""
+    """Writes the state; durable on return. All ranks must call this with one folder. Raises OSError (disk full)."""
     with _one_or_many() as no_dist:
         save(_tensors(model, optimizer, optimizer_steps), checkpoint_id=folder, no_dist=no_dist)
 
 
 def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:
-    """Makes model, optimizer and torch's generator what they were; returns the number of optimizer steps.
-    Raises ConfigError, and other errors for a folder that is damaged."""
+    """Restores model, optimizer and torch's random generator; returns the number of optimizer steps. Raises ConfigError
+    if the checkpoint belongs to other settings, and other errors if the folder is damaged."""
     tensors = _tensors(model, optimizer, 0)
     check_same(folder, tensors["model"])
     with _one_or_many() as no_dist:
@@ -91,7 +91,7 @@ def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> in
     scaling = lora_scaling(model)
     if scaling is not None and float(tensors["lora_scaling"]) != scaling:
         raise ConfigError(
-            f"{folder}: adapters count {float(tensors['lora_scaling']):g} times there, {scaling:g} times here: "
+            f"{folder}: adapters are scaled by {float(tensors['lora_scaling']):g} there, by {scaling:g} here: "
             "lora.alpha must be what this checkpoint was trained with"
         )
     settings = get_optimizer_state_dict(model, optimizer)["param_groups"]
@@ -101,7 +101,7 @@ def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> in
 
 
 def check_same(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises ConfigError unless the checkpoint is one of these tensors: PyTorch would say less."""
+    """Raises ConfigError unless the checkpoint has exactly these tensors. PyTorch's own error would say less."""
     stored = {
         name.removeprefix("model."): tuple(getattr(entry, "size", ()))
         for name, entry in Reader(folder).read_metadata().state_dict_metadata.items()
@@ -119,7 +119,8 @@ def check_same(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _tensors(model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> dict[str, Any]:
-    """Those of the model are its own: to load into them is all it takes. What is frozen comes from model.path."""
+    """Everything that is saved. The model's tensors are its own, so loading into them restores it; frozen parameters
+    come from model.path."""
     scaling = lora_scaling(model)
     return {
         **({} if scaling is None else {"lora_scaling": torch.tensor(scaling, dtype=torch.float64)}),
@@ -132,12 +133,12 @@ def _tensors(model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int)
 
 @contextmanager
 def _one_or_many() -> Iterator[bool]:
-    """Whether there is no process group. What fails within, on any rank, is an OSError."""
+    """Yields True if there is no process group. Turns a CheckpointException of any rank into an OSError."""
     with warnings.catch_warnings():
-        # Told to do without a process group, PyTorch warns that there is none.
+        # With no_dist=True, PyTorch warns that there is no process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
             yield not dist.is_initialized()
-        except CheckpointException as error:  # no Exception, and in its words a traceback of every rank
+        except CheckpointException as error:  # not an Exception; its text has every rank's traceback
             failures = (f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
             raise OSError("; ".join(failures)) from error

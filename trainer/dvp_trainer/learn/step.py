@@ -22,15 +22,16 @@ from dvp_rl.dvp.correction import Correction, correct
 from dvp_rl.dvp.denominators import denominator
 from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.dvp.metrics import MetricBatch, mismatch_metrics
-from dvp_rl.dvp.objective import surrogate_loss
 from dvp_rl.dvp.options import Baseline
 from dvp_rl.dvp.policy import Constrained
+from dvp_rl.hooks import is_hook
 from dvp_rl.weights.folder import folder_digest
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch, TrainSequence
 from dvp_trainer.options import Overlong
 
 from .arrangement import Beside
+from .hooks import estimator, own_advantages, own_objective
 from .lora import add_lora
 from .micro_batch import MicroBatch, micro_batches, share
 from .model import Policy, check_rope, full, load_model, shard
@@ -45,21 +46,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALENESS_BINS = 8
-"""Of the histogram; one more holds all that is older."""
+"""Number of bins of the staleness histogram; one more bin holds everything older."""
 
 
 class Update(NamedTuple):
-    """What came of one optimizer step."""
+    """Result of one optimizer step."""
 
     seen: Evidence | None
     loss: float
-    """The scalar whose negative gradient is the estimator. Its value says little: it is no measure of progress."""
+    """Scalar whose negative gradient is the estimator. Its value is no measure of progress."""
     grad_norm: float | None
-    """Before clipping; None if there was nothing to learn from and the weights are unchanged."""
+    """Gradient norm before clipping. None if the weights are unchanged: nothing was kept, or the norm is not finite."""
 
 
 def open_learner(settings: TrainSettings, pad_id: int, world: World) -> Learner:
-    """With the model of model.path. A rank loads all of it, and keeps its part before the next one does."""
+    """The learner for model.path. A rank loads the whole model and shards it before the next rank loads it."""
     with world.in_turn():
         return Learner(load_model(settings.model, sharded=world.size > 1), settings, pad_id, world)
 
@@ -94,18 +95,21 @@ class Learner:
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
+        baseline, objective = settings.correction.baseline, settings.correction.objective
+        self._advantages = own_advantages(baseline) if is_hook(baseline) else None
+        self._objective = estimator if objective is None else own_objective(objective)
         self.optimizer_steps = 0
         self.evidence: Evidence | None = None
-        """Of the last batch, before its first update; None if nothing in it had a signal."""
+        """Both sides' log-probs of the last batch before its first update; None if no group had a signal."""
 
     @property
     def lr(self) -> float:
-        """Of the next optimizer step: rises linearly over the warm-up, then stays."""
+        """Learning rate of the next optimizer step: rises linearly during warm-up, then stays constant."""
         options = self.settings.optimizer
         return options.lr * min(1.0, (self.optimizer_steps + 1) / max(options.warmup_steps, 1))
 
     def obey(self, order: Order) -> None:
-        """Does on this rank what the leader does on its own."""
+        """Runs an order of the leader on this rank."""
         match order.name:
             case "step":
                 self.step(Batch.from_bytes(order.payload))
@@ -117,7 +121,7 @@ class Learner:
                 self.load(Path(order.payload.decode()))
 
     def write_weights(self, folder: Path) -> None:
-        """The weights as they are now, in safetensors. Raises OSError (disk full)."""
+        """Writes the current weights or adapter as safetensors. Raises OSError (disk full)."""
         self.world.order(Order("write_weights", bytes(folder)))
         if self.settings.lora.publish == "adapter":
             write_adapter(self.model, folder, self._base_digest, self.world)
@@ -125,29 +129,29 @@ class Learner:
             write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
 
     def save(self, folder: Path) -> None:
-        """Everything but the settings that the next step depends on. Durable before it returns."""
+        """Saves everything that the next step depends on, except the settings. Durable on return."""
         self.world.order(Order("save", bytes(folder)))
         save_state(folder, self.model, self.optimizer, self.optimizer_steps)
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, by as many ranks or by others."""
+        """Loads what `save` wrote, with the same or another number of ranks."""
         self.world.order(Order("load", bytes(folder)))
         self.optimizer_steps = load_state(folder, self.model, self.optimizer)
 
     # --- the method -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Trains on the batch. Returns its metrics; `optimizer/updates` says how many steps came of it.
+        """Trains on the batch and returns its metrics; `optimizer/updates` is the number of optimizer steps made.
 
-        Of many ranks every one calls this with the same batch, does its share, and returns the same.
+        With several ranks, every rank calls this with the same batch, trains its share and returns the same metrics.
         """
         if self.world.size > 1:
             self.world.order(Order("step", batch.to_bytes()))
-        sequences = batch.sequences_with_signal()
+        sequences = self.sequences(batch)
         before = self.look(sequences) if self._needs_first_pass else None
         A = self.batch_advantages(batch, before)
         parts = batch.split(self.settings.batch.updates)
-        updates = [self.update(part.sequences_with_signal(), A, part.num_sequences) for part in parts]
+        updates = [self.update(self.sequences(part), A, part.num_sequences) for part in parts]
         totals = {
             "optimizer/updates": float(sum(update.grad_norm is not None for update in updates)),
             "grad/norm": max(update.grad_norm or 0.0 for update in updates),
@@ -156,7 +160,7 @@ class Learner:
         return totals | self._metrics(batch, A, before, [update.seen for update in updates if update.seen is not None])
 
     def update(self, sequences: list[TrainSequence], A: Float[Tensor, " N"], total: int) -> Update:
-        """One optimizer step on `sequences`, out of `total` with those that have no signal. The gradient is
+        """One optimizer step on `sequences`. `total` counts those without signal too. The gradient is
 
             1/D  sum_y  w(y) A(y) grad log pi_train_mp(y | x)
 
@@ -168,7 +172,7 @@ class Learner:
             own = self.train_logprobs(micro)
             evidence = _evidence(micro, own)
             correction = self.correct(evidence)
-            loss = surrogate_loss(own.logprobs, correction.weights, A[micro.rows], micro.mask, 1.0)
+            loss = self._objective(own.logprobs, evidence, correction, A[micro.rows])
             loss.backward()  # type: ignore[no-untyped-call]
             seen.append(evidence)
             num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
@@ -182,8 +186,14 @@ class Learner:
         D = denominator(policy, total=total, corrected=int(num_corrected), kept=int(num_kept))
         return Update(whole, loss_sum / D, self._apply(D))
 
+    def sequences(self, batch: Batch) -> list[TrainSequence]:
+        """The batch's sequences that can have a gradient. Groups without signal are left out only with the method's own
+        advantages and objective: a user's may give them a gradient."""
+        own = self._advantages is not None or self._objective is not estimator
+        return batch.sequences(without_signal=own)
+
     def train_logprobs(self, micro: MicroBatch) -> Constrained:
-        """The trainer's side of a micro-batch, padded back to [b, T]."""
+        """The trainer's log-probs of a micro-batch, padded back to [b, T]."""
         own: Constrained = self.policy(micro)
 
         def spread(values: Tensor, padding: float) -> Tensor:
@@ -207,27 +217,27 @@ class Learner:
         )
 
     def batch_advantages(self, batch: Batch, before: Evidence | None) -> Float[Tensor, " N"]:
-        """A_i per sequence. Truncated samples get 0 where overlong handling takes them out of the gradient."""
+        """A_i per sequence. Truncated samples get 0 if reward.overlong is `mask` or `drop`."""
         overlong = self.settings.reward.overlong
         complete = batch.complete()
         weights = torch.ones(batch.num_sequences, dtype=torch.float64)
         if self.settings.correction.baseline is Baseline.RLOO_WEIGHTED and before is not None:
-            # One per sequence: of weights per token their mean, in which a rejected token is 0.
+            # One weight per sequence: the mean over its tokens, where a rejected token counts as 0.
             per_token = self.correct(before).weights.double().sum(1) / before.mask.sum(1).clamp(min=1)
             weights[before.rows.cpu()] = per_token.cpu()
-        A = advantages(
-            batch.rewards,
-            self.settings.correction.baseline,
-            counted=complete if overlong is Overlong.DROP else None,
-            weights=weights.view_as(batch.rewards),
-        )
+        counted = complete if overlong is Overlong.DROP else torch.ones_like(complete)
+        if self._advantages is not None:
+            A = self._advantages(batch.rewards, counted=counted)
+        else:
+            baseline = Baseline(self.settings.correction.baseline)
+            A = advantages(batch.rewards, baseline, counted=counted, weights=weights.view_as(batch.rewards))
         if overlong in (Overlong.MASK, Overlong.DROP):
             A = A.where(complete, 0.0)
         return A.flatten().to(self.device, torch.float32)
 
     @torch.no_grad()
     def look(self, sequences: list[TrainSequence]) -> Evidence | None:
-        """Both sides' log-probs before anything changes; None without sequences."""
+        """Both sides' log-probs under the current weights; None if there are no sequences."""
         parts = [_evidence(micro, self.train_logprobs(micro)) for micro in self._micro_batches(sequences)]
         return self._whole(parts)
 
@@ -239,28 +249,29 @@ class Learner:
 
     @property
     def _needs_first_pass(self) -> bool:
-        """Several steps would mix drift into mismatch, and a weighted baseline needs the weights first."""
+        """Whether log-probs are needed before the updates: several updates would mix drift into the mismatch, and a
+        weighted baseline needs the weights first."""
         weighted = self.settings.correction.baseline is Baseline.RLOO_WEIGHTED
         return self.settings.batch.updates > 1 or weighted
 
     def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
-        """This rank's share. Ranks with fewer micro-batches than others get idle ones: sharded parameters are gathered
-        by all ranks at once or not at all."""
+        """This rank's share. Ranks with fewer micro-batches than others get idle ones, because all ranks must gather
+        sharded parameters together."""
         world, beside = self.world, self.policy.arrangement.beside
-        # Padded ones by length, so that little is padding; packed ones as they come, prompt by prompt.
+        # Padded sequences are sorted by length, to save padding; packed ones stay in order, prompt by prompt.
         ordered = sequences if beside is Beside.PACKED else sorted(sequences, key=lambda s: -s.num_tokens)
         limit, shape = self.settings.model.micro_batch_tokens, self.policy.shape
         cut = partial(
             micro_batches, max_tokens=limit, beside=beside, pad_id=self.pad_id, device=self.device, shape=shape
         )
         mine = list(cut(share(ordered, world.rank, world.size)))
-        idle = world.max(len(mine)) - len(mine)  # asked before any of them begins to gather parameters
+        idle = world.max(len(mine)) - len(mine)  # agreed before any rank gathers parameters
         yield from mine
         for _ in range(idle):
             yield next(cut(sequences[:1])).idle()
 
     def _whole(self, parts: list[Evidence]) -> Evidence | None:
-        """The parts of all ranks; None if there are none. Either every rank has parts or no rank has."""
+        """The joined parts of all ranks; None if there are none. Either all ranks have parts or none has."""
         if not parts:
             return None
         own = Evidence.join(parts)
@@ -275,7 +286,7 @@ class Learner:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
             assert parameter.grad is not None
-            parameter.grad.div_(D / self.world.size)  # sharding averages over ranks
+            parameter.grad.div_(D / self.world.size)  # FSDP averages gradients over ranks
         norm = float(full(torch.nn.utils.clip_grad_norm_(parameters, self.settings.optimizer.max_grad_norm)))
         if not math.isfinite(norm):
             logger.error("gradient norm is %s: this step is skipped and the weights stay as they are", norm)
@@ -289,7 +300,7 @@ class Learner:
     def _metrics(
         self, batch: Batch, A: Float[Tensor, " N"], before: Evidence | None, seen: list[Evidence]
     ) -> dict[str, float]:
-        """Mismatch is measured before the first update; what further updates add is drift, and logged apart."""
+        """Metrics of the batch. Mismatch is measured before the first update; later drift is logged separately."""
         metrics = batch_metrics(batch) | {"optimizer/lr": self.lr}
         self.evidence = None
         if not seen:

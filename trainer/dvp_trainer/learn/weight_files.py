@@ -1,7 +1,7 @@
-"""The model's weights as a Hugging Face folder holds them, which is what engines read.
+"""The model's weights in the format of a Hugging Face folder, which engines read.
 
-Transformers holds some in other pieces and under other names: all experts of a layer in one tensor, for example. What
-loading a folder did to them is undone, as `save_pretrained` does it, but for one tensor after the other.
+Transformers holds some weights in other pieces and under other names, for example all experts of a layer in one tensor.
+The conversions made on loading are reversed as in `save_pretrained`, but one tensor at a time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, world: World) -> None:
-    """`model.safetensors`; of many ranks one file each, and an index. Floats in `dtype`, adapters merged.
+    """Writes `model.safetensors`, or one file per rank and an index. Floats are in `dtype`, adapters merged.
 
-    Parameters are made whole one after the other and dealt out to the ranks, so that none ever holds all of them. All
-    ranks must call this, with the same folder. Raises OSError (disk full) on every rank if one cannot write.
+    Parameters are gathered one at a time and divided among the ranks, so that no rank ever holds all of them. All ranks
+    must call this with the same folder. Raises OSError (disk full) on every rank if one cannot write.
     """
     mine: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
@@ -53,7 +53,8 @@ def write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype, worl
 
 
 def write_adapter(model: PreTrainedModel, folder: Path, base_digest: str, world: World) -> None:
-    """What PEFT reads, written by the leader, and what tells a replica whether it was started with the same model.
+    """The leader writes the adapter in PEFT's format, and `base_digest`, by which a replica checks that it was started
+    with the same model.
 
     All ranks must call this. Raises OSError (disk full) on every rank.
     """
@@ -69,8 +70,8 @@ def write_adapter(model: PreTrainedModel, folder: Path, base_digest: str, world:
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, **metadata: str) -> None:
-    """A safetensors file with the permissions of any other new file. `save_file` keeps it from everybody but its owner,
-    and a replica may be another user."""
+    """Writes a safetensors file with the default permissions of new files. `save_file` makes it readable by its owner
+    only, and a replica may run as another user."""
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata=metadata)
@@ -78,7 +79,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, **metadata: str) -> Non
 
 
 def _together(write: Callable[[], None], world: World) -> None:
-    """Raises OSError on every rank if one cannot write."""
+    """Calls `write`. Raises OSError on every rank if it fails on one."""
     problem = None
     try:
         write()
@@ -90,14 +91,14 @@ def _together(write: Callable[[], None], world: World) -> None:
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as `save_pretrained` would write them, adapters merged. Parameters become whole one after the
-    other, or those together that make one stored tensor: every rank has to take all."""
+    """Names and tensors as `save_pretrained` would write them, adapters merged. Parameters are gathered one at a time,
+    or together if they form one stored tensor, so every rank must consume all."""
     undone = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
     converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
     renamings = [transform for transform in undone if isinstance(transform, WeightRenaming)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     transforms: dict[str, WeightTransform] = {}
-    # In the order of revert_weight_conversion: some renamings depend on what came before.
+    # Same order as revert_weight_conversion: some renamings depend on earlier ones.
     for name, whole in sorted(merged(model, unique_tensors(model)), key=lambda item: dot_natural_key(item[0])):
         target, pattern = rename_source_key(name, renamings, converters, reverse=True)
         fresh = WeightRenaming(name, target) if pattern is None else deepcopy(of_pattern[pattern])
@@ -116,7 +117,7 @@ def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """One that keeps nothing else in memory, as a part of a larger one would."""
+    """The tensor, copied if it is a view that would keep a larger tensor in memory."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 

@@ -1,7 +1,7 @@
 """The processes that train one model together: torchrun starts them, rank 0 leads.
 
-The leader alone talks to the queue. What all ranks must do together it orders by name, and every rank then runs the
-same method. A world of one process needs neither orders nor collectives, and runs the same code.
+Only the leader talks to the queue. For work that all ranks must do together, it sends the name of a method, which every
+rank then runs. A single process runs the same code without orders and collectives.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STOP = "stop"
 
 
 class Order(NamedTuple):
-    """A method that every rank runs now, and what it is given."""
+    """Name and argument of a method that every rank runs."""
 
     name: str
     payload: bytes = b""
 
 
 class World:
-    """One process, unless `joined` made it one of many."""
+    """A group of ranks, as seen by one of them; a single process unless opened by `joined`."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -39,12 +39,12 @@ class World:
     @classmethod
     @contextmanager
     def joined(cls, device: str, timeout_s: float) -> Iterator[World]:
-        """The world that torchrun's environment describes. A wait for another rank ends after `timeout_s`.
+        """The world described by torchrun's environment. `timeout_s` is the longest wait for another rank.
 
-        A process that is one of many ends with the block, before Python's own shutdown: a thread of gloo that lets
-        go of its last tensor during that shutdown aborts the process (pytorch/pytorch#179291).
+        With several ranks, the process exits when the block ends, before Python's own shutdown: a gloo thread that
+        releases its last tensor during that shutdown aborts the process (pytorch/pytorch#179291).
 
-        Raises ConfigError if not all ranks meet.
+        Raises ConfigError if the ranks cannot connect.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -58,7 +58,7 @@ class World:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"WORLD_SIZE is {size}, but the ranks do not meet: {error}; start with torchrun"
+                f"WORLD_SIZE is {size}, but the ranks cannot connect: {error}; start them with torchrun"
             ) from error
         world = cls(dist.get_rank(), size)
         try:
@@ -76,7 +76,7 @@ class World:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """One rank of a machine after the other: what each needs a lot of memory for is there once at a time."""
+        """Runs the block on one rank of each machine at a time, so that peak memory is needed only once."""
         mine, turns = int(os.environ.get("LOCAL_RANK", "0")), self.max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         for turn in range(turns):
             if turn == mine:
@@ -84,20 +84,20 @@ class World:
             self.max(0)
 
     def order(self, order: Order) -> None:
-        """The leader's: has the others run it, too."""
+        """Sends an order of the leader to all other ranks; does nothing on those."""
         if self.size > 1 and self.leads:
             payload = torch.frombuffer(bytearray(msgpack.packb(order)), dtype=torch.uint8)
             dist.broadcast(torch.tensor([len(payload)]), src=0)
             dist.broadcast(payload, src=0)
 
     def orders(self) -> Iterator[Order]:
-        """The others': what the leader orders, until it stops. Raises UnavailableError if it is gone."""
+        """Receives the leader's orders on another rank until STOP. Raises UnavailableError if the leader is gone."""
         while True:
             length = torch.zeros(1, dtype=torch.int64)
             try:
                 dist.broadcast(length, src=0)
             except RuntimeError:
-                raise UnavailableError(f"rank {self.rank}: rank 0 has ended, and says why") from None
+                raise UnavailableError(f"rank {self.rank}: rank 0 has ended; its log says why") from None
             payload = torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(payload, src=0)
             order = Order(*msgpack.unpackb(payload.numpy().tobytes()))
@@ -106,7 +106,7 @@ class World:
             yield order
 
     def sum(self, *values: float) -> list[float]:
-        """Of every rank, in float64."""
+        """Sums each value over all ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         self._reduce(total, dist.ReduceOp.SUM)
         return total.tolist()
@@ -117,7 +117,7 @@ class World:
         return int(largest)
 
     def _reduce(self, own: Tensor, how: dist.ReduceOp.RedOpType) -> None:
-        """In place. Raises UnavailableError if another rank is gone, or does not come in time."""
+        """Reduces in place. Raises UnavailableError if another rank is gone or does not arrive in time."""
         if self.size == 1:
             return
         try:
@@ -126,7 +126,7 @@ class World:
             raise UnavailableError(f"rank {self.rank}: another rank has ended or hangs; its log says why") from None
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """Every rank's part. They have one dtype and one number of dimensions."""
+        """The parts of all ranks, which must have the same dtype and number of dimensions."""
         if self.size == 1:
             return [part]
         shapes = [shape.tolist() for shape in self._gather_alike(torch.tensor(part.shape))]

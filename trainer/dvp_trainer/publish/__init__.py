@@ -1,1 +1,1 @@
-"""Weight versions for the replicas: published as folders, announced, sent over process groups."""
+"""Weight versions for the replicas: published as folders, announced, and sent over process groups."""

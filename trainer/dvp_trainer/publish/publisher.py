@@ -1,4 +1,4 @@
-"""Pushing weights: a complete HF folder per version, renamed into place, announced only after that."""
+"""Publishes weights: a complete HF folder per version, renamed into place and only then announced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dvp_trainer.disk import unwritable, writing
 logger = logging.getLogger(__name__)
 
 KNOWN_VERSIONS = 4096
-"""Samples of older ones are far too stale by any setting."""
+"""Number of versions to remember; samples of older ones are far too stale under any setting."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -52,16 +52,16 @@ class Publisher:
         self._own: list[Announcement] = []
 
     async def publish(self, step: int, *, after: int = 0) -> None:
-        """The model's weights, which `step` batches have changed, are what to serve from now on.
+        """Publishes and announces the model's weights, which `step` batches have changed.
 
-        `after`: the seq that a checkpoint knew of, in case the broker has forgotten.
-        Raises WeightError naming the folder (disk full, not writable) or the URL under which it is not served: nothing
-        was announced, the old weights serve on. Raises LeaseLostError if another trainer took over.
+        `after`: the seq in the checkpoint, in case the broker has forgotten it.
+        Raises WeightError naming the folder (disk full, not writable) or the URL that does not serve the version; then
+        nothing was announced and replicas keep the old weights. Raises LeaseLostError if another trainer took over.
         """
         if not self._own:
-            # Earlier incarnations' versions: their samples may still arrive.
+            # Samples of versions of earlier incarnations may still arrive.
             self._step_of |= {seq: old.step for seq, old in (await self._registry.history()).items()}
-        # A broker that was wiped has forgotten versions that lie here, and that replicas may still serve.
+        # A wiped broker has forgotten versions whose folders still exist and that replicas may still serve.
         used = max(after, newest_seq(self._root), *self._step_of)
         seq = await self._registry.next_seq(fence=self._fence, at_least=used)
         folder = self._root / folder_name(seq)
@@ -87,11 +87,11 @@ class Publisher:
         await self._sweep()
 
     def oldest_within(self, staleness: int) -> int:
-        """Seq of the oldest version that this trainer announced and that at most so many batches have changed since."""
+        """Seq of the oldest version announced by this trainer that at most `staleness` batches have changed since."""
         return min(old.seq for old in self._own if old.step >= self.announced.step - staleness)
 
     async def announce_again(self) -> bool:
-        """Publishes anew if the broker has forgotten what was announced; True if it had."""
+        """Publishes again if the broker has forgotten the last announcement; True if it had."""
         latest = await self._registry.latest()
         if latest is not None and latest.seq >= self.announced.seq:
             return False
@@ -99,13 +99,13 @@ class Publisher:
         return True
 
     async def pin(self, seqs: Iterable[int]) -> None:
-        """Keeps the folders of these versions: they belong to checkpoints."""
+        """Keeps the folders of these versions, which belong to checkpoints."""
         await self._registry.pin(seqs, fence=self._fence)
 
     def staleness(self, group: Group) -> int:
-        """Batches that changed the weights between the group's oldest span and those announced last.
+        """Number of batches that changed the weights between the group's oldest span and the last announcement.
 
-        Versions of a timeline that a crash cut off may lie ahead of a resumed trainer: what counts is the distance.
+        Versions of a timeline that ended in a crash may be ahead of a resumed trainer, so the distance counts.
         """
         versions = {span.version for sample in group.samples for span in sample.versions}
         seqs = {WeightVersion.parse(version).seq for version in versions}

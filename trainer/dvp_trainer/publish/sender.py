@@ -1,8 +1,8 @@
-"""The distributed weight route: replicas ask for the version announced, and are sent it beside the training.
+"""The distributed weight route: replicas request the announced version, and the trainer sends it while it trains.
 
-Each transfer is a process group of its own, trainer and one replica, in a process of its own (sending.py). So a replica
-that joins late asks as all others do, and one that dies costs its own transfer. The processes are forked by
-multiprocessing's forkserver, which imports torch once: that takes seconds.
+Each transfer has its own process group of trainer and one replica, in its own process (send_process.py). A replica that
+joins late therefore requests like all others, and one that dies costs only its own transfer. The processes are forked
+by multiprocessing's forkserver, so that torch, which takes seconds to import, is imported once.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from dvp_rl.weights.pieces import PIECE_BYTES, pieces
 from dvp_rl.weights.transfers import Transfers
 from dvp_trainer.config import WeightsSection
 
-from .sending import SENT, Plan, serve
+from .send_process import SENT, Plan, serve
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 START_S = 60.0
-"""Longest time for a sending process to be there."""
+"""Longest time for a sending process to start, in seconds."""
 SERVING = "a transfer"
-"""Name of its tasks."""
+"""Name of the tasks that serve requests."""
 SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
+"""Linux ioctl for the IPv4 address of an interface."""
 
 
 class Sender:
-    """`announced`: what is to be sent now. Raises ConfigError if there is no such interface."""
+    """Sends weights on request. `announced` returns the version to send. Raises ConfigError if the interface does not
+    exist or has no IPv4 address."""
 
     def __init__(
         self,
@@ -56,18 +57,18 @@ class Sender:
         self._host = address_of(self._interface)
         self._reading = asyncio.Lock()
         self._pieces: tuple[str, tuple[Piece, ...]] = ("", ())
-        """Those of the version asked for last."""
+        """Version requested last, and its pieces."""
 
     async def run(self) -> None:
-        """For ever. What goes wrong costs a transfer, never the run."""
-        with suppress(OSError):  # the first transfer tries again
+        """Serves requests until cancelled. A failure costs a transfer, never the run."""
+        with suppress(OSError):  # the first transfer retries
             preload()
         async with asyncio.TaskGroup() as sending:
             while True:
                 try:
                     request = await self._transfers.next()
                 except DvpError as error:
-                    logger.warning("replicas cannot ask for weights: %s; trying again", error)
+                    logger.warning("cannot receive requests for weights: %s; retrying", error)
                     await asyncio.sleep(RETRY_S)
                     continue
                 if request is not None:
@@ -81,19 +82,19 @@ class Sender:
             reason = str(error) or f"it took longer than weights.send_timeout_s = {self._timeout_s:g} s"
             logger.warning("%s was not sent: %s", request.version, reason)
             await self._refuse(request, reason)
-        except Exception:  # a task boundary: the training goes on
+        except Exception:  # a task boundary: training continues
             logger.exception("%s was not sent", request.version)
 
     async def _refuse(self, request: TransferRequest, reason: str) -> None:
         try:
             await self._transfers.answer(request, TransferAnswer(error=reason))
         except DvpError as error:
-            logger.warning("a replica waits in vain for an answer: %s", error)
+            logger.warning("cannot tell a replica that its transfer failed: %s", error)
 
     async def _send(self, request: TransferRequest) -> None:
         announced = self._announced()
         if request.version != announced.version:
-            raise WeightError(f"{announced.version} is the version announced now")
+            raise WeightError(f"the announced version is {announced.version}")
         parts, plan = await self._read(announced), self._plan(request, announced)
         async with forked(plan) as link:
             async with asyncio.timeout(START_S):
@@ -104,10 +105,10 @@ class Sender:
             async with asyncio.timeout(self._timeout_s):
                 outcome = await link.read()
         if outcome != SENT:
-            raise UnavailableError("the sending process ended early: the replica went away or refused it")
+            raise UnavailableError("the sending process ended early: the replica went away or refused the weights")
 
     async def _read(self, announced: Announcement) -> tuple[Piece, ...]:
-        """Reads every byte of a version once, however many replicas want it."""
+        """The pieces of a version. Reads every byte once, regardless of the number of requests."""
         async with self._reading:
             if self._pieces[0] != announced.version:
                 found = await asyncio.to_thread(pieces, Path(announced.folder), self._piece_bytes)
@@ -130,14 +131,14 @@ class Sender:
 
 
 def preload() -> None:
-    """Starts multiprocessing's forkserver, which imports this module beside the first step."""
+    """Starts multiprocessing's forkserver, which imports this module while the trainer works."""
     multiprocessing.set_forkserver_preload([__name__])
     multiprocessing.forkserver.ensure_running()
 
 
 @asynccontextmanager
 async def forked(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
-    """What a process that sends has to say. It ends with the block."""
+    """Starts a sending process and yields its output. The process ends with the block."""
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("forkserver").Process(target=serve, args=(plan, theirs), daemon=True)
 
@@ -146,7 +147,7 @@ async def forked(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
             try:
                 process.start()
             except EOFError:
-                raise UnavailableError("the process that forks has ended; the next transfer starts another") from None
+                raise UnavailableError("the forkserver has ended; the next transfer starts another") from None
 
     link, writer = await asyncio.open_connection(sock=ours)
     try:
@@ -154,19 +155,19 @@ async def forked(plan: Plan) -> AsyncIterator[asyncio.StreamReader]:
             await asyncio.to_thread(start)
         yield link
     finally:
-        writer.close()  # a process that starts only now ends by it
+        writer.close()  # also ends a process that is still starting
         if process.is_alive():
             process.kill()
 
 
 def address_of(interface: str) -> str:
-    """Its IPv4 address. Raises ConfigError."""
+    """The IPv4 address of the interface. Raises ConfigError if it has none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     except OSError as error:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigError(
-            f"weights.interface {interface!r}: {error.strerror}; it must have an IPv4 address, there are {names}"
+            f"weights.interface {interface!r}: {error.strerror}; it needs an IPv4 address; there are {names}"
         ) from None
     return socket.inet_ntoa(found[20:24])

@@ -1,1 +1,1 @@
-"""The trainer's side of the queue: prompts become jobs, groups become batches; held-out scores."""
+"""The trainer's side of the queue: turns prompts into jobs and groups into batches, and computes held-out scores."""

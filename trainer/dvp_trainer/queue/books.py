@@ -1,7 +1,7 @@
-"""What the trainer has asked for, what came back, and how each attempt ended. Nothing here waits, reads or writes.
+"""The trainer's books: submitted jobs, deliveries, and how each attempt ended. Nothing here waits or does I/O.
 
-Every data position ends exactly once, through one or more attempts. The broker may forget what it holds of an attempt
-only when a checkpoint covers its end.
+Every data position ends exactly once, through one or more attempts. The broker may delete the data of an attempt only
+once a checkpoint covers the attempt's end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Outcome(StrEnum):
     DEAD = "dead"
     STALE = "stale"
     REFUSED = "refused"
-    """The group broke the contract: another policy, another prompt, log-probs that are not constrained."""
+    """The group violates the contract: wrong policy, wrong prompt, or log-probs that are not constrained."""
 
 
 COMES_BACK = (Outcome.STALE, Outcome.REFUSED)
@@ -36,27 +36,27 @@ class Books:
     """Jobs by id, deliveries by the id of their job."""
 
     def __init__(self, cursor: int = 0, retries: Iterable[tuple[int, int]] = ()) -> None:
-        """Empty, or as a checkpoint has them; what was outstanding then is to `expect` again."""
+        """Creates empty books, or those of a checkpoint, whose outstanding jobs the caller passes to `expect` again."""
         self.cursor = cursor
         """Positions below this were issued."""
         self.retries = sorted(retries)
-        """(position, attempt) to be issued again."""
+        """(position, attempt) to issue next."""
         self.outstanding: dict[str, Job] = {}
         self.unsent: dict[str, Job] = {}
-        """Outstanding, and not taken by the broker."""
+        """Outstanding jobs that the broker has not accepted."""
         self.arrived: dict[str, Delivery] = {}
-        """What outstanding jobs waited for."""
+        """Deliveries for outstanding jobs."""
         self.early: dict[str, Delivery] = {}
-        """What attempts will wait for that are not issued yet: a lost timeline had issued them."""
+        """Deliveries for attempts not issued yet, which a lost timeline had issued."""
         self.ended: list[Delivery] = []
-        """No checkpoint covers them."""
+        """Deliveries of ended attempts that no checkpoint covers."""
         self.covered: list[Delivery] = []
-        """The newest checkpoint does; the broker may forget them."""
+        """Deliveries that the newest checkpoint covers; the broker may delete them."""
         self.counts: Counter[str] = Counter()
-        """How attempts ended, and duplicates."""
+        """Number of attempts by outcome, and of duplicates."""
 
     def issue(self, wanted: int, make_job: Callable[[int, int], Job]) -> list[Job]:
-        """New jobs until `wanted` are outstanding: attempts that come back first, then the next positions."""
+        """Issues and returns new jobs until `wanted` are outstanding: retries first, then the next positions."""
         issued = []
         while len(self.outstanding) < wanted:
             position, attempt = heapq.heappop(self.retries) if self.retries else (self.cursor, 0)
@@ -69,13 +69,14 @@ class Books:
         self.outstanding[job.job_id] = self.unsent[job.job_id] = job
 
     def arrive(self, delivery: Delivery) -> bool:
-        """True if an outstanding job waited for it; the others are kept until a checkpoint, or until their attempt."""
+        """Records a delivery; True if an outstanding job was waiting for it. Others are kept until their attempt is
+        issued, or as duplicates until a checkpoint."""
         id = delivery.job_id
-        # Asked for again after it had ended, a broker that was wiped in between would start it anew.
+        # Submitted again after it has ended, to a broker wiped in between, the job would start anew.
         self.unsent.pop(id, None)
         for held in (self.arrived, self.early):
             if id in held:
-                # The broker lost what it had told, and has told it anew: that is what it must keep until a checkpoint.
+                # The broker lost the first delivery and repeated it; it must keep the new one until a checkpoint.
                 self._drop_duplicate(held[id])
                 held[id] = delivery
                 return False
@@ -89,7 +90,7 @@ class Books:
         return False
 
     def finish(self, ids: Iterable[str], outcome: Outcome) -> None:
-        """Closes these attempts, which have arrived."""
+        """Ends these attempts, whose deliveries have arrived; stale and refused ones become retries."""
         for id in ids:
             del self.outstanding[id]
             self.ended.append(self.arrived.pop(id))
@@ -101,11 +102,11 @@ class Books:
                 self._forget_later_attempts(id)
 
     def cover(self) -> None:
-        """A checkpoint is about to be written: `covered` is what has ended by now, and no more."""
+        """Moves what has ended by now to `covered`; called just before a checkpoint is written."""
         self.covered, self.ended = [*self.covered, *self.ended], []
 
     def missing(self) -> dict[str, Job]:
-        """Outstanding jobs that nothing came back of."""
+        """Outstanding jobs without a delivery."""
         return {id: job for id, job in self.outstanding.items() if id not in self.arrived}
 
     def _drop_duplicate(self, delivery: Delivery) -> None:
@@ -113,13 +114,13 @@ class Books:
         self.ended.append(delivery)
 
     def _comes_later(self, id: str) -> bool:
-        """True if this attempt may be issued yet: its position was not, or only for an earlier attempt."""
+        """True if this attempt may still be issued: its position has not been, or is at an earlier attempt."""
         position, attempt = job_position(id)
         current = dict([*map(job_position, self.outstanding), *self.retries])
         return position >= self.cursor or attempt >= current.get(position, math.inf)
 
     def _forget_later_attempts(self, id: str) -> None:
-        """The position has ended: what a lost timeline went on to draw for it is of no use."""
+        """Drops early deliveries of later attempts, which a lost timeline had issued: the position has ended."""
         of_position = f"{id.rpartition(':')[0]}:"
         for later in [early for early in self.early if early.startswith(of_position)]:
             self._drop_duplicate(self.early.pop(later))

@@ -1,4 +1,4 @@
-"""Held-out scores through the `eval` sink: the same replicas, the same weights, no effect on training."""
+"""Held-out scores through the `eval` sink: same replicas, same weights, no effect on training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Submits every held-out prompt under the weights announced last, and waits for all of them."""
+    """Submits all held-out prompts under the weights announced last, and waits for all groups."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Evaluator:
             elif now - heard > RECHECK_S:
                 heard = now
                 await self._recheck(rows)
-            # Jobs of an evaluation that a crash interrupted may still come in; nobody waits for them.
+            # Groups of an evaluation that a crash interrupted may still arrive; they are acknowledged and ignored.
             expected = [(d, rows.pop(d.job_id)) for d in deliveries if d.job_id in rows]
             rewards += await asyncio.gather(*(self._rewards(delivery, row) for delivery, row in expected))
             truncated += [flag for delivery, _ in expected for flag in _truncated(delivery)]
@@ -77,7 +77,7 @@ class Evaluator:
         await self._submission.submit([self._job(id, row) for id, row in rows.items()], fence=self._fence, limit=0)
 
     async def _recheck(self, rows: Mapping[str, Row]) -> None:
-        """Silence: the broker was wiped, or it refused the jobs. Weights and jobs are cheap to offer again."""
+        """Announces and submits again after silence: the broker may have been wiped or may have refused the jobs."""
         whom = await who_holds(self._groups.broker, rows)
         logger.info("still waiting for %d held-out groups: %s", len(rows), whom)
         await self._publisher.announce_again()
@@ -85,9 +85,9 @@ class Evaluator:
         await self._submit(rows)
 
     def _job_id(self, row: Row) -> str:
-        """Of the weight version too: a resumed trainer announces a new one, so a cut-off evaluation starts over. And of
-        the evaluation: batches without signal leave the version as it is, and a job that is done is not drawn again.
-        """
+        """Id with the weight version and the number of the evaluation. A resumed trainer announces a new version, so an
+        interrupted evaluation starts over. Batches without signal keep the version, and a finished job is not drawn
+        again, so the number tells evaluations apart."""
         own = own_prefix(self.settings.run_id)
         return f"{own}eval:{self._publisher.announced.seq}:{self._number}:{row.index}"
 
@@ -98,7 +98,7 @@ class Evaluator:
             run_id=settings.run_id,
             prompt_ids=encode_prompt(self.scorer.tokenizer, row.prompt),
             n=settings.evaluate.n,
-            # The same seed at every evaluation: what changes the score is then the weights.
+            # The same seed at every evaluation, so that only the weights change the score.
             sampling=settings.evaluate.to_sampling(settings.sampling, seed=row.index),
             sink=Sink.EVAL,
             min_seq=self._publisher.announced.seq,

@@ -1,15 +1,15 @@
-"""From data positions to batches: submits prompts, receives groups, has them scored, cuts batches.
+"""Turns data positions into batches: submits prompts, receives groups, has them scored, cuts batches.
 
 Every data position ends exactly once, through one or more attempts. The job id of an attempt is a function of (run,
-position, attempt) and its sampling seed of (seed, position), so that a resumed trainer asks for the same jobs again and
-finds the ones that are already done.
+position, attempt), and its sampling seed is one of (seed, position). A resumed trainer therefore submits the same jobs
+again and finds those that are already done.
 
-    cursor --submit--> outstanding --group--> scored --cut--> batch --settle--> finished --checkpoint--> acknowledged
+    cursor --submit--> outstanding --group--> scored --cut--> batch --close--> finished --checkpoint--> acknowledged
                             ^                                  |
                             +---- retries <--- stale, refused -+
 
-Groups that a crashed incarnation asked for beyond its last checkpoint arrive before their position, or its next
-attempt, is issued again: they wait in `early` instead of being generated twice.
+Groups that a crashed incarnation had submitted after its last checkpoint arrive before their position, or its next
+attempt, is issued again. They wait in `early` instead of being generated twice.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 READ_COUNT = 64
 READ_BLOCK_MS = 500
 RECHECK_S = 15.0
-"""Silence after which everything that is waited for is submitted again, in case the broker lost it."""
+"""Silence after which all missing jobs are submitted again, in case the broker lost them, in seconds."""
 DEATHS_PER_ROOM = 2
-"""The run stops after this many times the in-flight limit of dead letters in a row."""
+"""Consecutive dead letters that stop the run, as a multiple of the in-flight limit."""
 
 
 class Feeder:
-    """The trainer's side of the queue. `run` has to run beside whoever calls `next_batch`, in the same event loop."""
+    """The trainer's side of the queue. `run` must run concurrently with callers of `next_batch`, in one event loop."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class Feeder:
 
     @property
     def in_flight_limit(self) -> int:
-        """The batch in training, and max_staleness more."""
+        """Maximum number of jobs in flight: the groups of the batch in training and of max_staleness more batches."""
         return self.settings.batch.groups * (1 + self.settings.batch.max_staleness)
 
     @property
     def _wanted(self) -> int:
-        """How many groups to have outstanding: towards the end, no more than the rest of the run can train."""
+        """Number of groups to keep outstanding: towards the end, no more than the rest of the run can train on."""
         return min(self.in_flight_limit, self.settings.batch.groups * self._batches_left)
 
     async def restore(self, progress: Progress) -> None:
-        """Takes up a checkpoint's books. Weights must have been published: jobs name the oldest seq they allow."""
+        """Restores the books of a checkpoint. Weights must be published first: jobs name the oldest seq they allow."""
         self.submitted.cut(progress.submitted_length)
         self.consumed.cut(progress.consumed_length)
         self._batches_left = self.settings.steps - progress.step
@@ -101,7 +101,7 @@ class Feeder:
         await self.groups.restore(self.books.outstanding)
 
     def cover(self) -> dict[str, Any]:
-        """What `restore` needs, as fields of Progress. `acknowledge` will cover what has ended by now, and no more."""
+        """State that `restore` needs, as fields of Progress. `acknowledge` will cover only what has ended by now."""
         self.books.cover()
         for ledger in (self.submitted, self.consumed):
             ledger.sync()
@@ -119,7 +119,7 @@ class Feeder:
         self.consumed.close()
 
     async def run(self) -> None:
-        """Keeps the queue fed and takes in what comes back, until cancelled."""
+        """Submits prompts and receives groups until cancelled."""
         async with self._tasks:
             self._tasks.create_task(self._submit_forever())
             self._tasks.create_task(self._receive_forever())
@@ -127,7 +127,7 @@ class Feeder:
     # --- what the training loop calls -----------------------------------------------------------------------------
 
     async def next_batch(self) -> Batch:
-        """Waits for enough groups that are fresh, and (with refill) have signal. Sorted by data position.
+        """The next batch, sorted by data position, once enough groups are fresh and (with refill) have signal.
 
         Raises UnavailableError after stall_timeout_s without any group.
         """
@@ -147,29 +147,29 @@ class Feeder:
         self._waiting_since = 0.0
         return Batch(tuple(sorted(taken, key=lambda scored: job_position(scored.group.job_id))))
 
-    async def settle(self, batch: Batch) -> None:
-        """The batch is trained and its weights are published: makes room for as many new prompts."""
+    async def close_batch(self, batch: Batch) -> None:
+        """Makes room for as many new prompts once the batch is trained and its weights are published."""
         self._batches_left -= 1
         await self._finish([scored.group.job_id for scored in batch.groups], Outcome.TRAINED)
 
     def metrics(self) -> dict[str, float]:
-        """How attempts ended since the last call."""
+        """Number of attempts that ended since the last call, by outcome, and of duplicates."""
         counts, self.books.counts = self.books.counts, Counter()
         names = [*(outcome for outcome in Outcome if outcome is not Outcome.TRAINED), DUPLICATES]
         return {f"groups/{name}": float(counts[name]) for name in names}
 
     def waiting_s(self) -> float:
-        """Seconds that `next_batch` has been waiting; 0 while nobody waits."""
+        """Seconds that `next_batch` has been waiting; 0 if it is not."""
         return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
 
     async def acknowledge(self) -> None:
-        """After a checkpoint: the broker may forget everything that its books cover. What ended while it was being
-        written waits for the next one."""
+        """Lets the broker delete everything that the checkpoint just written covers. What ended during the write waits
+        for the next checkpoint."""
         covered, self.books.covered = self.books.covered, []
         await self.groups.acknowledge(covered)
 
     async def full_of_the_past(self) -> None:
-        """Returns when the broker refuses new prompts while it holds groups that only a checkpoint lets it forget."""
+        """Returns once the broker refuses new prompts while it holds ended groups that await a checkpoint."""
         self._refusal.clear()
         await self._refusal.wait()
 
@@ -181,14 +181,14 @@ class Feeder:
             self._issue()
             if self.books.unsent and await self._send():
                 continue
-            # A refusal for the broker's memory ends without anybody telling us.
+            # The broker does not notify us when it has memory again, so a refused submission is polled.
             timeout_s = 0.5 if self.books.unsent else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._room.wait()
 
     def _issue(self) -> None:
-        """Turns free room into jobs. They are outstanding before they are sent: a crash in between resubmits."""
+        """Issues jobs for the free room. They are outstanding before they are sent, so a crash in between resubmits."""
         issued = self.books.issue(self._wanted, self._job)
         self.submitted.append({"job_id": job.job_id} for job in issued)
         for job in issued:
@@ -196,7 +196,7 @@ class Feeder:
                 self._tasks.create_task(self._receive(delivery))
 
     async def _send(self) -> bool:
-        """Submits what is unsent; True if all of it was taken."""
+        """Submits the unsent jobs; True if all of them were accepted."""
         jobs = list(self.books.unsent.values())
         with tracing.span("submit", [job.metadata for job in jobs]):
             outcomes = await self.submission.submit(jobs, fence=self.fence, limit=self.in_flight_limit)
@@ -205,7 +205,7 @@ class Feeder:
                 self.books.unsent.pop(job.job_id, None)
         if Submitted.REFUSED in outcomes:
             if num := await self.groups.recount(self.books.outstanding):
-                logger.warning("the broker lost its last writes: it counted %d jobs as in flight that have ended", num)
+                logger.warning("the broker lost its last writes: it counted %d ended jobs as in flight", num)
             elif self.books.ended:
                 self._refusal.set()
         return not self.books.unsent
@@ -220,7 +220,7 @@ class Feeder:
             run_id=settings.run_id,
             prompt_ids=self.prompts.token_ids(position),
             n=settings.sampling.n,
-            # Not of the attempt: a regenerated sample then differs only by its weights.
+            # Independent of the attempt, so that a regenerated sample differs only by its weights.
             sampling=settings.sampling.to_sampling(int.from_bytes(seed[:8]) & MAX_SEED),
             sink=Sink.TRAIN,
             metadata=trace.carrier,
@@ -229,7 +229,8 @@ class Feeder:
         )
 
     def _min_seq(self) -> int:
-        """Oldest weights for the next job that its batch may still train, once those before it are trained."""
+        """Seq of the oldest weights whose samples are still fresh enough once all batches before the next job's are
+        trained."""
         batch = self.settings.batch
         if batch.on_stale == "train":
             return self.publisher.announced.min_seq
@@ -267,14 +268,14 @@ class Feeder:
         self._scored.put_nowait(scored)
 
     async def _bury(self, letter: DeadLetter) -> None:
-        """The next prompt takes its place, unless nothing but dead letters comes back."""
+        """Ends a dead job; the next prompt takes its place. Raises EngineError if only dead letters come back."""
         logger.error("job %s is dead after %d deliveries: %s", letter.job_id, letter.deliveries, letter.error)
         await self._finish([letter.job_id], Outcome.DEAD)
         self._deaths_in_a_row += 1
         if self._deaths_in_a_row >= DEATHS_PER_ROOM * self.in_flight_limit:
             raise EngineError(
                 f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id} "
-                f"on replica {letter.replica_id}: {letter.error}. Mend the cause, put them back with"
+                f"on replica {letter.replica_id}: {letter.error}. Fix the cause, replay them with"
                 f" `dvp-queue --run-id {self.settings.run_id} dead replay --all`, then start the same command again"
             )
 
@@ -294,13 +295,13 @@ class Feeder:
         )
 
     async def _recheck(self) -> None:
-        """Silence: a broker that was wiped, or lost its last writes, has forgotten jobs, weights, or what was read. All
-        are cheap to offer, or to look for, again."""
+        """Recovers after silence: a broker that was wiped or lost its last writes has forgotten jobs, weights, or which
+        entries were read. Announcing, submitting and looking for entries again is cheap."""
         missing = self.books.missing()
         num_missing, num = len(missing), len(self.books.outstanding)
         logger.info("still waiting for %d of %d jobs in flight: %s", num_missing, num, await self._who_holds())
         if await self.publisher.announce_again():
-            logger.warning("the broker had lost the weights; they are %s now", self.publisher.announced.version)
+            logger.warning("the broker had lost the weights; announced again as %s", self.publisher.announced.version)
         self.groups.look_again()
         self.books.unsent |= missing
         self._room.set()
@@ -311,9 +312,9 @@ class Feeder:
     # --- the end of an attempt --------------------------------------------------------------------------------------
 
     async def _finish(self, ids: list[str], outcome: Outcome) -> None:
-        """Closes the books on these attempts, at the broker first: room that only we see would be refused there.
+        """Ends these attempts, first at the broker: it would refuse jobs for room that only this process has made.
 
-        What the broker holds of them goes with the next checkpoint. Stale and refused ones come back.
+        The broker keeps their data until the next checkpoint. Stale and refused attempts are retried.
         """
         if outcome is Outcome.TRAINED:
             await self.groups.settle(trained=ids)
@@ -327,7 +328,7 @@ class Feeder:
 
 
 def check_group(group: Group, job: Job, model: ModelSection) -> None:
-    """Raises GroupMismatchError unless the group is what this job asked for and what the trainer trains on."""
+    """Raises GroupMismatchError unless the group is what the job requested and what the trainer can train on."""
     same_dtype = group.engine.dtype == model.compute_dtype != "float32"
     expected = {
         "run_id": (group.run_id, job.run_id),
@@ -347,5 +348,5 @@ def check_group(group: Group, job: Job, model: ModelSection) -> None:
 
 
 def _fingerprint(prompt_ids: Int32Array) -> str:
-    """Prompts are not logged."""
+    """Length and digest of a prompt, because prompts must not be logged."""
     return f"{len(prompt_ids)} tokens of {hashlib.sha256(prompt_ids.tobytes()).hexdigest()[:8]}"

@@ -13,18 +13,18 @@ from dvp_rl.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """Of P prompts with n samples each."""
+    """Scores over P prompts with n samples each."""
 
     num_prompts: int
     n: int
     avg: float
     """avg@n: mean reward of all samples."""
     pass_at: dict[int, float]
-    """k -> chance that at least one of k samples is correct, averaged over prompts."""
+    """k -> probability that at least one of k samples is correct, averaged over prompts."""
     truncated_share: float
-    """Samples that max_tokens cut off."""
+    """Share of samples that max_tokens cut off."""
     correct_from: float = 1.0
-    """Reward of a correct sample, or more."""
+    """Lowest reward of a correct sample."""
 
     def metrics(self) -> dict[str, float]:
         threshold = "" if self.correct_from == 1 else f"_from_{self.correct_from:g}"
@@ -33,14 +33,15 @@ class HeldOutScore:
 
 
 def pass_at_k(n: int, num_correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): unbiased for the chance of at least one correct in k (arXiv 2107.03374, eq. 1)."""
+    """1 - C(n - c, k) / C(n, k), unbiased for the probability of at least one correct sample in k (arXiv 2107.03374,
+    eq. 1). Raises ConfigError unless 1 <= k <= n."""
     if not 1 <= k <= n:
-        raise ConfigError(f"pass@k: k = {k} with n = {n} samples per prompt; allowed is 1 <= k <= n")
+        raise ConfigError(f"pass@k: k = {k} with n = {n} samples per prompt; allowed: 1 <= k <= n")
     return 1.0 - math.comb(n - num_correct, k) / math.comb(n, k)
 
 
 def default_ks(n: int) -> tuple[int, ...]:
-    """1, 2, 4, .. and n itself."""
+    """Powers of 2 up to n, and n itself."""
     return tuple(sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}))
 
 
@@ -51,7 +52,8 @@ def score_held_out(
     ks: Sequence[int] | None = None,
     correct_from: float = 1.0,
 ) -> HeldOutScore:
-    """`rewards` [P, n]; a sample is correct from a reward of `correct_from` on. `truncated`: one flag per sample."""
+    """Scores of `rewards` [P, n]; a reward of at least `correct_from` is correct. `truncated`: one flag per sample.
+    Raises ConfigError if there is no reward."""
     table = np.asarray(rewards, np.float64)
     if table.ndim != 2 or table.size == 0:
         raise ConfigError(f"held-out rewards of shape {table.shape}; expected [prompts, samples], at least one of each")

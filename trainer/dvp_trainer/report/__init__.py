@@ -1,1 +1,1 @@
-"""What a run tells: metrics and where they go, the page, every token's log-probs."""
+"""Reports of a run: metrics and their sinks, the HTML page, every token's log-probs."""

@@ -1,6 +1,6 @@
-"""Plots for pages: SVG in a page's own colours, so that one drawing serves light and dark.
+"""SVG plots in the page's own colours, so that one drawing serves light and dark mode.
 
-Matplotlib draws in placeholder colours that become CSS variables.
+Matplotlib draws in placeholder colours, which are replaced by CSS variables.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MUTED, LINE = "#000008", "#000009"
 
 
 def variable(series: int) -> str:
-    """CSS variable of the colour of series 0, 1, .."""
+    """CSS variable of the colour of series 0, 1, ..."""
     return f"--s{series % NUM_SERIES + 1}"
 
 
 def ink(series: int) -> str:
-    """The placeholder of that colour."""
+    """Placeholder of the colour of series 0, 1, ..."""
     return f"#00000{series % NUM_SERIES + 1}"
 
 
 def svg(title: str, draw: Callable[[Any], None], size: tuple[float, float] = (5.0, 2.9)) -> str:
-    """The svg element that `draw(axes)` makes, named for screen readers. The same drawing gives the same bytes."""
+    """The SVG element drawn by `draw(axes)`, labelled for screen readers. The same drawing gives the same bytes."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def _inline(text: str, label: str) -> str:
 
 
 def dress(axes: Any, *, muted: str = MUTED, line: str = LINE) -> None:
-    """Quiet axes: a base line, horizontal grid, no frame."""
+    """Styles the axes: base line, horizontal grid, no frame."""
     axes.yaxis.get_offset_text().set_color(muted)
     axes.tick_params(color=line, labelcolor=muted, length=3)
     axes.grid(axis="y", color=line, lw=0.7)

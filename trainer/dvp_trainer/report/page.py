@@ -41,14 +41,14 @@ class Panel:
 PANELS = (
     Panel(
         "Reward",
-        "Mean over the batch, thin; its moving average, bold. Held-out prompts are never trained on.",
+        "Thin: mean over the batch. Bold: its moving average. Held-out prompts are never trained on.",
         (Curve("reward/mean", "training"), Curve("heldout/score", "held-out")),
         from_zero=False,
     ),
     Panel(
         "Mismatch: KL(infer ‖ train) per token",
-        "Two estimates of the same, over tokens inside the safe set, before anything is rejected; and the first one of "
-        "the policies without pruning, for the same tokens.",
+        "Two estimates over tokens inside the safe set, before anything is rejected, and the first estimate for the "
+        "policies without pruning, over the same tokens.",
         (
             Curve("mismatch/kl", "mean(−l)"),
             Curve("mismatch/k3_kl", "K3", dashed=True),
@@ -58,7 +58,7 @@ PANELS = (
     ),
     Panel(
         "Skew: mean of −(r − 1) A",
-        "Mismatch that depends on the advantage's sign: no KL estimate sees it. Zero if noise alone is at work.",
+        "Mismatch that depends on the advantage's sign, which no KL estimate detects. Zero for pure noise.",
         (
             Curve("mismatch/skew", "all tokens"),
             Curve("mismatch/skew_positive", "A > 0"),
@@ -79,8 +79,8 @@ PANELS = (
     ),
     Panel(
         "Kept weight",
-        "Importance weight that is left after veto and MIS, per sequence: the share of the trainer's own distribution "
-        "that is learned from. Predicted from the KL and the length; near 1 is healthy, 1/2 is not.",
+        "Mean importance weight per sequence after veto and MIS: the share of the trainer's own distribution that is "
+        "learned from. The prediction uses KL and length. Values near 1 are healthy, 1/2 is not.",
         (Curve("mis/kept_weight", "measured"), Curve("mis/predicted_kept_weight_upper", "predicted", dashed=True)),
     ),
     Panel(
@@ -96,13 +96,13 @@ PANELS = (
     ),
     Panel(
         "Positions pruned",
-        "Share of positions at which min-p takes at least a thousandth of the probability away.",
+        "Share of positions at which min-p removes at least a thousandth of the probability.",
         (Curve("pruned/share", "share"),),
     ),
     Panel(
         "Log-probs with and without pruning",
-        "Mean over the sampled tokens inside both safe sets. The distance between a side's two curves is what pruning "
-        "removed; the distance between the sides is the mismatch.",
+        "Mean over the sampled tokens inside both safe sets. The gap between a side's two curves is the effect of "
+        "pruning; the gap between the sides is the mismatch.",
         (
             Curve("logprob/train_constrained", "trainer, constrained"),
             Curve("logprob/infer_constrained", "replica, constrained", dashed=True),
@@ -113,13 +113,13 @@ PANELS = (
     ),
     Panel(
         "Bounds on the bias",
-        "How far pruning can move the expected reward: (max R − min R) E[Σ (1 − Z)], and Prop. 5.5's "
-        "R_max T (1 − Z_min).",
+        "Bounds on how far pruning can move the expected reward: (max R − min R) E[Σ (1 − Z)], and "
+        "R_max T (1 − Z_min) from Prop. 5.5.",
         (Curve("bias/bound_measured", "measured"), Curve("bias/bound", "Prop. 5.5", dashed=True)),
     ),
     Panel(
         "Staleness",
-        "Batches that changed the weights between the drawing of a sample's oldest token and its training.",
+        "Batches that changed the weights between drawing a sample's oldest token and training on it.",
         (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", dashed=True)),
     ),
     Panel(
@@ -128,8 +128,8 @@ PANELS = (
         (Curve("throughput/samples_per_second", "samples/s"),),
     ),
     Panel(
-        "Where the time went",
-        "Seconds of the trainer per step. Waiting is for samples and their rewards.",
+        "Trainer time",
+        "Seconds per step. The trainer waits for samples and their rewards.",
         (
             Curve("time/wait_s", "wait"),
             Curve("time/train_s", "train"),
@@ -139,13 +139,13 @@ PANELS = (
         Kind.STACKED,
     ),
     Panel(
-        "Meanwhile, elsewhere",
-        "Seconds a replica took for one group, and seconds of all reward workers for one batch.",
+        "Time outside the trainer",
+        "Seconds that a replica takes per group, and seconds of all reward workers per batch.",
         (Curve("time/generate_s", "generate a group"), Curve("time/reward_s", "reward a batch")),
     ),
     Panel(
         "Idle",
-        "Share of the time in which each side stood still; replicas and reward workers on average.",
+        "Share of the time in which each side is idle; averages for replicas and reward workers.",
         tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish", "swap")),
     ),
 )
@@ -158,23 +158,23 @@ TILES = {
     "steps": "steps",
     "samples_trained": "samples trained",
     "versions_published": "versions published",
-    "wall_s": "seconds in all",
+    "wall_s": "total seconds",
 }
-"""Keys of the summary that are shown large, if they are there."""
+"""Summary keys shown as large tiles, if present, with their labels."""
 
 
 class Line(NamedTuple):
-    """One curve with what the metrics file has for it, gaps left out."""
+    """A curve with its points from the metrics file; steps without a value are left out."""
 
     curve: Curve
     number: int
-    """Decides its colour."""
+    """Index in the panel, which determines the colour."""
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
 
 
 def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, title: str = "Training run") -> None:
-    """Renders whatever the metrics file has; a panel without any data is named as not recorded."""
+    """Writes the page to `out`. Panels without data are listed as not recorded."""
     import jinja2
 
     records = read_metrics(metrics_jsonl)
@@ -217,7 +217,7 @@ def _plot(panel: Panel, lines: Sequence[Line]) -> dict[str, Any]:
         {"label": line.curve.label, "colour": variable(line.number), "dashed": line.curve.dashed} for line in lines
     ]
     ends = "; ".join(f"{line.curve.label} {_text(line.values[0])} → {_text(line.values[-1])}" for line in lines)
-    drawing = Markup(_draw(panel, lines))  # our own drawing: nothing of the user's is in it
+    drawing = Markup(_draw(panel, lines))  # our own drawing, without any user input
     return {"title": panel.title, "legend": legend, "svg": drawing, "caption": panel.caption, "ends": ends}
 
 
@@ -271,17 +271,17 @@ def _dress(axes: Any, from_zero: bool) -> None:
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=False)
     axes.set_xlabel("step", color=MUTED)
     dress(axes)
-    if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:  # one step: no ticks at fractions of it
+    if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:  # a single step: no ticks at fractions
         axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)
     low, high = axes.get_ylim()
-    if high - low < 1e-9:  # a flat line: a tick label of its own instead of an offset of 1e-12
+    if high - low < 1e-9:  # a flat line: no axis offset of 1e-12
         axes.set_ylim(low - 0.5, high + 0.5)
     if from_zero:
         axes.set_ylim(bottom=0)
 
 
 def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Centred, over about a tenth of the run (at least 5 steps), shorter at the ends."""
+    """Centred moving average over about a tenth of the run (at least 5 steps), over fewer steps at the ends."""
     half = max(len(values) // 20, 2)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -295,7 +295,7 @@ def _label(key: str) -> str:
 
 
 def _figure(value: Any) -> str | list[str]:
-    """One line of text, or one per item of a list."""
+    """The value as text, or a list of texts for a list."""
     return [_text(item) for item in value] if isinstance(value, (list, tuple)) and value else _text(value)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's numbers for Prometheus, over HTTP while it trains."""
+"""The trainer's metrics for Prometheus, served over HTTP while it trains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 from dvp_rl.contract.http import Health
 from dvp_rl.http import problems
+from dvp_rl.http.api_tokens import ApiTokens
 from dvp_rl.http.guard import Guard
 from dvp_rl.http.server import bound, http_server
-from dvp_rl.http.tokens import Tokens
 from dvp_trainer.config import MetricsSection
 from dvp_trainer.learn.step import STALENESS_BINS
 
 
 class Shown(NamedTuple):
-    """A gauge of the newest step that has a value."""
+    """A gauge with the value of the newest step that has one."""
 
     name: str
     text: str
     label: str
     keys: dict[str, str]
-    """Value of the label to key in a step's metrics."""
+    """Maps each value of the label to a key of a step's metrics."""
 
     @property
     def labels(self) -> list[str]:
@@ -51,7 +51,7 @@ GAUGES = (
     Shown("masked_ratio", "Share of importance weights above the bound", "", {"": "mis/fraction"}),
     Shown(
         "kept_mass_ratio",
-        "Probability that pruning leaves, mean over positions",
+        "Probability kept by pruning, mean over positions",
         "side",
         {"trainer": "kept/mass_mean_train", "replicas": "kept/mass_mean_infer"},
     ),
@@ -63,18 +63,18 @@ OUTCOMES = ("filtered", "dead", "stale", "refused", "duplicates")
 
 
 class PrometheusSink:
-    """Takes what every sink of the reporter takes; counters count since this process began."""
+    """A metrics sink. Counters start at zero with this process."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self._step = Gauge("dvp_trainer_step", "Batches trained since the run began", registry=registry)
-        self._ended = Gauge("dvp_trainer_last_step_timestamp_seconds", "When a step ended last", registry=registry)
+        self._ended = Gauge("dvp_trainer_last_step_timestamp_seconds", "When the last step ended", registry=registry)
         self._updates = Counter("dvp_trainer_updates", "Optimizer steps", registry=registry)
-        self._phases = Counter("dvp_trainer_phase_seconds", "Where the time went", ["phase"], registry=registry)
-        self._groups = Counter("dvp_trainer_unused_groups", "Not trained, and why", ["outcome"], registry=registry)
+        self._phases = Counter("dvp_trainer_phase_seconds", "Trainer time by phase", ["phase"], registry=registry)
+        self._groups = Counter("dvp_trainer_unused_groups", "Unused groups by reason", ["outcome"], registry=registry)
         self._staleness = Histogram(
             "dvp_trainer_staleness_steps",
-            "Batches that changed the weights between the drawing of a trained group and its training",
+            "Batches that changed the weights between sampling a group and training on it",
             buckets=range(STALENESS_BINS),
             registry=registry,
         )
@@ -104,7 +104,7 @@ class PrometheusSink:
 
 @asynccontextmanager
 async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | None]:
-    """Serves a sink's numbers until the block ends; None if no port is set. Raises ConfigError if it is taken."""
+    """Serves a sink's metrics until the block ends; None if no port is set. Raises ConfigError if the port is taken."""
     if settings.port is None:
         yield None
         return
@@ -120,7 +120,7 @@ async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | 
             await serving
 
 
-def _app(sink: PrometheusSink, tokens: Tokens) -> FastAPI:
+def _app(sink: PrometheusSink, tokens: ApiTokens) -> FastAPI:
     app = FastAPI(title="dvp-train", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/metrics")

@@ -1,32 +1,32 @@
-"""Where the numbers of a run go: one record per step, to every sink.
+"""Sinks for the metrics of a run: every sink gets one record per step.
 
-Keys are `namespace/name`. A key that a step has no value for is absent; nothing here needs any one of them.
+Keys are `namespace/name`. A key without a value in a step is absent; the sinks here require none of them.
 
-Of the update, from services/dvp_rl/dvp/metrics.py, over the batch before rejection:
+Metrics of the update, from services/dvp_rl/dvp/metrics.py, over the batch before rejection:
     mismatch/*            kl, k3_kl, chi2_*, ppl_*, ratio_*, skew*, outside_rate
     weight/*              ess, mean, min, max
-    veto/*                outside, numerical, nan: share of sequences dropped, by reason; total: by any
+    veto/*                outside, numerical, nan: share of sequences dropped, by reason; total: for any reason
     mis/*                 fraction: share that importance masking drops; kept_weight; predicted_*
     kept/*                mass_mean_*, mass_min_*, count_mean_* of train and infer
     entropy/*, bias/*     entropy/constrained; bias/bound, bias/bound_measured
 
-Of the trainer:
+Metrics of the trainer:
     reward/mean, reward/std, reward/failed         after overlong shaping; samples whose reward function failed
     heldout/score                                  avg@n of the held-out set, on the steps that evaluate
     heldout/avg_at_*, heldout/pass_at_*[_from_*], heldout/truncated_share
-    groups/*                                       no_signal: groups with zero advantage; the rest: how jobs ended
+    groups/*                                       no_signal: groups with equal rewards; the rest: how jobs ended
     length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
-    pruned/share, pruned/mass                      positions that lost >= 1e-3 of their probability; mean loss
+    pruned/share, pruned/mass                      share of positions that lost >= 1e-3 of probability; mean loss
     logprob/{train,infer}_{constrained,full}       mean log-prob of the tokens inside, with pruning and without
     mismatch/kl_unmasked                           the same tokens under both full softmaxes
-    drift/kl                                       what the further updates of a batch add
+    drift/kl                                       KL added by further updates of a batch
     grad/norm, loss/surrogate, optimizer/lr, optimizer/updates
-    staleness/mean, staleness/max                  batches that changed the weights since
-    staleness/groups_0 .. groups_8                 groups that were so many old, the last with all that were older
+    staleness/mean, staleness/max                  batches that changed the weights since sampling
+    staleness/groups_0 .. groups_8                 number of groups of that staleness; the last includes older ones
     time/step_s and its parts time/wait_s, time/train_s, time/publish_s, time/eval_s
-    time/generate_s, time/reward_s                 elsewhere: a replica per group; all reward workers per batch
-    idle/generate, idle/reward, idle/train, idle/publish, idle/swap    share of the step in which the side stood
-                                                   still: replicas and reward workers on average; swaps between beats
+    time/generate_s, time/reward_s                 outside the trainer: replica per group; all reward workers per batch
+    idle/generate, idle/reward, idle/train, idle/publish, idle/swap    share of the step in which the side was idle:
+                                                   averages of replicas and reward workers; swap: between beats
     throughput/samples_per_second, throughput/tokens_per_second
 """
 
@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_trainer.disk import AppendedFile, writing
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ HEADLINES = {
     "pruned/share": "pruned",
     "throughput/samples_per_second": "samples/s",
 }
-"""What a console shows of a step, and how it calls it."""
+"""Metrics shown on a console per step, with their labels."""
 
 
 class Sink(Protocol):
@@ -65,8 +66,27 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class OwnSink:
+    """A user's sink (trainer/HOOKS.md). An error in it ends the run, which can be resumed."""
+
+    def __init__(self, name: str, out_dir: Path, *, run_id: str, resumed_step: int | None) -> None:
+        self._setting = f"report.sinks {name!r}"
+        opened = call_hook(
+            self._setting, load_hook("report.sinks", name), out_dir, run_id=run_id, resumed_step=resumed_step
+        )
+        check_members(self._setting, opened, methods=("log", "close"))
+        self._sink: Sink = opened
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        call_hook(self._setting, self._sink.log, step, dict(metrics))
+
+    def close(self) -> None:
+        with suppress(ConfigError):  # logged; it must not hide the error that ends the run
+            call_hook(self._setting, self._sink.close)
+
+
 class Reporter:
-    """Hands each step's metrics to every sink. One `log` per step, in rising order."""
+    """Passes each step's metrics to every sink. `log` is called once per step, in ascending order."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -86,10 +106,10 @@ class Reporter:
 
 
 class JsonlSink:
-    """One JSON object per step: {"step", "time" (unix seconds), metrics...}. A value that is not finite is null."""
+    """One JSON object per step: {"step", "time" (unix seconds), metrics...}. Values that are not finite become null."""
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        """`resumed_step`: keep the lines up to this step and go on after them. None starts a new file."""
+        """`resumed_step`: keeps the lines up to this step and appends to them. None starts a new file."""
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
         self._file = AppendedFile(path)
         self._file.replace("".join(json.dumps(record) + "\n" for record in kept).encode())
@@ -103,9 +123,9 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, none if there is no file; a last line that a crash cut short is left out.
+    """The records of a metrics file; empty if there is no file. A last line that a crash cut short is skipped.
 
-    Raises ConfigError naming the line if another one is damaged.
+    Raises ConfigError naming the line if any other line is damaged.
     """
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     records = []
@@ -113,7 +133,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: line {number} is not JSON ({error}); mend or move the file") from None
+            raise ConfigError(f"{path}: line {number} is not JSON ({error}); repair or move the file") from None
     return records
 
 
@@ -133,7 +153,7 @@ class TensorboardSink:
             self._writer.flush()
 
     def close(self) -> None:
-        with suppress(OSError):  # everything is flushed, unless `log` has raised the same
+        with suppress(OSError):  # everything is flushed, or `log` has raised the same error
             self._writer.close()
 
     def _writing(self) -> AbstractContextManager[None]:
@@ -141,7 +161,7 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """Weights & Biases, if it is installed. Steps that a resumed run repeats are ignored by W&B."""
+    """Weights & Biases, if it is installed. W&B ignores the steps that a resumed run repeats."""
 
     def __init__(self, project: str, run_id: str, folder: Path) -> None:
         try:
@@ -161,7 +181,7 @@ class WandbSink:
 
 
 def headline(metrics: Mapping[str, float]) -> str:
-    """`reward 0.412  kl 3.1e-04  ...` of the headline metrics that are there."""
+    """The headline metrics that are present, as `reward 0.412  kl 0.00031  ...`."""
     shown = [f"{label} {metrics[name]:.3g}" for name, label in HEADLINES.items() if name in metrics]
     return "  ".join(shown)
 

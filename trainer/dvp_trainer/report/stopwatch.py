@@ -1,4 +1,4 @@
-"""Where the time of a training step went."""
+"""Time spent in each part of a training step, and idle shares of each side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dvp_trainer.data.batch import Batch
 
 
 class Stopwatch:
-    """Where the time of an iteration went."""
+    """Measures where the time of an iteration goes."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -22,14 +22,14 @@ class Stopwatch:
         self._swaps_s: dict[str, float] = {}
         self._swaps_told = self._started
         self._swapping: float | None = None
-        """Share of the time that replicas spent on swaps between the last two tellings."""
+        """Mean share of time that replicas spent on swaps between the last two calls of `tell_swaps`."""
 
     def tell_swaps(self, swaps_s: dict[str, float]) -> None:
-        """Seconds of swaps so far, by replica."""
+        """Takes the seconds spent on swaps so far, by replica."""
         now = time.monotonic()
         elapsed, self._swaps_told = now - self._swaps_told, now
         before, self._swaps_s = self._swaps_s, swaps_s
-        # One that is new, or has started anew, is counted from the next time on.
+        # A replica that is new or has restarted is counted from the next call on.
         spent = [swaps_s[name] - before[name] for name in swaps_s.keys() & before.keys()]
         spent = [seconds for seconds in spent if seconds >= 0]
         self._swapping = fmean(spent) / elapsed if spent else None
@@ -41,7 +41,7 @@ class Stopwatch:
         self._parts[f"time/{part}_s"] = time.monotonic() - start
 
     def lap(self, batch: Batch, reward_workers: int) -> dict[str, float]:
-        """The parts since the last lap, the rates, and who stood still for what share of the time."""
+        """Times of the parts since the last lap, throughput, and the idle share of each side."""
         now = time.monotonic()
         elapsed, self._started = now - self._started, now
         parts, self._parts = self._parts, {}
@@ -66,7 +66,7 @@ class Stopwatch:
         )
 
     def _generating(self, batch: Batch) -> float:
-        """Seconds in which a replica, on average, drew samples of the batch."""
+        """Seconds that a replica, on average, spent on samples of the batch."""
         busy: defaultdict[str, float] = defaultdict(float)
         for scored in sorted(batch.groups, key=lambda scored: scored.arrived):
             covered = self._generated.setdefault(scored.group.replica_id, Coverage())
@@ -75,12 +75,12 @@ class Stopwatch:
 
 
 class Coverage:
-    """How much of a line intervals cover that come in the order of their ends."""
+    """Total length of overlapping intervals, added in the order of their ends."""
 
     def __init__(self) -> None:
         self._end = -math.inf
 
     def add(self, start: float, end: float) -> float:
-        """The length that it adds: what lies before the end of another counts once."""
+        """The length that this interval adds; any part before the latest end so far does not count again."""
         start, self._end = max(start, self._end), max(end, self._end)
         return max(end - start, 0.0)

@@ -1,10 +1,11 @@
-"""Both sides' log-probs of every token of a batch, on disk: what `dvp-lab signature --run` reads."""
+"""Both sides' log-probs of every token of a batch on disk, for `dvp-lab signature --run`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -16,7 +17,7 @@ FOLDER = "tokens"
 
 
 def write_tokens(evidence: Evidence, out_dir: Path, step: int) -> None:
-    """out_dir/tokens/step-NNNNNNNN.safetensors: `Evidence.tensors`."""
+    """Writes `Evidence.tensors` to out_dir/tokens/step-NNNNNNNN.safetensors."""
     folder = out_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in evidence.tensors().items()}
@@ -24,12 +25,15 @@ def write_tokens(evidence: Evidence, out_dir: Path, step: int) -> None:
 
 
 def read_tokens(out_dir: Path) -> Iterator[Evidence]:
-    """In order of steps. Raises ConfigError if there is none, or one that is damaged."""
+    """The records in order of steps. Raises ConfigError if there are none, or if one is damaged."""
     files = sorted((out_dir / FOLDER).glob("step-*.safetensors"))
     if not files:
         raise ConfigError(f"run {out_dir}: no {FOLDER}/step-*.safetensors; train it with --report.tokens-interval 1")
     for file in files:
         try:
-            yield Evidence.of(load_file(file))
+            tensors = load_file(file)
+            if "inside" in tensors:  # written by an earlier version
+                tensors |= {"train_inside": tensors["inside"], "infer_inside": torch.ones_like(tensors["mask"])}
+            yield Evidence.of(tensors)
         except (SafetensorError, OSError, KeyError) as error:
             raise ConfigError(f"{file}: not a complete record of a batch: {error}") from None

@@ -1,1 +1,1 @@
-"""What a run goes on from: checkpoints, and the ledgers that they cut."""
+"""State that a run resumes from: checkpoints, and ledgers, which are truncated to a checkpoint."""

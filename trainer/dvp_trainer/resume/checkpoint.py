@@ -1,11 +1,11 @@
-"""Everything a trainer needs to go on as if nothing had happened.
+"""Checkpoints: everything a trainer needs to resume as if it had not been interrupted.
 
-A checkpoint is a folder `step-NNNNNNNN`, written beside and renamed into place, of `progress.json` (for people too),
-`state` (tensors, see state.py) and `SHA256SUMS` of both, which `sha256sum --check` reads, too. It is created
-owner-only, and used only if every byte is what was written.
+A checkpoint is a folder `step-NNNNNNNN` with `progress.json` (human-readable), `state` (tensors, see state.py) and
+`SHA256SUMS` of both, in the format of `sha256sum --check`. It is written elsewhere and renamed into place, created
+owner-only, and loaded only if every byte is what was written.
 
-Every trainer writes in a folder of its own, `.work-TOKEN-*`, out of which and into which everything is renamed, and
-first removes those of its predecessors: one that was stopped, and replaced, changes nothing when it wakes up.
+Every trainer has a work folder `.work-TOKEN-*`; everything is renamed out of it and into it. A trainer first removes
+the work folders of its predecessors, so a trainer that was stopped and replaced changes nothing when it wakes up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dvp_rl.contract.errors import ConfigError, LeaseLostError
@@ -29,34 +29,33 @@ PROGRESS, STATE, SUMS, CLAIM = "progress.json", "state", "SHA256SUMS", "claim"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands, apart from tensors."""
+    """State of the run, apart from tensors."""
 
     step: int = 0
     """Batches trained."""
-    updates: int = 0
+    weight_steps: int = 0
     """Batches that changed the weights; staleness is counted in these."""
     cursor: int = 0
     """Data positions below this were submitted at least once."""
     outstanding: tuple[str, ...] = ()
-    """Train job ids submitted and neither trained nor dropped nor dead."""
+    """Ids of train jobs that were issued and have not ended."""
     retries: tuple[tuple[int, int], ...] = ()
-    """(position, attempt) waiting to be submitted again."""
+    """(position, attempt) to submit again."""
     submitted_length: int = 0
-    """Length of the ledger of submitted ids, in bytes; likewise of the consumed ones."""
+    """Length of the ledger of submitted ids, in bytes; likewise consumed_length."""
     consumed_length: int = 0
     data_fingerprint: str = ""
-    """Of the data set and its order: the cursor means nothing under another one."""
+    """Fingerprint of the data set and its order; the cursor is meaningless under another one."""
     samples: int = 0
     """Sequences trained."""
     seq: int = 0
-    """Weight sequence number announced last."""
+    """Sequence number of the weights announced last."""
     best: tuple[int, float] | None = None
     """(step, held-out score) of the best evaluation."""
-    counters: dict[str, int] = field(default_factory=dict)
 
 
 class Checkpoints:
-    """The folder of a run's checkpoints; the last `keep` stay, and the best one."""
+    """The folder of a run's checkpoints. Keeps the last `keep`, and the best one."""
 
     def __init__(self, root: Path, keep: int) -> None:
         self.root, self.keep = root, keep
@@ -66,13 +65,13 @@ class Checkpoints:
             root.chmod(0o700)
 
     def newest_token(self) -> int:
-        """The highest fencing token that ever claimed them; 0 if none did."""
+        """The highest fencing token that has claimed the folder; 0 if none has."""
         return max((int(path.name.split("-")[1]) for path in self._entries(".work-*-*")), default=0)
 
     def claim(self, token: int) -> None:
-        """Before `load`, by the trainer that holds the run's lease: from here on no other one can save. Raises
-        LeaseLostError if a newer one has."""
-        # Ours first, then the others: of two that claim at once the newer one stays, and no token is forgotten.
+        """Claims the folder for the holder of the run's lease; from then on no older trainer can save. Call it before
+        `load`. Raises LeaseLostError if a newer trainer has claimed it."""
+        # Create ours before removing others: of two concurrent claims the newer one wins, and no token is forgotten.
         self._work = self.root / f".work-{token}-{secrets.token_hex(8)}"
         with writing(f"out_dir: {self._work}", self.root):
             self._work.mkdir(mode=0o700)
@@ -83,7 +82,7 @@ class Checkpoints:
             raise self._taken()
         for other in self._entries(".work-*"):
             if other != self._work:
-                # A rename ends what a plain removal could race with.
+                # After the rename, the old owner cannot add files that race with the removal.
                 gone = other.rename(self.root / f".gone-{secrets.token_hex(8)}")
                 shutil.rmtree(gone, ignore_errors=True)
         for gone in self._entries(".gone-*"):
@@ -97,28 +96,29 @@ class Checkpoints:
         return LeaseLostError(f"another trainer took over {self.root}")
 
     def steps(self) -> list[int]:
-        """Raises ConfigError if the folder cannot be read: a run that has checkpoints must not begin anew."""
+        """Steps of the checkpoints, ascending. Raises ConfigError if the folder is unreadable, so that a run with
+        checkpoints never starts over."""
         return sorted(int(path.name.removeprefix("step-")) for path in self._entries("step-*") if path.is_dir())
 
     def _entries(self, pattern: str) -> list[Path]:
-        """Path.glob finds nothing where it may not look."""
+        """Entries that match the pattern. Raises ConfigError if the folder is unreadable; Path.glob would find none."""
         try:
             return [path for path in self.root.iterdir() if path.match(pattern)]
         except OSError as error:
             raise ConfigError(f"out_dir: {self.root} cannot be read by user {os.geteuid()} ({error})") from None
 
     def seqs(self) -> list[int]:
-        """Weight sequence numbers that the checkpoints were announced under."""
+        """Sequence numbers under which the weights of the checkpoints were announced."""
         return [int(json.loads((self.folder(step) / PROGRESS).read_text())["seq"]) for step in self.steps()]
 
     def folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
 
     def save(self, progress: Progress, write_state: Callable[[Path], None]) -> Path:
-        """`write_state` makes a folder of the path it is given. Durable before it returns.
+        """Writes a checkpoint, which is durable on return. `write_state` creates a folder at the path it is given.
 
-        Raises ConfigError (disk full) and leaves the earlier checkpoints alone, LeaseLostError if another trainer has
-        claimed them.
+        Raises ConfigError (disk full) and leaves earlier checkpoints unchanged, or LeaseLostError if another trainer
+        has claimed the folder.
         """
         final = self.folder(progress.step)
         try:
@@ -138,7 +138,7 @@ class Checkpoints:
             _write(partial / PROGRESS, json.dumps(asdict(progress), indent=1))
             _write(partial / SUMS, _sums(partial))
             failpoint("checkpoint.before")
-            if not self._is_ours:  # write_state makes missing folders anew
+            if not self._is_ours:  # write_state may have recreated the missing folder
                 raise FileNotFoundError(self._work)
             if final.exists():
                 final.rename(self._work / f"{final.name}.old")
@@ -150,7 +150,8 @@ class Checkpoints:
         _sync_folder(self.root)
 
     def load(self, step: int | None = None) -> tuple[Progress, Path] | None:
-        """The newest checkpoint, or that of `step`, and its folder of state. None if there is none at all."""
+        """Progress and state folder of the newest checkpoint, or of that of `step`. None if there is no checkpoint at
+        all. Raises ConfigError if the checkpoint is missing or damaged."""
         steps = self.steps()
         if not steps:
             return None
@@ -160,6 +161,9 @@ class Checkpoints:
         try:
             _check_sums(folder)
             fields = json.loads((folder / PROGRESS).read_text())
+            fields.pop("counters", None)  # earlier versions wrote this field, always empty,
+            if "updates" in fields:  # and this name
+                fields["weight_steps"] = fields.pop("updates")
             fields["outstanding"] = tuple(fields["outstanding"])
             fields["retries"] = tuple((position, attempt) for position, attempt in fields["retries"])
             fields["best"] = tuple(fields["best"]) if fields["best"] else None
@@ -178,7 +182,7 @@ def unreadable(folder: Path, error: Exception) -> ConfigError:
 
 
 def _sums(folder: Path) -> str:
-    """A line for each file in it, as sha256sum writes them. Each file is read on a thread of its own."""
+    """Checksum lines of all files in the folder, in the format of sha256sum. Files are read in parallel threads."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
     with ThreadPoolExecutor() as threads:
         digests = threads.map(_digest, (folder / name for name in names))
@@ -191,12 +195,12 @@ def _digest(path: Path) -> str:
 
 
 def _check_sums(folder: Path) -> None:
-    """Raises OSError, ValueError naming a file that is not what was written."""
+    """Raises ValueError naming the files that differ from what was written, OSError if a file is unreadable."""
     written, found = (folder / SUMS).read_bytes().decode(), _sums(folder)
     if written != found:
         differing = set(written.split("\n")) ^ set(found.split("\n"))
         names = sorted({line.partition("  ")[2] for line in differing})
-        raise ValueError(f"{', '.join(names)}: not what {SUMS} says was written")
+        raise ValueError(f"{', '.join(names)}: not as {SUMS} lists them")
 
 
 def _write(path: Path, text: str) -> None:

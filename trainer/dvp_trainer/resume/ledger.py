@@ -1,7 +1,7 @@
-"""Append-only files of job ids: what was submitted, and how each id ended.
+"""Append-only files of job ids: which were submitted, and how each one ended.
 
-A checkpoint records each ledger's length; a resumed run cuts the file there. So the files always tell the story of the
-timeline that the checkpoint belongs to, and grow without bound only on disk.
+A checkpoint records each ledger's length, and a resumed run truncates the file to it. The files therefore always match
+the checkpoint's timeline. They grow without bound, but only on disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUBMITTED, CONSUMED = "submitted.jsonl", "consumed.jsonl"
 
 
 class Ledger:
-    """One JSON object per line."""
+    """A ledger file with one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,10 +36,10 @@ class Ledger:
         self._file.sync()
 
     def cut(self, length: int) -> None:
-        """Forgets everything after the first `length` bytes."""
+        """Truncates the file to its first `length` bytes. Raises ConfigError if it is shorter."""
         if self.length < length:
             raise ConfigError(
-                f"{self.path}: {self.length} bytes, the checkpoint counts on {length}; the file was cut or replaced. "
+                f"{self.path}: {self.length} bytes, the checkpoint needs {length}; the file was truncated or replaced. "
                 "Restore it, or start a new run"
             )
         with self.path.open("rb") as old:
@@ -51,7 +51,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line; a last line that a crash cut short is skipped."""
+    """The entries of all complete lines; an incomplete last line, left by a crash, is skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,1 +1,1 @@
-"""Diagnostics and studies. Each hands over a `Study` (study.py), which page.py writes as JSON, PNG and one page."""
+"""Diagnostics and studies. Each returns a `Study`, which study.py writes as JSON and page.py as PNG and HTML."""

@@ -29,23 +29,25 @@ DEFAULT_OUT = Path("runs/lab")
 TEXT_MODEL = DEFAULT_OUT / "text-model"
 COLLAPSE_RUNS, RHO_RUNS = DEFAULT_OUT / "collapse", DEFAULT_OUT / "rho"
 TYPICAL = (Engine.BF16, Engine.FP8_WEIGHTS, Engine.SGLANG_BF16)
-"""What is looked at where each engine takes minutes."""
+"""Default engines of `overlap`, which takes minutes for each."""
 
 app = typer.Typer(
-    help="How an engine and a trainer differ, and what to do about it. Every command writes JSON, PNG and a page.",
+    help="How an engine and a trainer differ, and what to do about it. Every study writes JSON, PNG and a page.",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
 
 Model = Annotated[Path | None, typer.Option(help="Hugging Face folder. Default: a small language model, made once.")]
-Prompts = Annotated[Path | None, typer.Option(help="With --model: JSONL file with a prompt per row.")]
-Engines = Annotated[list[Engine] | None, typer.Option("--engine", help="Repeat it for several. Default: all.")]
-Sequences = Annotated[int, typer.Option(min=2, help="Prompts, one sample of each.")]
-Tokens = Annotated[int, typer.Option(min=1, help="Longest sample.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of prompts, samples and noise.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
-Out = Annotated[Path, typer.Option(help="Folder for the three files.")]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL file with a prompt per row; requires --model.")]
+Engines = Annotated[
+    list[Engine] | None, typer.Option("--engine", help="Repeatable. Default: all available; overlap: typical ones.")
+]
+Sequences = Annotated[int, typer.Option(min=2, help="Number of prompts; each is sampled once.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Longest sample, in tokens.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts, samples and noise.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Parallel runs.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON, PNG and HTML files.")]
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ def settings(
 @app.command(name="signature")
 def signature_command(
     context: typer.Context,
-    run: Annotated[Path | None, typer.Option(help="A recorded run's out_dir, instead of engines.")] = None,
+    run: Annotated[Path | None, typer.Option(help="out_dir of a recorded run, analysed instead of engines.")] = None,
     model: Model = None,
     prompts: Prompts = None,
     engine: Engines = None,
@@ -74,7 +76,7 @@ def signature_command(
     seed: Seed = 0,
     out: Out = DEFAULT_OUT,
 ) -> None:
-    """The mismatch of an engine: by bucket of pi_train, against the bounds on it, along a sequence."""
+    """Measure an engine's mismatch: by bucket of pi_train, against its bounds, and along a sequence."""
     from .recorded import recorded_signature
     from .signature import signature
 
@@ -99,7 +101,7 @@ def overlap_command(
     seed: Seed = 0,
     out: Out = DEFAULT_OUT,
 ) -> None:
-    """What the two safe sets have in common, by rho and by entropy, and how many sequences are vetoed for the rest."""
+    """Compare the two safe sets by rho and by entropy, and count the sequences vetoed for tokens outside."""
     from .overlap import overlap
 
     _use_threads(context)
@@ -115,22 +117,22 @@ def rho_command(
     context: typer.Context,
     model: Model = None,
     prompts: Prompts = None,
-    engine: Annotated[Engine, typer.Option(help="One that shows its logits.")] = Engine.FP8_WEIGHTS,
+    engine: Annotated[Engine, typer.Option(help="A transformers engine.")] = Engine.FP8_WEIGHTS,
     sequences: Sequences = 96,
     tokens: Tokens = 96,
-    steps: Annotated[int, typer.Option(min=0, help="Budget of training under each rule; 0 trains nothing.")] = 40,
+    steps: Annotated[int, typer.Option(min=0, help="Training steps under each rule; 0 skips the training.")] = 40,
     jobs: Jobs = CPUS,
-    work: Annotated[Path, typer.Option(help="Folder of the runs; what is there is not run again.")] = RHO_RUNS,
+    work: Annotated[Path, typer.Option(help="Folder of the runs; runs found there are not repeated.")] = RHO_RUNS,
     seed: Seed = 0,
     out: Out = DEFAULT_OUT,
 ) -> None:
-    """Which rho: what it removes of the mismatch, what it costs, what is left of a batch. Proposes one."""
+    """Compare values of rho: mismatch removed, cost, and what is left of a batch. Propose one."""
     from .budget import Budget
     from .rho import rho
 
     _use_threads(context)
     if engine.is_sglang:
-        raise ConfigError(f"--engine {engine}: SGLang shows no logits where it prunes; choose a transformers engine")
+        raise ConfigError(f"--engine {engine}: SGLang returns no logits under pruning; choose a transformers engine")
     with progress() as tell:
         budget = Budget(work, steps, jobs=jobs) if steps else None
         study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, budget, tell)
@@ -140,13 +142,13 @@ def rho_command(
 @app.command(name="collapse")
 def collapse_command(
     context: typer.Context,
-    small: Annotated[bool, typer.Option("--small", help="A sketch of it, to see that it runs.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, max=5, help="Of the table; the map has one of its own.")] = 5,
+    small: Annotated[bool, typer.Option("--small", help="Run a small version, to see that it works.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, max=5, help="Number of seeds in the table; the map has its own.")] = 5,
     jobs: Jobs = CPUS,
-    work: Annotated[Path, typer.Option(help="Folder of the runs; what is there is not run again.")] = COLLAPSE_RUNS,
+    work: Annotated[Path, typer.Option(help="Folder of the runs; runs found there are not repeated.")] = COLLAPSE_RUNS,
     out: Out = DEFAULT_OUT,
 ) -> None:
-    """Where mismatch makes training collapse, and what holds there: a map, then all arms and seeds at one place."""
+    """Find where mismatch makes training collapse and what holds there: a map, then all arms and seeds at one cell."""
     from .collapse import SMALL, Plan, collapse
 
     _use_threads(context)
@@ -161,7 +163,7 @@ def page_command(
     files: Annotated[list[Path], typer.Argument(help="JSON files of studies.", metavar="FILE.json...")],
     out: Out = DEFAULT_OUT,
 ) -> None:
-    """Draw the PNG and the page of a study again, from its JSON."""
+    """Redraw a study's PNG and page from its JSON."""
     from .page import write_page
     from .study import Study
 
@@ -188,7 +190,9 @@ def _subject(model: Path | None, prompts: Path | None, count: int, seed: int, te
     if model is None and prompts is None:
         return text_subject(TEXT_MODEL, count, seed, tell)
     if model is None or prompts is None:
-        raise ConfigError("--model and --prompts belong together: give both, or none for the built-in language model")
+        raise ConfigError(
+            "--model and --prompts belong together: give both, or neither for the built-in language model"
+        )
     return file_subject(model, prompts, count, seed)
 
 
@@ -205,7 +209,7 @@ def _write(study: Study, folder: Path) -> None:
 
 @contextmanager
 def progress() -> Iterator[Tell]:
-    """A bar on a terminal, a line per new thing to do elsewhere."""
+    """Shows a progress bar on a terminal, and one line per stage elsewhere."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

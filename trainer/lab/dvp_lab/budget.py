@@ -1,4 +1,4 @@
-"""What a fixed budget of training comes to under a rule, on the lab's small task, with both sides pruning by it."""
+"""The reward after a fixed training budget under a rule, on the lab's small task; both sides prune by the rule."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .training import NOTHING_PRUNED, Mismatch, Run, Sampler
 TEACHING_STEPS = 400
 LENGTH, RATE = 32, 1e-3
 WINDOW = 10
-"""Steps at the end whose mean reward counts."""
+"""Number of final steps whose mean reward counts."""
 MISMATCH = Mismatch(weights=Format.FP8, kv=Format.FP8)
 
 
 @dataclass(frozen=True)
 class Budget:
     folder: Path
-    """Of the task's model and of the runs; what is there is not run again."""
+    """Folder of the task's model and of the runs; a run found there is not repeated."""
     steps: int = 40
     seeds: tuple[int, ...] = (1, 2, 3)
     jobs: int = 1
 
 
 class RuledPolicy(Policy):
-    """The trainer's policy under a rule that looks at the logits, which have to be there as a whole for that."""
+    """The trainer's policy under a rule that depends on the logits, which it therefore computes in full."""
 
     def __init__(self, model: Any, rule: Rule) -> None:
         model.set_attn_implementation("sdpa")
@@ -69,7 +69,7 @@ class RuledRun(Run):
 
 
 def rewards(rules: Sequence[Rule], budget: Budget, progress: Progress) -> dict[Rule, Estimate]:
-    """Mean training reward at the end of the budget, over seeds."""
+    """The mean training reward at the end of the budget, over seeds, for each rule."""
     model = budget.folder / "model"
     if not model.is_dir():
         budget.folder.mkdir(parents=True, exist_ok=True)

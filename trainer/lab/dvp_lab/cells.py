@@ -1,5 +1,5 @@
-"""Runs in processes of their own, some at a time. Each leaves one file, so that a study that was stopped goes on where
-it was: a run is made again only if its settings are others, or its file is gone."""
+"""Training runs in separate processes, several at a time. Each run leaves one file, so that a stopped study resumes: a
+run is repeated only if its settings have changed or its file is missing."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ KEPT = (
 
 class Outcome(NamedTuple):
     metrics: Metrics
-    """One number per step of each of KEPT; None where a step has none, as without any signal."""
+    """One number per step for each name in KEPT; None if the step does not report it, as without a training signal."""
     cpu_s: float
 
     def mean(self, name: str, start: int = 0, stop: int | None = None) -> float:
-        """Over those of steps [start, stop) that have it; NaN if none has."""
+        """The mean over the steps [start, stop) that report the metric; NaN if none does."""
         values = [value for value in self.metrics[name][start:stop] if value is not None]
         return fmean(values) if values else math.nan
 
 
 def run_cells(runs: Mapping[str, Run], folder: Path, pool: Executor) -> Iterator[tuple[str, Outcome]]:
-    """Every run by its name, those first that are done already. An error in one ends all that have not begun."""
+    """Yields each run's name and outcome, stored runs first. If a run fails, those not yet started are cancelled."""
     folder.mkdir(parents=True, exist_ok=True)
     due = {}
     for name, run in runs.items():
@@ -83,7 +83,7 @@ def _make(run: Run, path: Path) -> Outcome:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """As JSON gives them back; the model by its name, so that the folder may be moved."""
+    """The settings as JSON returns them. They name only the model's own folder, so that its parent may be moved."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(run) | {"model": run.model.name}))
     return settings
 

@@ -1,10 +1,10 @@
-"""A task of long sequences that costs next to nothing: count on in steps of d, modulo M.
+"""A cheap task with long sequences: count on in steps of d, modulo M.
 
-    prompt  <step d> <start a>         completion  a+d  a+2d  a+3d ..  (T tokens, never an end)
+    prompt  <step d> <start a>         completion  a+d  a+2d  a+3d ..  (T tokens, no end token)
 
-The reward is the share of right transitions, y_t = y_{t-1} + d, so that a slip costs what it is worth and no more, and
-every sequence has credit to assign over all its tokens. The model is warm-started on a teacher that errs: near misses
-inside the safe set, and slips to any token, which are the flat tail that pruning is about.
+The reward is the share of correct transitions, y_t = y_{t-1} + d. A slip costs only the transitions that it breaks, and
+credit has to be assigned over all tokens of a sequence. The model is warm-started on a teacher that makes mistakes:
+near misses, which are inside the safe set, and slips to any token, which form the flat tail that pruning removes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 END, MODULUS, STEPS = 0, 32, 4
-"""Token ids: END, which is never drawn on purpose; 1 to M for the values; then one for each step."""
+"""Token ids: 0 is END, which is never correct; 1 to MODULUS are the values; the next STEPS are the steps d."""
 VOCAB = 64
 PROMPT = 2
 CONTEXT = 512
@@ -29,12 +29,12 @@ TEACHING_RATE = 3e-3
 
 
 class Teacher(NamedTuple):
-    """How often it errs at a token, and how."""
+    """Probabilities of the teacher's errors, per token."""
 
     near: float = 0.20
-    """One too many or too few."""
+    """Off by one, up or down."""
     slip: float = 0.10
-    """Any token."""
+    """A token drawn uniformly from the vocabulary."""
 
 
 def prompts(count: int, random: torch.Generator) -> Int[Tensor, "count 2"]:
@@ -44,13 +44,13 @@ def prompts(count: int, random: torch.Generator) -> Int[Tensor, "count 2"]:
 
 
 def rewards(prompt: Int[Tensor, "count 2"], completion: Int[Tensor, "count T"]) -> Float[Tensor, " count"]:
-    """Share of right transitions."""
+    """The share of correct transitions in each completion."""
     before = torch.cat([prompt[:, 1:], completion[:, :-1]], 1)
     return (completion == _follow(before, prompt[:, :1] - MODULUS)).double().mean(1)
 
 
 def teach(folder: Path, steps: int, seed: int = 0) -> None:
-    """Saves a warm-started model; the folder appears when it is whole."""
+    """Trains the warm-start model and saves it. The folder appears only once it is complete."""
     torch.manual_seed(seed)
     random = torch.Generator().manual_seed(seed)
     model = Qwen3ForCausalLM(_config())
@@ -73,14 +73,14 @@ def teach(folder: Path, steps: int, seed: int = 0) -> None:
 
 
 def _follow(token_ids: Tensor, step: Tensor) -> Tensor:
-    """Of no value nothing right follows."""
+    """The only correct next token; -1 if `token_ids` is not a value, as nothing correct follows."""
     value = token_ids - 1
     known = (value >= 0) & (value < MODULUS)
     return torch.where(known, (value + step) % MODULUS + 1, -1)
 
 
 def _taught(prompt: Tensor, teacher: Teacher, random: torch.Generator) -> Tensor:
-    """[count, TEACHING_LENGTH]; after a slip to no value it counts on from where it was."""
+    """Taught completions, [count, TEACHING_LENGTH]. A slip to a token that is not a value does not shift the count."""
     count, step = len(prompt), prompt[:, 0] - MODULUS
     value, out = prompt[:, 1] - 1, []
     for _ in range(TEACHING_LENGTH):

@@ -2,17 +2,18 @@
 
 Declared before the runs of the table that this makes:
 
-    collapse    the mean reward of a run's last WINDOW steps is below that of its first, and below half of that of the
-                last of the same run without mismatch
-    map         one seed at every cell: naive, DVP + MIS, and naive without mismatch
-    candidates  the cells where the last rewards of naive and DVP + MIS are furthest apart, those first where naive
-                alone collapses
-    the cell    the candidate where naive and not DVP + MIS collapses with most of some further seeds; of equals the one
-                where their last rewards are furthest apart
-    table       all arms at that cell, with seeds that were used for nothing before
-    goal        naive collapses in 4 of 5 seeds or more, DVP + MIS in none
+    collapse    the mean reward of a run's last WINDOW steps is below that of its first WINDOW, and below half of that
+                of the last WINDOW of the same run without mismatch
+    map         one seed at every cell, three arms: naive, DVP + MIS, and naive without mismatch
+    candidates  first the cells where naive alone collapses, then the others; in both groups by the lead of DVP + MIS
+                over naive in last reward, largest first
+    the cell    the candidate where naive alone collapses with the most of some further seeds; ties go to the largest
+                mean lead
+    table       all arms at that cell, with seeds not used before
+    goal        naive collapses in at least 4 of 5 seeds, DVP + MIS in none
 
-The lab's README tells what came before the declaration.
+Naive alone collapses if DVP + MIS does not and the run without mismatch ends above its start. The lab's README says
+what came before the declaration.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from .study import Chart, Finding, Series, Study, Table
 from .training import NOTHING_PRUNED, Mismatch, Run
 
 LOG_MIN_P = -4.0
-"""rho is e^-4, not the paper's e^-13: of 64 tokens none is that unlikely, and nothing would be pruned."""
+"""log rho. The paper's e^-13 would prune nothing here: none of 64 tokens is that unlikely."""
 WARMUP_STEPS = 30
-"""Without, Adam's first steps take the policy so far that nearly all an older sampler sends is dropped, and what is
-left misleads: in the pilot DVP + MIS collapsed then, too."""
+"""Steps over which the learning rate rises. Without them, Adam's first steps move the policy so far that nearly all
+samples of a stale sampler are dropped and the rest mislead: in the pilot, DVP + MIS then collapsed as well."""
 WINDOW = 20
 COLLAPSED = 0.5
 GOAL_SHARE = 0.8
@@ -59,7 +60,7 @@ UNCORRECTED = {"mode": Mode.UNIT, "veto": None}
 NAIVE = Arm("naive", UNCORRECTED)
 DVP_MIS = Arm("DVP + MIS", {"mode": Mode.MIS}, LOG_MIN_P, LOG_MIN_P)
 NO_MISMATCH = Arm("no mismatch", UNCORRECTED, has_mismatch=False)
-"""Naive, too: what learning rate and task do by themselves."""
+"""The control: naive without mismatch shows what learning rate and task do by themselves."""
 UNPRUNED = (Arm("TIS", {"mode": Mode.TIS, "veto": None}), Arm("MIS", {"mode": Mode.MIS, "veto": None}))
 PRUNED = (
     Arm("min-p in rollout only", UNCORRECTED, NOTHING_PRUNED, LOG_MIN_P),
@@ -94,11 +95,11 @@ CELLS = (
         for staleness, lr in product((8, 12), (1.5e-3, 2e-3))
     ),
     *(Cell(Mismatch(staleness=staleness, field=0.5), 3e-3, length=8) for staleness in (8, 16)),
-    # One source at a time.
+    # Fewer sources: staleness, staleness with int4 weights, the error field.
     Cell(Mismatch(staleness=12), 2e-3, length=16),
     Cell(Mismatch(staleness=12, weights=Format.INT4), 2e-3, length=16),
     Cell(Mismatch(field=0.5), 2e-3, length=16),
-    # The earlier map.
+    # Cells of the earlier map.
     Cell(Mismatch(staleness=8, field=0.5), 1e-3),
     Cell(Mismatch(staleness=8, field=0.5), 1.5e-3),
     Cell(Mismatch(staleness=4, field=0.5), 2e-3),
@@ -138,7 +139,7 @@ SMALL = Plan(cells=CELLS[:2], steps=WINDOW + 5, candidates=2, screen_seeds=(1,),
 
 
 class Fate(NamedTuple):
-    """Of one run; means over WINDOW steps."""
+    """First, best and last mean reward of a run over WINDOW steps."""
 
     first: float
     best: float
@@ -151,7 +152,7 @@ class Fate(NamedTuple):
         return cls(means[0], max(means), means[-1])
 
     def share(self, control: Fate) -> float:
-        """Of the reward that the same run ends at without mismatch."""
+        """The last reward as a share of the control's; NaN if that is 0."""
         return self.last / control.last if control.last else math.nan
 
     def collapsed(self, control: Fate) -> bool:
@@ -159,16 +160,16 @@ class Fate(NamedTuple):
 
     @property
     def lost_half(self) -> bool:
-        """Of its own best."""
+        """Whether the run ends below half of its own best: the former criterion."""
         return self.last < 0.5 * self.best
 
 
 Made = Mapping[tuple[Cell, str, int], Outcome]
-"""By cell, label of the arm, and seed."""
+"""Outcomes by cell, arm label and seed."""
 
 
 class Pair(NamedTuple):
-    """What became of MAPPED at a cell with one seed."""
+    """The fates of the MAPPED arms at one cell with one seed."""
 
     cell: Cell
     naive: Fate
@@ -191,18 +192,18 @@ class Pair(NamedTuple):
 
 
 def candidates(mapped: Sequence[Pair], number: int) -> list[Pair]:
-    """By the rule above."""
+    """The candidates, best first, by the rule in the module's docstring."""
     return sorted(mapped, key=lambda pair: (pair.shows_it, pair.gap), reverse=True)[:number]
 
 
 def choose(screened: Sequence[Sequence[Pair]]) -> int:
-    """Which candidate is the table's cell, by the rule above, from its pairs with further seeds."""
+    """Index of the candidate that becomes the table's cell, by the same rule. Each has one pair per further seed."""
     merits = [(sum(pair.shows_it for pair in pairs), fmean(pair.gap for pair in pairs)) for pairs in screened]
     return merits.index(max(merits))
 
 
 def collapse(folder: Path, plan: Plan, progress: Callable[[int, int, str], None]) -> Study:
-    """`folder` keeps the warm-started model and every run."""
+    """Runs the study. `folder` keeps the warm-started model and every run, so that none is made twice."""
     model = folder / f"model-{plan.teaching_steps}"
     if not model.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +236,7 @@ def collapse(folder: Path, plan: Plan, progress: Callable[[int, int, str], None]
 
 
 def _name(cell: Cell, arm: Arm, seed: int) -> str:
-    """Cells that differ in mismatch alone share the runs that have none."""
+    """The name of a run. Cells that differ only in mismatch share their runs without mismatch."""
     place = cell if arm.has_mismatch else cell._replace(mismatch=Mismatch())
     return f"{_slug(place.label)}-{_slug(arm.label)}-{seed}"
 
@@ -244,7 +245,7 @@ def _slug(label: str) -> str:
     return re.sub("[^a-z0-9]+", "-", label.lower())
 
 
-# --- what it comes to -------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def _study(
@@ -266,11 +267,11 @@ def _study(
         name="collapse",
         title="Does mismatch make training collapse, and what holds?",
         abstract=(
-            "A small model learns by reinforcement to count on in steps, on sequences of which every token can be "
-            "wrong, while the policy that samples differs from the one that is trained: its weights are older, or of "
-            "low precision, or its logits carry an error that is a fixed function of the context. Every run is the "
-            f"trainer's own step. A run has collapsed if the mean reward of its last {WINDOW} steps is below that of "
-            f"its first {WINDOW}, and below {COLLAPSED:g} of that of the last of the same run without mismatch."
+            "A small model learns by reinforcement to count on in steps; every token of a sequence can be wrong. The "
+            "policy that samples differs from the one that is trained: its weights are older or of low precision, or "
+            "its logits carry an error that is a fixed function of the context. Every run uses the trainer's own "
+            f"step. A run has collapsed if the mean reward of its last {WINDOW} steps is below that of its first "
+            f"{WINDOW}, and below {COLLAPSED:g} of what the same run without mismatch ends at."
         ),
         settings={
             "steps": plan.steps,
@@ -292,7 +293,7 @@ def _study(
                 f"{collapsed[NAIVE.label]} of {seeds}",
             ),
             Finding(
-                "by the former criterion, half of a run's own best (the lab's README says when it was replaced)",
+                "collapsed by the former criterion, half of a run's best (the lab's README says when it was replaced)",
                 None,
                 f"naive {lost_half[NAIVE.label]} of {seeds}, DVP + MIS {lost_half[DVP_MIS.label]} of {seeds}",
             ),
@@ -300,7 +301,7 @@ def _study(
                 "DVP + MIS collapses in none", not collapsed[DVP_MIS.label], f"{collapsed[DVP_MIS.label]} of {seeds}"
             ),
             Finding(
-                "without mismatch all end above where they began: it is not the learning rate alone",
+                "without mismatch, all runs end above their start: the learning rate alone is not the cause",
                 all(fate.last > fate.first for fate in controls),
                 f"{sum(fate.last > fate.first for fate in controls)} of {seeds}",
             ),
@@ -310,10 +311,10 @@ def _study(
         notes=(
             "One small model and one task: it shows that the mechanism exists and what acts on it, not how often a "
             "large model meets it.",
-            "The mismatch is put in on purpose and is far larger than that of a healthy engine.",
+            "The mismatch is deliberate and far larger than that of a healthy engine.",
             "Rewards are those of the samples that each arm trains on, under its own sampling policy.",
             "Where arms prune, samples come from a pruned policy: their reward starts higher.",
-            "Criterion and cells come from runs that were known; trainer/lab/README.md tells the history.",
+            "Criterion and cells were chosen on known runs; trainer/lab/README.md tells the history.",
         ),
     )
 
@@ -360,7 +361,7 @@ def _map_table(pairs: list[Pair]) -> Table:
     sides = ("best", "last")
     return Table(
         "Map",
-        "One seed. Reward of the best and of the last window.",
+        "One seed. Rewards of the best and of the last window.",
         ("", "cell", *(f"{arm.label} {side}" for arm in MAPPED for side in sides), "naive alone collapsed"),
         tuple(
             (
@@ -377,7 +378,7 @@ def _map_table(pairs: list[Pair]) -> Table:
 def _candidates_table(screened: list[list[Pair]]) -> Table:
     return Table(
         "Candidates",
-        "The cells that the map puts first, with further seeds: last rewards, and in how many naive alone collapsed.",
+        "The map's first cells with further seeds: last rewards, and in how many naive alone collapsed.",
         ("cell", *(f"{arm.label} last" for arm in MAPPED), "naive alone collapsed"),
         tuple(
             (
@@ -395,8 +396,8 @@ def _map_chart(pairs: list[Pair]) -> Chart:
     sides = dict(zip((arm.label for arm in MAPPED), zip(*(pair[1:] for pair in pairs), strict=True), strict=True))
     controls = sides[NO_MISMATCH.label]
     return Chart(
-        title="Map: reward at the end, as a share of that without mismatch",
-        caption=f"Below {COLLAPSED:g}, and below its start, a run has collapsed. One seed; numbers as in its table.",
+        title="Map: final reward, as a share of that without mismatch",
+        caption=f"A run below {COLLAPSED:g} and below its start has collapsed. One seed; cells as in the map's table.",
         x_label="cell",
         y_label="share",
         series=(
@@ -411,8 +412,8 @@ def _seeds_chart(fates: dict[str, list[Fate]]) -> Chart:
     x = tuple(float(i) for i, found in enumerate(fates.values()) for _ in found)
     shares = tuple(share for found in fates.values() for share in map(Fate.share, found, fates[NO_MISMATCH.label]))
     return Chart(
-        title="Table: reward at the end, as a share of that without mismatch",
-        caption=f"A point per seed. Below {COLLAPSED:g}, and below its start, a run has collapsed.",
+        title="Table: final reward, as a share of that without mismatch",
+        caption=f"One point per seed. A run below {COLLAPSED:g} and below its start has collapsed.",
         x_label="",
         y_label="share",
         series=(
@@ -424,7 +425,7 @@ def _seeds_chart(fates: dict[str, list[Fate]]) -> Chart:
 
 
 def _courses(by_arm: dict[str, list[Outcome]]) -> tuple[Chart, ...]:
-    """Of reward and KL over the steps."""
+    """Charts of reward and KL over the steps."""
 
     def chart(title: str, unit: str, name: str, arms: Sequence[Arm], *, log: bool = False) -> Chart:
         read = abs if log else float

@@ -1,4 +1,4 @@
-"""The engines that can be studied, by name. The command line imports this, so torch must not be needed for it."""
+"""Names of the engines that can be studied. The command line imports this module, so it must not import torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from enum import StrEnum
 
 
 class Engine(StrEnum):
-    """What can be studied."""
-
     FP32 = "transformers-fp32"
     BF16 = "transformers-bf16"
     BF16_FP32_HEAD = "transformers-bf16-fp32-head"
-    """The LM head alone in float32."""
+    """bfloat16 with the LM head in float32."""
     FP8_WEIGHTS = "transformers-fp8-weights"
     FP8_KV = "transformers-fp8-kv"
     GAUSSIAN = "gaussian"
-    """The control: s = NOISE on every logit."""
+    """The control: fresh Gaussian noise on every logit, s = NOISE of sources.py."""
     SGLANG_FP32 = "sglang-fp32"
     SGLANG_BF16_KV = "sglang-bf16-kv"
     SGLANG_BF16 = "sglang-bf16"

@@ -1,10 +1,10 @@
-"""What two sides' logits say of Delta = log pi_train - log pi_infer, by bucket of pi_train.
+"""Delta = log pi_train - log pi_infer from the logits of both sides, by bucket of pi_train.
 
-Shapes: N sequences, T model tokens, V tokens in the vocabulary, B buckets, M positions. Everything in float64. Sums
+Shapes: N sequences, T model tokens, V tokens in the vocabulary, B buckets, M positions. Everything is in float64. Sums
 over a bucket are exact: over the vocabulary, not over sampled tokens. With eps = z_infer - z_train and p = pi_train:
 
-    sampled    sum_B pi_infer Delta / sum_B pi_infer     what tokens drawn by the engine show on average
-    middle     log sum_B pi_train / sum_B pi_infer       between the other two for ANY noise, so no sign is evidence
+    sampled    sum_B pi_infer Delta / sum_B pi_infer     the expected Delta of tokens drawn by the engine
+    middle     log sum_B pi_train / sum_B pi_infer       between the other two for ANY noise, so a sign proves nothing
     control    sum_B pi_train Delta / sum_B pi_train     the same tokens weighted by the trainer
     m - v, m   their predictions for eps iid N(0, s^2): m = s^2 (1 - C) / 2, v = s^2 [(1 - p)^2 + C - p^2], C = sum p^2
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 EDGES = (0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 0.5, 1.0)
 TAIL = 1e-3
-"""Tokens that the trainer holds less likely are called the tail."""
+"""Tokens with a lower pi_train are the tail."""
 NUM_TAIL = EDGES.index(TAIL)
 TOLERANCE = 1e-12
-"""Of a bound, in nats: float64 rounding."""
+"""Slack of a bound for float64 rounding, in nats."""
 SIGMAS = 3.0
 
 
@@ -53,19 +53,19 @@ class Estimate(NamedTuple):
 
 
 class BucketSums(NamedTuple):
-    """Per sequence and bucket, [N, B] each."""
+    """Sums per sequence and bucket, [N, B] each."""
 
     train: Float[Tensor, "N B"]
-    """sum pi_train; with `delta` times Delta, with `predicted` times what the prediction says instead."""
+    """sum pi_train. The `_delta` fields sum pi Delta; the `_predicted` fields have the prediction in place of Delta."""
     train_delta: Float[Tensor, "N B"]
     train_predicted: Float[Tensor, "N B"]
     infer: Float[Tensor, "N B"]
     infer_delta: Float[Tensor, "N B"]
     infer_predicted: Float[Tensor, "N B"]
     beyond_first_order: Float[Tensor, "N B"]
-    """Tokens whose |Delta| exceeds 2 eps_max (1 - p), the first-order bound."""
+    """Number of tokens whose |Delta| exceeds 2 eps_max (1 - p), the first-order bound."""
     beyond_exact: Float[Tensor, "N B"]
-    """Tokens outside of the exact range."""
+    """Number of tokens whose Delta is outside of the exact range."""
     tokens: Float[Tensor, "N B"]
 
 
@@ -80,13 +80,13 @@ class Bucket(NamedTuple):
     excess: Estimate
     """sampled - predicted_sampled."""
     contrast: Estimate
-    """sampled - control, in which what a whole position shifts by cancels; predicted: -v."""
+    """sampled - control, in which a common shift of the bucket cancels; its prediction is -v."""
     mass: float
     """Share of the sampled tokens."""
     beyond_first_order: int
     beyond_exact: int
     tokens: int
-    """Token and position pairs."""
+    """Number of (token, position) pairs."""
 
     @property
     def predicted_contrast(self) -> float:
@@ -94,23 +94,23 @@ class Bucket(NamedTuple):
 
     @property
     def is_ordered(self) -> bool:
-        """As it must be for any noise."""
+        """Whether sampled <= middle <= control, as must hold for any noise."""
         return self.sampled.value <= self.middle + TOLERANCE and self.middle <= self.control.value + TOLERANCE
 
     @property
     def is_met(self) -> bool:
-        """The prediction lies within the interval."""
+        """Whether the prediction lies within the interval of `sampled`."""
         return abs(self.excess.value) <= self.excess.error
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Of one engine, over all its traces."""
+    """The mismatch of one engine, over all its traces."""
 
     sums: BucketSums
     mask: Bool[Tensor, "N T"]
     delta: Float[Tensor, "N T"]
-    """Of the sampled tokens, 0 off the mask."""
+    """Delta of the sampled tokens, 0 off the mask."""
     kl: Float[Tensor, "N T"]
     """Exact KL(infer || train) of each position, 0 off the mask."""
     spread: Float[Tensor, "N T"]
@@ -124,12 +124,12 @@ class Mismatch:
 
     @property
     def s(self) -> float:
-        """Standard deviation of a logit."""
+        """Standard deviation of a logit's noise eps."""
         return math.sqrt(float(self.spread.sum()) / self.num_tokens)
 
     @property
     def s_of_kl(self) -> float:
-        """sqrt(2 KL / (1 - C)): s again, as iid noise of this KL would have it."""
+        """sqrt(2 KL / (1 - C)): the s of iid noise with this KL."""
         return math.sqrt(max(0.0, 2 * float(self.kl.sum() / self.diffuseness.sum())))
 
     @property
@@ -142,7 +142,7 @@ class Mismatch:
         return float(self.delta.abs().sum()) / self.num_tokens
 
     def bucket(self, first: int, last: int) -> Bucket:
-        """Buckets first, .., last - 1 as one."""
+        """Merges buckets first, .., last - 1 into one."""
         own = BucketSums(*(part[:, first:last].sum(1) for part in self.sums))
         excess = own.infer_delta - own.infer_predicted
         return Bucket(
@@ -160,13 +160,13 @@ class Mismatch:
         )
 
     def buckets(self) -> list[tuple[int, Bucket]]:
-        """Number and content of those in which there is a token."""
+        """Number and content of every bucket that has a token."""
         found = [int(i) for i in self.sums.tokens.sum(0).nonzero()]
         return [(number, self.bucket(number, number + 1)) for number in found]
 
 
 def measure(traces: Iterable[Trace]) -> Mismatch:
-    """Of traces that were sampled unpruned."""
+    """Measures the mismatch on traces that were sampled unpruned."""
     parts = [_measure(trace) for trace in traces]
     sums = BucketSums(*map(torch.cat, zip(*(part.sums for part in parts), strict=True)))
     names = [field.name for field in fields(Mismatch) if field.name != "sums"]
@@ -227,12 +227,12 @@ def _bucket_sums(
 
 
 def half_range(eps: Float[Tensor, "M V"]) -> Float[Tensor, "M 1"]:
-    """max_k |eps_k| after the shift of the logits, which no policy sees, that makes it smallest."""
+    """max_k |eps_k|, minimised over a common shift of all logits, which changes no policy."""
     return ((eps.amax(-1) - eps.amin(-1)) / 2)[:, None]
 
 
 def first_order_bound(p: Tensor, eps_max: Tensor) -> Tensor:
-    """On |Delta|, Prop. 4.2. Only to first order in eps: the upper side can exceed it by about 2 eps^2 p (1 - p)."""
+    """The bound on |Delta| of Prop. 4.2. To first order in eps only: Delta can exceed it by about 2 eps^2 p (1 - p)."""
     return 2 * eps_max * (1 - p)
 
 
@@ -242,13 +242,13 @@ def exact_range(p: Tensor, eps_max: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ratio(above: Float[Tensor, " N"], below: Float[Tensor, " N"]) -> Estimate:
-    """sum above / sum below of independent sequences, its error by the delta method."""
+    """sum(above) / sum(below) over independent sequences, with its error by the delta method."""
     value, influence = _ratio(above, below)
     return _estimate(value, influence)
 
 
 def difference(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Estimate:
-    """Of two such ratios over the same sequences."""
+    """The difference of two such ratios over the same sequences."""
     (a, influence_a), (b, influence_b) = _ratio(*first), _ratio(*second)
     return _estimate(a - b, influence_a - influence_b)
 

@@ -1,4 +1,4 @@
-"""What the safe sets of an engine and of the trainer have in common, by rho and by entropy, and what the rest costs."""
+"""Overlap of an engine's and the trainer's safe sets, by rho and by entropy, and the cost of tokens outside of it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .subject import Progress, Subject
 
 RULES = tuple(Rule(-float(nats)) for nats in (2, 3, 4, 6, 8, 10, 13))
 ENTROPIES = (0.0, 0.5, 1.5, 3.0, math.inf)
-"""Edges of the bins, in nats of the trainer's full entropy."""
+"""Edges of the bins of the trainer's full entropy, in nats."""
 BINS = tuple(f"H {low:g}–{high:g}" if high < math.inf else f"H > {low:g}" for low, high in pairwise(ENTROPIES))
 
 
 class Row(NamedTuple):
-    """Of one engine at one rho."""
+    """The results of one engine at one rho."""
 
     rule: Rule
     sets: Sets
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     @property
     def is_expected(self) -> bool:
-        """The seen veto rate is within 3 binomial standard errors, and one sequence, of the expected one."""
+        """Whether the observed veto rate is within 3 binomial standard errors plus one sequence of the expected one."""
         expected, n = self.sets.vetoed("outside"), self.num_sequences
         allowed = SIGMAS * math.sqrt(expected * (1 - expected) / n) + 1 / n
         return abs(self.outcome.veto_outside.value - expected) <= allowed
@@ -64,7 +64,7 @@ def overlap(subject: Subject, engines: Sequence[Engine], num_tokens: int, seed: 
 
 
 def _rows(source: Source, trainer: Trainer, subject: Subject, num_tokens: int, seed: int) -> Iterator[Row]:
-    """An engine that shows no logits under pruning is looked at in text that it sampled unpruned."""
+    """One row per rule. If the engine returns no logits under pruning, its sets are those of text sampled unpruned."""
     unpruned = None
     for rule in RULES:
         sampled = list(traces(source, trainer, subject.prompts, rule, num_tokens, seed))
@@ -80,21 +80,21 @@ def describe(found: Mapping[Engine, Sequence[Row]], settings: dict[str, object])
     return Study(
         name="overlap",
         title="What two safe sets have in common",
-        abstract="At every position the engine has a safe set and the trainer one of its own, from its own logits. A "
-        "token of the engine's that is not in the trainer's costs the whole sequence. All figures but those called "
+        abstract="At every position, the engine and the trainer each have a safe set, from their own logits. A token "
+        "that the engine samples outside of the trainer's set costs the whole sequence. All figures but those called "
         "seen are exact sums over the vocabulary.",
         settings=settings,
         findings=tuple(_findings(found)),
         charts=(*_by_rho(found), *_by_entropy(*next(iter(found.items())))),
         tables=(*(_table(engine, rows) for engine, rows in found.items()), *_entropy_tables(found)),
         notes=(
-            "SGLang shows no logits where it prunes: its sets are those of text that it sampled unpruned, while its "
-            "veto rate is seen on text that it sampled pruned. At a large rho that is more confident text, with fewer "
+            "SGLang returns no logits under pruning: its sets are those of text sampled unpruned, while its veto rate "
+            "is seen on text sampled under pruning. At a large rho, the latter is more confident text, with fewer "
             "tokens near the threshold.",
-            "Predicted: 0.56 s x (mass per nat within half a nat of the threshold), s of the position. An engine's "
-            "noise is not independent from token to token, and s counts tokens alike, however unlikely.",
-            "Logits in bf16 often lie exactly on a threshold that is a multiple of their spacing, as most of these do. "
-            "The engine keeps them all, so that more is outside than predicted.",
+            "Predicted: 0.56 s x (mass per nat within half a nat of the threshold), with the s of the position. An "
+            "engine's noise is not independent from token to token, and s counts all tokens alike, however unlikely.",
+            "Logits in bf16 often lie exactly on a threshold that is a multiple of their spacing, as most thresholds "
+            "here are. The engine keeps them all, so that more is outside than predicted.",
         ),
     )
 
@@ -103,7 +103,7 @@ def _findings(found: Mapping[Engine, Sequence[Row]]) -> Iterator[Finding]:
     exact = {engine: rows for engine, rows in found.items() if not engine.is_sglang}
     checks = [row.is_expected for rows in exact.values() for row in rows]
     if checks:
-        statement = "The veto rate seen is what the exact probabilities of the positions expect, at every rho."
+        statement = "At every rho, the veto rate seen agrees with the one expected from exact probabilities."
         yield Finding(statement, all(checks), f"{sum(checks)} of {len(checks)} engines and rhos")
     for engine, rows in found.items():
         for row in (rows[0], rows[-1]):

@@ -15,7 +15,7 @@ from .study import Chart, Series, Study
 
 TEMPLATE = "page.html.j2"
 PAPER = ("#1f5fbf", "#c2410c", "#0f766e", "#8b3fa8", "#8a6d00", "#5c626b")
-"""Colours of the PNG: the page's light ones."""
+"""Series colours of the PNG: those of the page's light theme."""
 PAPER_MUTED, PAPER_LINE = "#3a3f46", "#d0d4d9"
 PANEL_SIZE = (5.6, 3.7)
 PNG_COLUMNS, PNG_DPI = 2, 80
@@ -23,7 +23,7 @@ INKS = tuple(map(ink, range(NUM_SERIES)))
 
 
 def write_page(study: Study, folder: Path) -> Path:
-    """Writes NAME.png (all charts) and NAME.html (one file without links, light and dark). Returns the page's path."""
+    """Writes NAME.png (all charts) and NAME.html (self-contained, light and dark). Returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_png(study, folder / f"{study.name}.png")
     page = folder / f"{study.name}.html"
@@ -58,7 +58,7 @@ def _render(study: Study) -> str:
 
 
 def text(value: Any) -> str:
-    """A cell."""
+    """The text of a table cell or of a setting."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
@@ -87,7 +87,7 @@ def _write_png(study: Study, path: Path) -> None:
 
 
 def _draw(axes: Any, chart: Chart, colours: Sequence[str] = INKS, muted: str = MUTED, line: str = LINE) -> None:
-    """In a page's placeholders unless colours are given."""
+    """Draws a chart, in the page's placeholder colours unless others are given."""
     for i, series in enumerate(chart.series):
         _draw_series(axes, series, colours[_number(chart, i) % len(colours)])
     dress(axes, muted=muted, line=line)

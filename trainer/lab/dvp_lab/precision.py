@@ -1,7 +1,7 @@
-"""Low precision, emulated: values are rounded to a format and computed with in the model's own dtype.
+"""Emulated low precision: values are rounded to a format, and computation stays in the model's own dtype.
 
-Rounding the weights, or what the KV cache holds, is how engines of low precision differ from a trainer, state by state
-and all along a sequence: unlike fresh noise it does not average out.
+Low-precision engines differ from a trainer in that their weights or KV cache are rounded. This error depends on the
+state and persists along a sequence; unlike fresh noise, it does not average out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 class Format(StrEnum):
     BFLOAT16 = "bf16"
     FP8 = "fp8"
-    """e4m3: 3 bits of mantissa."""
+    """e4m3, with 3 mantissa bits."""
     INT8 = "int8"
     INT4 = "int4"
 
@@ -27,8 +27,8 @@ MAX_FP8 = 448.0
 
 
 def rounded(values: Tensor, format: Format) -> Tensor:
-    """The nearest values that `format` has. fp8 and integers have one scale per row (last axis), as quantised weights
-    have one per output channel."""
+    """The nearest values that `format` can represent. fp8 and integers have one scale per row (last axis), as quantised
+    weights have one per output channel."""
     match format:
         case Format.BFLOAT16:
             return values.bfloat16().to(values.dtype)
@@ -47,7 +47,7 @@ def _largest(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def round_weights(model: Any, format: Format) -> None:
-    """In place: every linear layer but the LM head, which engines leave alone, too."""
+    """Rounds every linear layer in place, except the LM head, which engines leave alone as well."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
@@ -55,7 +55,7 @@ def round_weights(model: Any, format: Format) -> None:
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]
-    """A KV cache that holds what `round_cell` makes of keys and values; the prompt's attention sees that, too."""
+    """A KV cache of keys and values rounded by `round_cell`; the prompt's attention sees the rounded ones, too."""
 
     def __init__(self, round_cell: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

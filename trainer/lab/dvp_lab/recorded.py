@@ -1,7 +1,7 @@
-"""The signature of a recorded run: from the tokens that it trained on, where no logits are at hand.
+"""The signature of a recorded run, from the tokens that it trained on; a record holds no logits.
 
-Delta is that of the full policies, log pi = log pi_mp + log Z. Tokens were drawn from the engine's constrained policy
-and are in both sets. What a position's vocabulary would say is estimated from the tokens: C = sum_k p_k^2 as the mean
+Delta is that of the full policies, log pi = log pi_mp + log Z. Tokens were drawn from the engine's constrained policy;
+only those in both safe sets count. Sums over the vocabulary are estimated from the tokens: C = sum_k p_k^2 as the mean
 probability of a drawn token, s from the KL.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Tokens(NamedTuple):
-    """Drawn tokens in both sets, [N, T] each."""
+    """Drawn tokens that are in both safe sets, [N, T] each."""
 
     mask: Bool[Tensor, "N T"]
     delta: Float[Tensor, "N T"]
@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
 
 class Noise(NamedTuple):
     kl: float
-    """K3's estimate, per token."""
+    """The K3 estimate of the KL per token."""
     C: float
     """Mean over positions of sum_k p_k^2."""
 
@@ -61,16 +61,16 @@ class Noise(NamedTuple):
         return 2 * self.kl / (1 - self.C)
 
     def sampled(self, p: Tensor) -> Tensor:
-        """m - v"""
+        """The prediction m - v."""
         return self.control(p) - self.s2 * ((1 - p).square() + self.C - p.square())
 
     def control(self, p: Tensor) -> Tensor:
-        """m"""
+        """The prediction m."""
         return torch.full_like(p, self.s2 * (1 - self.C) / 2)
 
 
 class Row(NamedTuple):
-    """One bucket of pi_train; as mismatch.Bucket, but from drawn tokens."""
+    """One bucket of pi_train: like mismatch.Bucket, but from drawn tokens."""
 
     number: int
     tokens: int
@@ -104,7 +104,7 @@ def recorded_signature(run: Path) -> Study:
             "intervals": f"{SIGMAS:g} standard errors over sequences",
         },
         findings=(
-            Finding("KL(infer || train) per token, and s as iid noise of it.", None, _of_noise(noise)),
+            Finding("KL(infer || train) per token, and the s of iid noise with this KL.", None, _of_noise(noise)),
             Finding("Tokens outside of the trainer's safe set, left out.", None, f"{outside} of {drawn:,}"),
             *(_finding(row) for row in rows if row.tokens >= 100),
         ),
@@ -112,7 +112,7 @@ def recorded_signature(run: Path) -> Study:
         tables=(_table(rows),),
         notes=(
             "Tokens were drawn under pruning. Near the threshold, those that noise carried out of the trainer's set "
-            "are missing, which moves the means there up; no sign is evidence there.",
+            "are missing, which moves the means there up; the sign proves nothing there.",
             "With stale samples, Delta also holds what training changed since they were drawn.",
         ),
     )
@@ -135,7 +135,7 @@ def _rows(batches: Sequence[Tokens], noise: Noise) -> Iterator[Row]:
 
 
 def _sums(tokens: Tokens, number: int, noise: Noise) -> tuple[Tensor, ...]:
-    """Per sequence: tokens of the bucket, and what is summed over them."""
+    """The number of tokens in the bucket and the sums over them, per sequence."""
     p = tokens.train.exp()
     own = tokens.mask & (p >= EDGES[number]) & ((p < EDGES[number + 1]) | (number == len(EDGES) - 2))
     r = tokens.delta.exp()

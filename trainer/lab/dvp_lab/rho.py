@@ -1,4 +1,4 @@
-"""Which rho: what pruning removes of the mismatch, what it costs, and what is left of a training batch."""
+"""Which rho: how much mismatch pruning removes, what it costs, and how much of a training batch is left."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .subject import Progress, Subject
 
 FIXED = (*(Rule(-float(nats)) for nats in (2, 3, 4, 5, 6, 8, 10, 13, 16, 20)), NOTHING_PRUNED)
 MATCHED = (Rule(-3.0), Rule(-5.0), Rule(-8.0))
-"""Fixed rhos that each rule by entropy is made to prune as much as."""
+"""Fixed rules. One rule by entropy per slope is made to prune as much as each of them."""
 SLOPES = (0.5, -0.5)
-"""Of the rules by entropy: less pruned where the model is unsure, or more."""
+"""Slopes of the rules by entropy. The first prunes less where the model is unsure, the second more."""
 MAX_BIAS, MAX_VETO = 0.05, 0.05
-"""What the proposal may cost: of the range of the rewards; of the sequences."""
+"""Most that the proposal may cost: bias bound as a share of the rewards' range, and share of sequences vetoed."""
 NOTICEABLE = 0.01
-"""Share of the mismatch under which it does not matter that it is removed."""
+"""Smallest share of the mismatch whose removal counts as a reason."""
 
 
 class Row(NamedTuple):
-    """What one rule comes to, under text that was sampled by it."""
+    """The results of one rule, on text sampled under it."""
 
     rule: Rule
     matched: Rule | None
-    """The fixed rule that this one by entropy prunes as much as."""
+    """The fixed rule that prunes as much as this rule by entropy; None for a fixed rule."""
     sets: Sets
     outcome: Outcome
     reward: Estimate | None = None
-    """After a fixed budget of training under the rule."""
+    """Reward after a fixed training budget under the rule."""
 
     @property
     def bias(self) -> Estimate:
-        """Of the expected reward, in units of the rewards' range: E[sum_t (1 - Z_t)]."""
+        """Bound on the bias of the expected reward, in units of the rewards' range: E[sum_t (1 - Z_t)]."""
         return self.outcome.pruned
 
     @property
@@ -51,14 +51,14 @@ class Row(NamedTuple):
 
     @property
     def removed(self) -> float:
-        """Share of the KL per token that the same positions have without pruning."""
+        """Share of the KL per token that pruning removes, against the same positions without pruning."""
         return 1 - self.kl / self.sets.mean("kl_full").value
 
 
 def rho(
     subject: Subject, engine: Engine, num_tokens: int, seed: int, budget: Budget | None, progress: Progress
 ) -> Study:
-    """Without a budget nothing is trained."""
+    """Compares all rules and proposes a fixed one. Without a budget, nothing is trained."""
     trainer = Trainer(subject.folder)
     with opened(engine, subject.folder) as source:
         rows = list(_rows(source, trainer, subject, num_tokens, seed, progress))
@@ -99,7 +99,7 @@ def _rows(
 
 
 def matching(unpruned: Sequence[Trace], fixed: Rule, slope: float) -> Rule:
-    """The rule by entropy that prunes as much of the trainer's probability as a fixed one, on the same text."""
+    """The rule with this slope that prunes as much of the trainer's probability as `fixed` does on the same text."""
     positions = torch.cat([trace.train_logits[trace.samples.mask] for trace in unpruned])[::4].double()
 
     def pruned(rule: Rule) -> float:
@@ -115,8 +115,8 @@ def matching(unpruned: Sequence[Trace], fixed: Rule, slope: float) -> Rule:
 
 
 def propose(rows: Sequence[Row]) -> Row:
-    """Of the fixed rules whose bias bound and veto rate are small enough, the one that removes most of the mismatch.
-    The one with the smallest bound if none is."""
+    """The fixed rule that removes the most mismatch, with at most MAX_BIAS and MAX_VETO. If no rule is within these
+    limits, the one with the smallest bias bound."""
     fixed = [row for row in rows if row.matched is None]
     allowed = [row for row in fixed if row.bias.value <= MAX_BIAS and row.outcome.veto.value <= MAX_VETO]
     if not allowed:
@@ -131,20 +131,20 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
     return Study(
         name="rho",
         title="Which rho",
-        abstract="Every rule is looked at in text that the engine sampled under it: what it removes of the mismatch, "
-        "how far it can move the expected reward, and what veto and importance weights leave of the sequences.",
+        abstract="Every rule is measured on text that the engine sampled under it: how much mismatch it removes, how "
+        "far it can move the expected reward, and how many sequences veto and importance weights leave.",
         settings=settings,
         findings=(_proposal(rows), *_comparisons(rows)),
         charts=tuple(_charts(rows)),
         tables=(_table(rows),),
         notes=(
-            "The bounds grow with the length of the sequences: for longer ones a smaller rho is right.",
-            "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it says nothing. It bounds "
-            "how far J_mp is from J for any reward; what training comes to under J_mp can be better or worse.",
+            "The bounds grow with the length of the sequences: longer ones need a smaller rho.",
+            "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it is vacuous. It bounds "
+            "how far J_mp is from J for any reward; training under J_mp can do better or worse.",
             "KL is per token, exact, over tokens that both sides keep, against the same positions without pruning.",
-            "The reward is that of another and smaller model, whose samples were drawn under the rule, too: part of "
-            "what a large rho gains there is that it forbids slips from the first step on. Rules by entropy are made "
-            "to prune as much as fixed ones on the text of the model above, not on that task.",
+            "The reward is that of another, smaller model, whose samples were also drawn under the rule: a large rho "
+            "gains there in part because it forbids slips from the first step on. Rules by entropy are made to prune "
+            "as much as fixed ones on the text of the model above, not on that task.",
         ),
     )
 
@@ -152,10 +152,11 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
 def _proposal(rows: Sequence[Row]) -> Finding:
     best = propose(rows)
     limits = f"a bias bound up to {MAX_BIAS:g} of the rewards' range and up to {MAX_VETO:.0%} of sequences vetoed"
-    reason = f"it removes most of the mismatch at {limits}"
+    reason = f"it removes the most mismatch with {limits}"
     if best.removed < NOTICEABLE:
         reason = (
-            f"at {limits} no rho removes {NOTICEABLE:.0%} of the mismatch; this one guards the tail and stays within"
+            f"with {limits}, no rho removes {NOTICEABLE:.0%} of the mismatch; this one guards the tail within these "
+            "limits"
         )
     return Finding(
         f"Proposed: rho = {best.rule.label}. Reason: {reason}.",
@@ -166,7 +167,7 @@ def _proposal(rows: Sequence[Row]) -> Finding:
 
 
 def _comparisons(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Rules by entropy against the fixed ones that they prune as much as."""
+    """Compares each rule by entropy with the fixed rule that prunes as much."""
     fixed = {row.rule: row for row in rows if row.matched is None}
     for row in rows:
         if row.matched is not None:
@@ -262,12 +263,12 @@ def _rewards(rows: Sequence[Row]) -> Chart:
     x = tuple(map(float, range(len(found))))
     low, high = tuple(e.low for e in estimates), tuple(e.high for e in estimates)
     series = Series("mean over seeds", x, tuple(e.value for e in estimates), low, high, style="o")
-    caption = "At the end of a fixed budget of training under the rule, on the lab's small task."
+    caption = "Reward after a fixed training budget under the rule, on the lab's small task."
     return Chart("Reward after a fixed budget", caption, "rho", "reward", (series,), labels)
 
 
 def _trade(rows: Sequence[Row]) -> Chart:
-    """Fixed rules against rules by entropy, at what they cost."""
+    """Mismatch removed against its cost, for fixed rules and for rules by entropy."""
     kinds = {"fixed": 0.0} | {f"by entropy, slope {slope:+g}": slope for slope in SLOPES}
     series = []
     for label, slope in kinds.items():

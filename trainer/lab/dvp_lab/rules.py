@@ -1,4 +1,4 @@
-"""How much is pruned where: the same threshold at every position, or one by the position's entropy."""
+"""Pruning rules: the same threshold at every position, or one that depends on the position's entropy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Rule(NamedTuple):
     """log rho at a position: min(0, log_min_p - slope * H), H the full entropy in nats of the side's OWN logits.
 
-    slope 0 is the paper's fixed rho. With slope > 0 less is pruned where the model is unsure. Both sides apply one
-    rule; as their entropies differ by the mismatch, so do their thresholds, by slope times that.
+    Slope 0 is the paper's fixed rho. A slope > 0 prunes less where the model is unsure. Both sides apply the same rule,
+    but the mismatch makes their entropies differ, so their thresholds differ by slope times that.
     """
 
     log_min_p: float

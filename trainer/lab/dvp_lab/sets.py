@@ -1,5 +1,5 @@
 """The two safe sets of a position, V_S of the trainer and V'_S of the engine, by exact sums over the vocabulary; and
-what became of the sequences that were sampled.
+the outcome of the sampled sequences.
 
 Shapes: N sequences, T model tokens, M positions (those of the mask), V tokens in the vocabulary.
 """
@@ -26,61 +26,61 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 AT_THRESHOLD = 0.5
-"""Nats on either side of the threshold, over which the mass per nat there is taken."""
+"""Nats on either side of the threshold over which the mass per nat is averaged."""
 CROSSING = 1 / math.sqrt(math.pi)
-"""E[(eps_a - eps_b)+] = s / sqrt(pi), 0.56 s: how many nats of tokens noise carries across the threshold."""
+"""E[(eps_a - eps_b)+] = s / sqrt(pi), or 0.56 s: width in nats of the band that noise carries across the threshold."""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """Of one rule. [N, T] each, 0 off the mask, but for the mask."""
+    """Both safe sets of every position under one rule; [N, T] each, 0 off the mask."""
 
     mask: Bool[Tensor, "N T"]
     entropy: Float[Tensor, "N T"]
-    """Of the trainer, full, in nats."""
+    """Full entropy of the trainer, in nats."""
     overlap: Float[Tensor, "N T"]
     """|V_S & V'_S| / |V_S|"""
     outside: Float[Tensor, "N T"]
     """P(sampled not in V_S), exact."""
     outside_predicted: Float[Tensor, "N T"]
-    """The same as 0.56 s x (mass per nat at the threshold), with the position's own s."""
+    """Prediction of `outside`: 0.56 s x (mass per nat at the threshold), with the position's own s."""
     train_mass: Float[Tensor, "N T"]
     infer_mass: Float[Tensor, "N T"]
     train_count: Float[Tensor, "N T"]
     infer_count: Float[Tensor, "N T"]
     kl: Float[Tensor, "N T"]
-    """KL(infer || train) of the two policies on the tokens that both keep, which is what is left after the veto."""
+    """KL(infer || train) of the two policies on the tokens that both keep: the mismatch that is left after the veto."""
     kl_full: Float[Tensor, "N T"]
     """KL(infer || train) of the same position without pruning."""
 
     def mean(self, name: str, where: Tensor | None = None) -> Estimate:
-        """Over positions of the mask, or of a part of it."""
+        """The mean of the field `name` over the positions of the mask, or over those of them in `where`."""
         chosen = self.mask if where is None else self.mask & where
         values: Tensor = getattr(self, name)
         return ratio(values.where(chosen, 0.0).sum(1), chosen.sum(1).double())
 
     def vetoed(self, name: str) -> float:
-        """Share of sequences with a token outside, from the probability of each of their tokens."""
+        """Expected share of sequences with a token outside; the field `name` holds the probability at each position."""
         inside: Tensor = 1 - getattr(self, name).clamp(max=1.0)
         return float((1 - inside.prod(1)).mean())
 
 
 class Outcome(NamedTuple):
-    """What the trainer makes of the sampled sequences: veto, then MIS with w <= 2. Shares of sequences."""
+    """The correction of the sampled sequences: veto, then MIS with w <= 2. Means over sequences, except `worst`."""
 
     veto: Estimate
     veto_outside: Estimate
     mis: Estimate
     kept_weight: Estimate
     pruned: Estimate
-    """E[sum_t (1 - Z_t)] of the trainer: times the range of the rewards, the measured bound on the bias."""
+    """E[sum_t (1 - Z_t)] of the trainer; times the range of the rewards, it is the measured bound on the bias."""
     worst: float
-    """T (1 - Z_min): times R_max, the bound of Prop. 5.5."""
+    """T (1 - Z_min); times R_max, it is the bound of Prop. 5.5."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """[N] each, one entry per sequence."""
+    """What the correction did to each sequence, [N] each."""
 
     vetoed: Bool[Tensor, " N"]
     outside: Bool[Tensor, " N"]
@@ -141,14 +141,14 @@ def sets_of(trace: Trace, rule: Rule) -> Sets:
 
 
 def mass_per_nat(logits: Float[Tensor, "M V"], rule: Rule) -> Float[Tensor, " M"]:
-    """Of the full softmax, around the threshold."""
+    """Mass per nat of the full softmax around the threshold."""
     threshold = torch.as_tensor(rule(logits), dtype=logits.dtype).expand(len(logits))[:, None]
     distance = (logits - logits.amax(-1, keepdim=True) - threshold).abs()
     return (logits.softmax(-1) * (distance <= AT_THRESHOLD)).sum(-1) / (2 * AT_THRESHOLD)
 
 
 def seen_of(trace: Trace, rule: Rule) -> Seen:
-    """Of samples that were drawn under the rule."""
+    """Applies the correction to samples that were drawn under the rule."""
     token_ids, mask, logprobs, _ = trace.samples
     logits = trace.train_logits
     own = constrained_logprobs(logits, token_ids, log_min_p=rule(logits), temperature=1.0)
@@ -167,5 +167,5 @@ def seen_of(trace: Trace, rule: Rule) -> Seen:
 
 
 def share(values: Tensor) -> Estimate:
-    """Mean over sequences."""
+    """The mean over sequences."""
     return ratio(values.double(), torch.ones(len(values), dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""How an engine's probabilities differ from the trainer's: by bucket of pi_train, in bounds, along a sequence."""
+"""How an engine's probabilities differ from the trainer's: by bucket of pi_train, against bounds, along a sequence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .study import Chart, Finding, Series, Study, Table
 from .subject import Progress, Subject
 
 CAP = 2.0
-"""C of masked importance sampling."""
+"""Largest sequence weight that masked importance sampling (MIS) keeps."""
 NEXT_TO_NOTHING = 1e-9
-"""KL per token under which there is nothing to draw."""
+"""KL per token, in nats, that an engine must exceed to be worth a chart."""
 BUCKETS = tuple((f"{low:g}–{high:g}" if low else f"< {high:g}").replace("e-0", "e-") for low, high in pairwise(EDGES))
 
 
 def signature(subject: Subject, engines: Sequence[Engine], num_tokens: int, seed: int, progress: Progress) -> Study:
-    """One engine after another, sampled unpruned from the same prompts."""
+    """Samples each engine in turn, unpruned, from the same prompts."""
     trainer, found = Trainer(subject.folder), dict[Engine, Mismatch]()
     for number, engine in enumerate(engines):
         progress(number, len(engines), engine)
@@ -54,8 +54,8 @@ def describe(found: Mapping[Engine, Mismatch], settings: dict[str, object]) -> S
         charts=(*_accumulation(found), *(_engine_chart(e, m) for e, m in _visible(found).items())),
         tables=(_summary(found), _sequences(found), *(_bucket_table(e, m) for e, m in _visible(found).items())),
         notes=(
-            "That sampled tail tokens have a negative mean is no evidence of anything: for any noise whatever, sampled "
-            "mean <= log(P_train / P_infer) <= control mean. The sizes against s^2 and p are evidence.",
+            "A negative mean of sampled tail tokens is no evidence of anything: for any noise, sampled mean <= "
+            "log(P_train / P_infer) <= control mean. The sizes against s^2 and p are evidence.",
             "The prediction is for noise that is independent from token to token. An engine's error comes through the "
             "hidden state, moves related tokens together, and shifts whole buckets at a position; the contrast, in "
             "which a common shift cancels, says more about it than the sampled mean.",
@@ -117,9 +117,9 @@ def _summary(found: Mapping[Engine, Mismatch]) -> Table:
         )
     return Table(
         f"Engines, and their tail (pi_train < {TAIL:g})",
-        "|Delta|: mean over sampled tokens. KL(infer || train) per token, exact. s: standard deviation of a logit, "
-        "measured; and as iid noise of this KL would have it. Sampled: mean Delta of sampled tail tokens. Contrast: "
-        "sampled minus pi_train-weighted control. Beyond: tokens outside of the bound, and of the exact range.",
+        "|Delta|: mean over sampled tokens. KL(infer || train) per token, exact. s: standard deviation of a logit's "
+        "noise, measured; s of KL: that of iid noise with this KL. Sampled: mean Delta of sampled tail tokens. "
+        "Contrast: sampled minus pi_train-weighted control. Beyond: tokens outside the bound, and the exact range.",
         (
             *("engine", "tokens", "|Delta|", "KL", "s", "s of KL", "sampled", "m − v", "contrast", "−v"),
             *("beyond first order", "beyond exact"),
@@ -170,7 +170,7 @@ def _bucket_table(engine: Engine, mismatch: Mismatch) -> Table:
 
 
 class Means(Protocol):
-    """Of a bucket, measured and predicted."""
+    """Measured and predicted means of one bucket."""
 
     @property
     def sampled(self) -> Estimate: ...
@@ -227,12 +227,12 @@ def _accumulation(found: Mapping[Engine, Mismatch]) -> tuple[Chart, ...]:
         series.append(Series(f"{engine}, √(2K + K²)", lengths, predicted, style="--", colour=colour))
     if not series:
         return ()
-    caption = "Root mean square of log w, the sum of Delta over the first t tokens. Dashed: of a normal log w, mean −K."
+    caption = "Root mean square of log w, the sum of Delta over the first t tokens. Dashed: normal log w, mean −K."
     return (Chart("Along a sequence", caption, "tokens t", "log w", tuple(series), x_log=True, y_log=True),)
 
 
 def _growth(mismatch: Mismatch) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    """Length, root mean square of log w, and what K predicts for it; at lengths that half of the sequences have."""
+    """Lengths up to the median, and at each the root mean square of log w: measured, and predicted from the KL."""
     last = int(mismatch.mask.sum(1).median())
     lengths = sorted({round(math.exp(x)) for x in torch.linspace(0, math.log(last), 24).tolist()})
     long = mismatch.mask[:, last - 1]

@@ -39,19 +39,19 @@ NOISE = 0.1
 
 
 class Samples(NamedTuple):
-    """What an engine says. Entries off the mask mean nothing."""
+    """An engine's samples. Entries off the mask are meaningless."""
 
     token_ids: Int[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
-    """False after an end token."""
+    """False after the first end token."""
     logprobs: Float[Tensor, "N T"]
-    """log pi_infer of each token, under the rule that it was drawn by."""
+    """log pi_infer of each token, under the rule it was drawn with."""
     logits: Float[Tensor, "N T V"] | None
-    """Up to a constant per position; None if the engine does not show them (SGLang under a rule that prunes)."""
+    """Logits up to a constant per position; None if the engine returns none (SGLang under a rule that prunes)."""
 
 
 class Source(Protocol):
-    """An engine with a model in it."""
+    """An engine that has loaded a model."""
 
     name: str
 
@@ -61,7 +61,7 @@ class Source(Protocol):
 
 
 class Trainer:
-    """pi_train: the trainer's own model, one full forward in float32."""
+    """pi_train: the trainer's own model, one full forward pass in float32."""
 
     def __init__(self, folder: Path) -> None:
         self._model = trainer_model(ModelSection(path=folder))
@@ -76,8 +76,8 @@ class Trainer:
 class Transformers:
     """The transformers engine's model, attention and sampler, token by token over a KV cache; rows in lockstep.
 
-    `weights`, `kv`: what they are rounded to. `noise`: s of fresh N(0, s^2) on every logit, the control whose effect is
-    known.
+    `weights` and `kv` are the formats that these are rounded to. `noise` is the s of fresh N(0, s^2) on every logit:
+    the control, whose effect is known.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Transformers:
             round_weights(self._model, weights)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: there is nothing to release."""
 
     @torch.inference_mode()
     def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples:
@@ -127,7 +127,7 @@ class Transformers:
 
 
 class Sglang:
-    """A real SGLang server of our own, from start to `close`. Unpruned, it is asked for every token's log-prob."""
+    """A real SGLang server that runs until `close`. Unpruned, it returns the log-probs of the whole vocabulary."""
 
     def __init__(self, name: str, folder: Path, dtype: str, *flags: str) -> None:
         self.name = name
@@ -141,14 +141,14 @@ class Sglang:
         self._runner.run(self._server.start(folder, name))
 
     def close(self) -> None:
-        """Ends the server."""
+        """Stops the server."""
         self._runner.run(self._server.stop())
         self._runner.run(self._server.client.close())
         self._runner.close()
 
     def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples:
         if rule.slope:
-            raise ConfigError(f"{self.name}: SGLang has one min-p per request, none by entropy")
+            raise ConfigError(f"{self.name}: SGLang has one min-p per request and cannot prune by entropy")
         answers = self._runner.run(self._server.client.generate(self._request(prompts, rule, num_tokens, seed)))
         return self._read(answers, rule, num_tokens)
 
@@ -186,7 +186,7 @@ class Sglang:
 
 
 class Trace(NamedTuple):
-    """Some sequences with both sides."""
+    """Sampled sequences with the logits of both sides."""
 
     samples: Samples
     train_logits: Float[Tensor, "N T V"]
@@ -195,24 +195,24 @@ class Trace(NamedTuple):
 def traces(
     source: Source, trainer: Trainer, prompts: Sequence[Int[Tensor, "N P"]], rule: Rule, num_tokens: int, seed: int
 ) -> Iterator[Trace]:
-    """One per block of prompts; each block has a seed of its own."""
+    """One trace per block of prompts; each block has its own seed."""
     for number, block in enumerate(prompts):
         samples = source.sample(block, rule, num_tokens, seed + number)
         yield Trace(samples, trainer.logits(block, samples.token_ids))
 
 
 def until_end(token_ids: Int[Tensor, "N T"], eos_ids: Int[Tensor, " E"]) -> Bool[Tensor, "N T"]:
-    """True up to the first end token, which counts."""
+    """True up to and including the first end token."""
     ended = torch.isin(token_ids, eos_ids)
     return ended.cumsum(1) - ended.long() == 0
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- engines by name --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def opened(engine: Engine, folder: Path) -> Iterator[Source]:
-    """The engine with the folder's model, closed again afterwards."""
+    """Opens the engine with the folder's model and closes it afterwards."""
     source = _open(engine, folder)
     try:
         yield source

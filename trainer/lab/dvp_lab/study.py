@@ -1,4 +1,4 @@
-"""The result of a study. It holds data only, so that JSON, PNG and page say the same."""
+"""The result of a study: data only, so that JSON, PNG and page show the same."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DIGITS = 5
 """Significant digits in the JSON file."""
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""JSON has no NaN; the file holds null."""
+"""A float that is NaN where the file holds null; JSON has no NaN."""
 
 
 class Finding(NamedTuple):
-    """A statement that the numbers decide."""
+    """A statement, and the figures that decide it."""
 
     statement: str
     holds: bool | None
-    """None: nothing to decide, a figure to know."""
+    """None if there is nothing to decide and the finding only reports figures."""
     figures: str
 
 
@@ -37,9 +37,9 @@ class Series(NamedTuple):
     low: tuple[Number, ...] = ()
     high: tuple[Number, ...] = ()
     style: str = "o-"
-    """Matplotlib's: marker, line, or both."""
+    """Matplotlib's format: marker, line, or both."""
     colour: int | None = None
-    """Number of its colour; None takes its place among the chart's series."""
+    """Index of its colour; None uses the series' position in the chart."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Chart:
     y_label: str
     series: tuple[Series, ...]
     ticks: tuple[str, ...] = ()
-    """Names of x = 0, 1, ..; none: x is a number."""
+    """Labels of x = 0, 1, ..; empty if x is a number."""
     x_log: bool = False
     y_log: bool = False
     linear_within: float | None = None
-    """A logarithmic vertical axis of both signs, linear between -this and +this."""
+    """If set, the vertical axis is logarithmic for both signs and linear between -linear_within and +linear_within."""
 
 
 class Table(NamedTuple):
@@ -77,7 +77,7 @@ class Study:
     """What the numbers do not show."""
 
     def save(self, folder: Path) -> Path:
-        """Writes NAME.json with rounded numbers; null stands for a number that is not finite. Returns its path."""
+        """Writes NAME.json with rounded numbers, and null for those that are not finite. Returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{self.name}.json"
         numbers = json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False, allow_nan=False)
@@ -96,7 +96,7 @@ class Study:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with DIGITS significant digits: short, and the same in the next run."""
+    """Rounds all numbers to DIGITS significant digits, which keeps the file short and equal from run to run."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if hasattr(value, "_asdict"):

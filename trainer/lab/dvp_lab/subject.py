@@ -1,4 +1,4 @@
-"""What is studied: a model, and prompts for it in blocks that are decoded together."""
+"""The subject of a study: a model and its prompts, in blocks that are decoded together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS = 16
-"""Of a block. Both sides' logits of a block are in memory at once."""
+"""Most prompts per block. The logits of both sides of a block are in memory at once."""
 PROMPT_TOKENS = 16
 
 Progress: TypeAlias = Callable[[int, int, str], None]
-"""(done, total, what)"""
+"""Called with (done, total, what)."""
 
 
 class Subject(NamedTuple):
@@ -32,7 +32,7 @@ class Subject(NamedTuple):
     prompts: tuple[Int[Tensor, "N P"], ...]
     """Blocks of at most ROWS prompts that are equally long."""
     words: str
-    """What both are, for people."""
+    """Description of model and prompts, shown in the study's settings."""
 
     @property
     def num_prompts(self) -> int:
@@ -40,7 +40,7 @@ class Subject(NamedTuple):
 
 
 def text_subject(folder: Path, count: int, seed: int, progress: Progress) -> Subject:
-    """The language model of text_model.py, trained now if there is none in the folder."""
+    """The language model of text_model.py and held-out prompts. Trains the model first if the folder has none."""
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         make(folder, progress)
@@ -50,7 +50,7 @@ def text_subject(folder: Path, count: int, seed: int, progress: Progress) -> Sub
 
 
 def file_subject(folder: Path, file: Path, count: int, seed: int) -> Subject:
-    """Any model folder, and `count` prompts of a JSONL file with a text `prompt` per row."""
+    """Any model folder and up to `count` random prompts from a JSONL file with a text `prompt` per row."""
     tokenizer = load_tokenizer(folder)
     rows = list(_rows(file))
     chosen = random.Random(seed).sample(rows, min(count, len(rows)))
@@ -71,4 +71,4 @@ def _rows(file: Path) -> Iterator[str]:
         try:
             yield json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"prompts {file}: line {number} is no JSON object with a prompt") from None
+            raise ConfigError(f"prompts {file}: line {number} is not a JSON object with a prompt") from None

@@ -1,7 +1,7 @@
-"""A trained language model for studies, from what every Python has: its standard library.
+"""A small language model for studies, trained on what every Python has: the source of its standard library.
 
-It predicts Python source in 1024 tokens of byte-level BPE, in some places almost surely and in others with a long tail:
-what a study of tails needs and a model of random weights has not. It is made once, in a few minutes.
+Its vocabulary is 1024 tokens of byte-level BPE. It is almost sure of the next token in some places and has a long tail
+in others: a study of tails needs both, and random weights give neither. It is trained once, in a few minutes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB, CONTEXT = 1024, 512
 HELDOUT_EVERY = 10
-"""Every tenth file is never trained on; prompts come from those."""
+"""Every tenth file is held out of training; prompts come from the held-out files."""
 STEPS, ROWS, LENGTH = 1500, 16, 128
 LEARNING_RATE = 3e-3
 SEED = 0
-"""The model is one and the same for every study."""
+"""Fixed, so that every study sees the same model."""
 
 
 class Corpus(NamedTuple):
     train: Tensor
-    """[characters] token ids, all files after one another."""
+    """[tokens] ids of all training files, concatenated."""
     heldout: Tensor
 
     @classmethod
@@ -37,13 +37,13 @@ class Corpus(NamedTuple):
         return cls(*(torch.tensor([i for ids in tokenizer(part).input_ids for i in ids]) for part in parts))
 
     def prompts(self, count: int, length: int, seed: int) -> Tensor:
-        """[count, length] token ids from places of the held-out files."""
+        """[count, length] token ids from random places in the held-out files."""
         return _windows(self.heldout, count, length, torch.Generator().manual_seed(seed))
 
 
 def make(folder: Path, progress: Callable[[int, int, str], None]) -> None:
-    """Trains the model and saves it with its tokenizer; `progress(done, total, what)`. The folder appears when it is
-    whole."""
+    """Trains the model and saves it with its tokenizer, and calls `progress(done, total, what)` after every step. The
+    folder appears only once it is complete."""
     torch.manual_seed(SEED)
     tokenizer = _train_tokenizer()
     model = _network()
@@ -89,7 +89,7 @@ def _network() -> Qwen3ForCausalLM:
 
 
 def _train(model: Any, tokens: Tensor) -> Iterator[float]:
-    """Next-token cross entropy on random windows; the loss of every step."""
+    """Trains on the next-token cross entropy of random windows. Yields the loss of every step."""
     random = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.05, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)

@@ -1,7 +1,7 @@
 """A training run in this process, without queue and services: the trainer's own step, on samples that are drawn here.
 
-What differs between the two sides is put in on purpose (`Mismatch`), one source or several. Shapes: N sequences of a
-prompt and T tokens, V vocabulary, H hidden size.
+The two sides differ on purpose, from one source or several (`Mismatch`). Shapes: N sequences of a prompt and T tokens,
+V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 NOTHING_PRUNED = -1e4
-"""log rho that no logit falls below."""
+"""log rho so low that nothing is pruned."""
 FACTS = EngineFacts(name="lab", version="1", dtype="float32")
 RUN_ID = "lab"
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What the sampling side has of its own. The default is nothing: zero but for rounding."""
+    """Deliberate differences of the sampling side. By default there are none, and the sides agree up to rounding."""
 
     weights: Format | None = None
     kv: Format | None = None
     field: float = 0.0
-    """Standard deviation in nats of an error of the logits that is a fixed function of the hidden state."""
+    """Standard deviation, in nats, of a logit error that is a fixed function of the hidden state."""
     staleness: int = 0
-    """Optimizer steps that its weights are behind."""
+    """Optimizer steps by which its weights lag."""
 
 
 class Sampler:
-    """The policy that samples: the trainer's weights, some steps old and rounded, in a model of its own."""
+    """The sampling policy: a separate model with the trainer's weights, some steps old and rounded."""
 
     def __init__(self, model: Any, mismatch: Mismatch, rule: Rule) -> None:
         self.mismatch, self.rule = mismatch, rule
         self._model = copy.deepcopy(model).requires_grad_(False)
-        self._model.set_attn_implementation("sdpa")  # the trainer's own packs sequences
+        self._model.set_attn_implementation("sdpa")  # the trainer's own attention packs sequences
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.staleness + 1)
         config = model.config
         random = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, prompts: Int[Tensor, "N P"], tokens: int, random: torch.Generator) -> Draw:
-        """[N, T] each."""
+        """The sampled tokens; every field is [N, T]."""
         cache = new_cache(self.mismatch.kv)
 
         def next_logits(ids: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class Sampler:
         return decode(next_logits, prompts, self.rule, uniforms)[0]
 
     def _error(self, states: Float[Tensor, "N H"]) -> Float[Tensor, "N V"] | float:
-        """sqrt(2) s sin(W h), W fixed: of standard deviation s, the same whenever the same context comes again, and no
-        linear function that the LM head could learn away."""
+        """sqrt(2) s sin(W h), with a fixed W and h scaled to unit mean square. Its standard deviation is s, equal
+        contexts have equal errors, and it is not linear, so that the LM head cannot learn it away."""
         if not self.mismatch.field:
             return 0.0
         direction = states / states.square().mean(-1, keepdim=True).sqrt()
@@ -95,7 +95,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run is made of."""
+    """The settings of one training run. Iterating over it trains."""
 
     model: Path
     seed: int
@@ -113,8 +113,8 @@ class Run:
     def settings(self) -> TrainSettings:
         sections: dict[str, Any] = {
             "model": {"path": self.model},
-            "data": {"train": "chain"},
-            "reward": {"name": "chain"},
+            "data": {"train": "dvp_lab.chain:prompts"},
+            "reward": {"name": "dvp_lab.chain:rewards"},
             "sampling": {"n": self.n, "log_min_p": self.train_log_min_p, "max_tokens": self.length},
             "correction": self.correction,
             "optimizer": {"lr": self.lr, "warmup_steps": self.warmup_steps},
@@ -122,7 +122,7 @@ class Run:
         return TrainSettings(run_id=RUN_ID, out_dir=Path(), steps=self.steps, seed=self.seed, **sections)
 
     def __iter__(self) -> Iterator[dict[str, float]]:
-        """The metrics of each step."""
+        """Trains and yields the metrics of each step."""
         torch.manual_seed(self.seed)
         random = torch.Generator().manual_seed(self.seed)
         learner, sampler = self.sides()

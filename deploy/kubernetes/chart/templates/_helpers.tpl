@@ -1,4 +1,4 @@
-{{/* What every pod has: no rights in the cluster, and no more on its node than the label `restricted` allows. */}}
+{{/* Common to all pods: no rights in the cluster, and no more on the node than the label `restricted` allows. */}}
 {{- define "dvp.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -20,7 +20,7 @@ annotations:
   dvp-rl/restart: {{ .root.Values.restart | quote }}
 {{- end }}
 
-{{/* Which nodes take the pods of `rollout` or `trainer`. */}}
+{{/* Placement of the pods of `rollout` or `trainer` on nodes. */}}
 {{- define "dvp.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -47,8 +47,8 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* The environment of `rollout` or `trainer`: the chart's variables, then its own settings and variables, each name once:
-  of two, which one counts would depend on who applies them. */}}
+{{/* The environment of `rollout` or `trainer`: the chart's variables, then the user's settings and variables. Duplicate names
+  fail: which of two values counts would depend on who applies them. */}}
 {{- define "dvp.env" -}}
 {{- $entries := list .fixed (include "dvp.settings" (dict "prefix" .prefix "settings" .settings)) }}
 {{- with .env }}
@@ -57,14 +57,14 @@ securityContext:
 {{- $seen := dict }}
 {{- range join "\n" $entries | fromYamlArray }}
 {{- if hasKey $seen .name }}
-{{- fail (printf "%s is set by the chart, or twice: take it out of %s.settings or %s.env" .name $.of $.of) }}
+{{- fail (printf "%s is set by the chart or set twice: remove it from %s.settings or %s.env" .name $.of $.of) }}
 {{- end }}
 {{- $_ := set $seen .name true }}
 {{- end }}
 {{- join "\n" $entries }}
 {{- end }}
 
-{{/* Settings as environment variables: {model: {device: cuda}} is PREFIX__MODEL__DEVICE=cuda. null sets nothing. */}}
+{{/* Settings as environment variables: {model: {device: cuda}} becomes PREFIX__MODEL__DEVICE=cuda. null sets nothing. */}}
 {{- define "dvp.settings" -}}
 {{- $prefix := .prefix }}
 {{- range $name, $value := .settings }}
@@ -77,14 +77,14 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* The network interface on which trainer and replicas meet to send weights, where trainer.settings say that they do. */}}
+{{/* The network interface for sending weights from trainer to replicas; empty unless trainer.settings choose that route. */}}
 {{- define "dvp.interface" -}}
 {{- if eq (dig "weights" "route" "" .Values.trainer.settings) "distributed" -}}
 {{ dig "weights" "interface" "eth0" .Values.trainer.settings }}
 {{- end }}
 {{- end }}
 
-{{/* The inputs in a pod: a volume, and with an image what copies them into it. */}}
+{{/* The inputs in a pod: a volume and, for an image, the container that copies them into it. */}}
 {{- define "dvp.inputsVolume" -}}
 {{- if .Values.inputs.claim -}}
 - name: inputs
@@ -108,7 +108,7 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* A claim that stays when the release is gone. */}}
+{{/* A volume claim that outlives the release. */}}
 {{- define "dvp.claim" -}}
 apiVersion: v1
 kind: PersistentVolumeClaim

@@ -1,4 +1,4 @@
-"""Stand-in for SGLang's compiled CPU kernels. Dense models import their names and never call them."""
+"""Stand-in for SGLang's compiled CPU kernels. Dense models import their names but never call them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 def missing(name: str) -> Callable[..., NoReturn]:
-    """A kernel that says what it is when it is called."""
+    """A kernel that raises NotImplementedError with its name when it is called."""
 
     def kernel(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} is a compiled kernel, which this CPU environment does not have")

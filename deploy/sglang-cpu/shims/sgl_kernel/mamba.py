@@ -1,4 +1,4 @@
-"""Stand-in, as the package is."""
+"""Stand-in for SGLang's compiled Mamba kernels."""
 
 from __future__ import annotations
 

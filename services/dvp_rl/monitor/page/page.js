@@ -1,16 +1,16 @@
-// Shows what /v1/events says. Text only ever goes through textContent: ids and errors come from other processes.
+// Shows the events of /v1/events. Text is only set through textContent: ids and errors come from other processes.
 
 const at = (id) => document.getElementById(id);
 const TONES = { critical: "bad", warning: "warn", info: "good" };
 const FATES = { replayed: "is back in the queue", dropped: "is dropped" };
 const WHY_NOT = {
   closed: "The trainer has counted it as dead and drawn the next prompt.",
-  again: "A job with the same id was submitted since.",
+  again: "A job with the same id has been submitted since.",
   no_job: "It holds no readable job.",
 };
 
 let picture = null;
-let mayOperate = null; // until /v1/caller has answered
+let mayOperate = null; // null: /v1/caller has not answered yet
 let olderPage = null; // null: the list follows the newest page
 
 // --- small things ---------------------------------------------------------------------------------------------------
@@ -61,13 +61,13 @@ function showPicture() {
   showReplicas(picture.health.replicas);
   say("num-dead", whole(picture.health.dead));
   if (!olderPage) showLetters(picture.letters);
-  if (mayOperate === false && picture.health.dead) say("dead-note", "Replaying and dropping need a token of scope operate; dvp-queue dead does it too.");
+  if (mayOperate === false && picture.health.dead) say("dead-note", "Replaying and dropping need a token of scope operate; dvp-queue dead can do both.");
 }
 
 function showVerdict() {
   const verdict = picture.error ? "broker does not answer" : words(picture.health.verdict);
   const reasons = picture.error
-    ? [{ severity: "critical", detail: picture.error, remedy: "start the broker again; what is below is the last that was seen" }]
+    ? [{ severity: "critical", detail: picture.error, remedy: "restart the broker; what is shown below is its last known state" }]
     : picture.health.reasons;
   const tone = TONES[reasons[0]?.severity ?? "info"];
   at("verdict").className = `card ${tone}`;
@@ -109,7 +109,7 @@ function showFlow(health) {
     `${plural(health.uncheckpointed, "group")} without a checkpoint`,
     `jobs of clients: ${whole(health.client_jobs.backlog)} waiting, ${whole(health.client_jobs.pending)} held`,
     `${whole(health.jobs.redelivered + health.client_jobs.redelivered)} redelivered`,
-    `${plural(health.duplicates, "duplicate")} thrown away`,
+    `${plural(health.duplicates, "duplicate")} discarded`,
     `broker memory ${megabytes(picture.used_memory)}${limit}`,
   ].join(" · "));
 }
@@ -141,7 +141,7 @@ function showLetters(page) {
   const nodes = page.letters.map((letter) => cards.get(letter.entry_id) ?? makeCard(letter));
   const kept = new Set(nodes);
   for (const node of [...list.children]) if (!kept.has(node)) node.remove();
-  // Cards stay where they are, so that nobody's focus jumps.
+  // Cards that stay are not moved, so that keyboard focus does not jump.
   nodes.forEach((node, index) => {
     if (list.children[index] !== node) list.insertBefore(node, list.children[index] ?? null);
   });
@@ -200,7 +200,7 @@ async function turnTo(before) {
 
 async function ask(path, options = {}) {
   try {
-    // From the origin: the address bar may hold a password, which fetch refuses.
+    // An absolute URL without credentials: the address bar may hold a password, and fetch refuses such URLs.
     const response = await fetch(location.origin + path, options);
     const body = await response.json();
     if (response.ok) return body;
@@ -221,7 +221,7 @@ at("newest").addEventListener("click", () => {
 
 function showCurves(curves) {
   at("curves-section").hidden = false;
-  say("curves-note", curves.error || (curves.panels.length ? "" : "no step was logged yet"));
+  say("curves-note", curves.error || (curves.panels.length ? "" : "no step has been logged yet"));
   const histogram = curves.staleness ? [drawHistogram(curves.staleness)] : [];
   at("curves").replaceChildren(...curves.panels.map(draw), ...histogram);
 }
@@ -304,10 +304,10 @@ function connect() {
   });
   source.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
   source.addEventListener("error", () => {
-    // The browser gives up by itself after a refusal.
+    // After a refusal the browser does not reconnect by itself.
     const refused = source.readyState === EventSource.CLOSED;
     at("link").className = "lost";
-    say("link", refused ? "refused; load the page again if this stays" : "dvp-monitor does not answer; trying again");
+    say("link", refused ? "refused; reload the page if this persists" : "dvp-monitor does not answer; trying again");
     mayOperate = null;
     if (picture) showPicture();
     if (refused) setTimeout(connect, 5000);

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Gives back everything a consumer still owns, and removes it. ARGV: stream, consumer.
+-- Requeues everything a consumer still owns, and removes the consumer. ARGV: stream, consumer.
 local pending
 repeat
   pending = if_there('XPENDING', ARGV[1], REPLICA_GROUP, '-', '+', 100, ARGV[2])

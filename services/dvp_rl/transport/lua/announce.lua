@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- ARGV: fence, seq, version, oldest seq that may take jobs, data. Answers 'ok' or the last announced version, which is not older.
+-- Announces a weight version. ARGV: fence, seq, version, oldest seq that may take jobs, data.
+-- Answers 'ok', or the last announced version if that is not older.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local last = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
@@ -9,7 +10,7 @@ if last then
   if fields.version == ARGV[3] then return 'ok' end
   if tonumber(fields.seq) >= tonumber(ARGV[2]) then return fields.version end
 end
--- A lease that ran out while nobody took over is forgotten with its holder; the fence still lets the trainer pass.
+-- An expired lease is gone with its holder's name; the fence still admits a trainer that nobody replaced.
 local by = redis.call('HMGET', LEASE, 'holder', 'host', 'pid')
 by = by[1] and by[1] .. ' (host ' .. (by[2] or '?') .. ', pid ' .. (by[3] or '?') .. ')' or 'a trainer whose lease had run out'
 redis.call('XADD', VERSIONS, 'MAXLEN', '~', 1000, '*', 'kind', 'announcement', 'seq', ARGV[2], 'version', ARGV[3],

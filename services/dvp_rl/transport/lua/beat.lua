@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
--- ARGV: replica id, milliseconds between two measurements of the backlog, how many are kept, then field, value pairs.
--- Answers 1 if a trainer holds the run.
+-- A replica's heartbeat. ARGV: replica id, milliseconds between two measurements of the backlog, number of measurements
+-- kept, then (field, value) pairs. Answers 1 if a trainer holds the run.
 redis.call('ZADD', REPLICAS, now_ms(), ARGV[1])
 redis.call('HSET', REPLICA .. ARGV[1], unpack(ARGV, 4))
 redis.call('HSETNX', REPLICA .. ARGV[1], 'since', now_ms())
 
--- Mends the books of clients, also a few rows at random whose job or letter is not there any more.
+-- Repairs the clients' accounts: of a few random rows, removes those whose job or letter is gone.
 end_overdue()
 for _, id in ipairs(redis.call('HRANDFIELD', CLIENT_RESERVED, 3)) do
   if id ~= ':total' and (redis.call('EXISTS', JOB .. id) == 0 or ended(id)) then reserve(id, 0) end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- No new jobs from here on. ARGV: why, who does it.
+-- Stops admission of jobs. ARGV: reason, author.
 if redis.call('GET', CLOSED) ~= ARGV[1] then
   redis.call('SET', CLOSED, ARGV[1])
   audit(ARGV[2], 'closed', 'the queue: ' .. ARGV[1])

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Result, dedupe key and acknowledgement at once. ARGV: stream, consumer, entry id, job id, sink, data.
+-- Stores result and dedupe key, acknowledges the entry. ARGV: stream, consumer, entry id, job id, sink, data.
 local stream, consumer, entry, id, sink, data = unpack(ARGV)
 local hash = JOB .. id
 if owner(stream, entry) ~= consumer then
@@ -7,7 +7,7 @@ if owner(stream, entry) ~= consumer then
   if redis.call('HGET', hash, 'committed') == consumer .. '/' .. entry then return 'committed' end
   return not_owner(entry)
 end
--- Results stay for a while: those of clients must leave the trainer's groups some room. The job can be replayed.
+-- Clients' results stay until they expire, and must leave room for the trainer's groups. The job can be replayed.
 if sink == 'client' and not ended(id) and memory_above(RESULT_SHARE) then
   local message = 'the broker has no memory left for a result of ' .. #data .. ' bytes'
   bury(stream, entry, read(stream, entry) or {id = id, sink = sink}, message, consumer)
@@ -26,7 +26,7 @@ if sink == 'client' then
   hold(id, KEY_BYTES + #data, now_ms() + 1000 * RESULT_TTL_S)
   reserve(id, 0)
 else
-  -- The entry only tells of the group: whoever looks through the stream copies nothing large.
+  -- The entry only refers to the group, so that reading the stream copies nothing large.
   local told = redis.call('XADD', inbox(sink), '*',
     'kind', 'group', 'id', id, 'sink', sink, 'size', #data, 'at', now_ms())
   redis.call('HSET', hash, 'told', told)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Forgets a client's job: what was queued or running is cancelled, its result or dead letter is gone.
--- ARGV: job id, the only state in which to do so ('': any), who does it ('': the client), caller
--- ('': one who may delete all). Answers the state that it had, 'unknown', or 'other'.
+-- Deletes a client's job with its result or dead letter; a queued or running job is cancelled.
+-- ARGV: job id, the only state in which to do so ('': any), author ('': the client), caller
+-- ('': one who may delete all). Answers the state that the job had, 'unknown', or 'other' (not the given state).
 local id = ARGV[1]
 local state, sink, letter, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'letter', 'caller'))
 if not state or not may_see(ARGV[4], sink, whose) then return 'unknown' end
@@ -10,7 +10,7 @@ if sink ~= 'client' then
   return redis.error_reply('CONFLICT job ' .. id .. ' is the trainer\'s; only what was submitted over HTTP can be deleted')
 end
 if state == 'queued' or state == 'running' then
-  -- An older version queued it among the trainer's, or did not say where.
+  -- An older version put it into the trainer's queue, or did not record its entry.
   local stream, entry = CLIENT_JOBS, redis.call('HGET', JOB .. id, 'client_entry')
   if not entry then stream, entry = JOBS, redis.call('HGET', JOB .. id, 'entry') end
   if not entry or not read(stream, entry) then

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Forgets dead letters; what the trainer was told of them stays. ARGV: who does it, then entry ids. Answers 'dropped' or
--- 'gone' each.
+-- Deletes dead letters; tombstones for the trainer stay. ARGV: author, then entry ids. Answers 'dropped' or 'gone' for
+-- each.
 local answers, dropped = {}, {}
 for i = 2, #ARGV do
   local letter = read(DEAD, ARGV[i])

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Counts a delivery that failed. ARGV: stream, consumer, entry id, error, most deliveries (0: dead at once), replica id.
--- Answers 1 when the job is dead.
+-- Counts a failed delivery and requeues the job, or buries it after too many. ARGV: stream, consumer, entry id, error,
+-- most deliveries (0: dead at once), replica id. Answers 1 if the job is dead.
 local stream, consumer, entry, message, most, replica_id = unpack(ARGV)
 if owner(stream, entry) ~= consumer then return not_owner(entry) end
 local fields = read(stream, entry) or {}

@@ -1,21 +1,21 @@
 #!lua flags=no-writes
--- One consistent picture of the run, as JSON. ARGV: most replicas to list.
+-- A consistent snapshot of the run, as JSON. ARGV: most replicas to list.
 local now = now_ms()
 
 local function stream_of(stream)
   local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   local length, waiting = redis.call('XLEN', stream), unread(stream)
-  -- A job that came back keeps its first time in `at`.
+  -- A requeued job keeps its first time in `at`.
   local at = oldest and tonumber(fields_of(oldest[2]).at) or oldest and tonumber(string.match(oldest[1], '^%d+'))
   return {backlog = waiting, pending = length - waiting, oldest_ms = at and now - at or -1}
 end
 
--- How long the next job of a client has waited for a replica, in ms.
+-- Time that the next job of a client has waited for a replica, in ms.
 local function client_wait()
   local groups = if_there('XINFO', 'GROUPS', CLIENT_JOBS)
   local read = groups and groups[1] and fields_of(groups[1])['last-delivered-id']
   local first = read and redis.call('XRANGE', CLIENT_JOBS, '(' .. read, '+', 'COUNT', 1)[1]
-  -- Since it was put there: one that came back was at work before.
+  -- Since this entry was added: a requeued job was running before.
   return first and now - string.match(first[1], '^%d+') or 0
 end
 

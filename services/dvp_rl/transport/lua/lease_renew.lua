@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- ARGV: token, ttl in ms, nonce, holder, host, pid. Takes the lease anew if it ran out with nobody in its place.
+-- Renews the trainer's lease, or acquires it again if it expired and nobody took over.
+-- ARGV: token, TTL in ms, nonce, holder, host, pid.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 redis.call('HSET', LEASE, 'token', ARGV[1], 'nonce', ARGV[3], 'holder', ARGV[4], 'host', ARGV[5], 'pid', ARGV[6])

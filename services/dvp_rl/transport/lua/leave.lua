@@ -1,4 +1,4 @@
 #!lua flags=allow-oom
--- ARGV: replica id.
+-- Removes a replica from the registry. ARGV: replica id.
 redis.call('ZREM', REPLICAS, ARGV[1])
 return redis.call('DEL', REPLICA .. ARGV[1])

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: fence, a seq that was used before (a checkpoint's: the broker may have been wiped).
+-- Allocates a weight seq. ARGV: fence, a seq used before (from a checkpoint, in case the broker was wiped).
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local seq = math.max(redis.call('GET', SEQ) or 0, ARGV[2]) + 1

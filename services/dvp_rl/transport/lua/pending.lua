@@ -1,6 +1,6 @@
 #!lua flags=no-writes
--- Entries of a stream that somebody has read and not yet finished, oldest first. ARGV: stream, after, how many.
--- Answers (entry id, consumer, ms since the owner's last sign of life, job id, sink, counted deliveries, age in ms) each.
+-- Pending entries of a stream (read but not finished), oldest first. ARGV: stream, entry id before the page, count.
+-- Answers for each (entry id, consumer, ms since last claimed or renewed, job id, sink, counted deliveries, age in ms).
 local page, now = {}, now_ms()
 local pending = if_there('XPENDING', ARGV[1], GROUP_OF[ARGV[1]], '(' .. ARGV[2], '+', ARGV[3])
 for _, item in ipairs(pending or {}) do

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: fence, then the seqs that checkpoints need.
+-- Replaces the pinned seqs. ARGV: fence, then the seqs that checkpoints need.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 redis.call('DEL', PINNED)

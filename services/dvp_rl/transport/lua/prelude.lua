@@ -1,4 +1,4 @@
--- Put in front of every script, after the names of the keys.
+-- Inserted before every script, after the key names.
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -12,8 +12,8 @@ local function if_there(...)
   if not string.find(reply.err, 'NOGROUP') and not string.find(reply.err, 'no such key') then error(reply) end
 end
 
--- An error reply if a newer trainer than `token` holds the run. A broker that was wiped, or lost its last writes, has
--- forgotten a token: the one that comes is taken, because nobody newer has registered since.
+-- An error reply if a newer trainer than `token` has registered. A broker that was wiped or lost its last writes has
+-- forgotten tokens: it adopts the caller's, because no newer trainer has registered since.
 local function fenced_off(token)
   local newest, own = tonumber(redis.call('GET', FENCE) or 0) or 0, tonumber(token)
   if newest < own then
@@ -28,7 +28,7 @@ local GROUP_OF = {
   [JOBS] = REPLICA_GROUP, [CLIENT_JOBS] = REPLICA_GROUP, [GROUPS] = TRAINER_GROUP, [EVALS] = TRAINER_GROUP,
 }
 
--- The consumer that a pending entry is leased to; nil when it is not pending, or the broker was wiped.
+-- The consumer that a pending entry is leased to; nil if it is not pending or the broker was wiped.
 local function owner(stream, id)
   local pending = if_there('XPENDING', stream, GROUP_OF[stream], id, id, 1)
   return pending and pending[1] and pending[1][2]
@@ -44,14 +44,14 @@ local function fields_of(flat)
   return fields
 end
 
--- The fields of an entry as a table; nil when it does not exist.
+-- The fields of an entry as a table; nil if it does not exist.
 local function read(stream, id)
   local entry = redis.call('XRANGE', stream, id, id)[1]
   if not entry then return nil end
   return fields_of(entry[2])
 end
 
--- Acknowledged entries are deleted, so that XLEN minus pending is the true backlog.
+-- Acknowledges and deletes an entry, so that XLEN minus pending is the true backlog.
 local function drop(stream, id)
   redis.call('XACK', stream, GROUP_OF[stream], id)
   redis.call('XDEL', stream, id)
@@ -70,13 +70,13 @@ local function ended(job_id)
   return state == 'done' or state == 'dead'
 end
 
--- The stream on which the trainer hears of a job.
+-- The stream that reports a job's end to the trainer.
 local function inbox(sink)
   return sink == 'eval' and EVALS or GROUPS
 end
 
--- True if a job of the trainer has ended and the entry that told so is gone: a checkpoint covered it. Whoever asks for it
--- again has lost that checkpoint.
+-- True if a trainer's job has ended and the entry that reported it was acknowledged, because a checkpoint covered it. A
+-- trainer that submits it again has lost that checkpoint.
 local function forgotten(job_id, sink)
   local told = redis.call('HGET', JOB .. job_id, 'told')
   return told and told ~= '' and ended(job_id) and not read(inbox(sink), told)
@@ -89,7 +89,7 @@ end
 
 local function enqueue(job_id, sink, data, at)
   local entry = redis.call('XADD', queue(sink), '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
-  -- Not 'entry': an older version takes that for one of JOBS, where an entry of the same id may be another job's.
+  -- Not 'entry': an older version takes that for an entry of JOBS, where the same id may be another job's.
   local where = sink == 'client' and 'client_entry' or 'entry'
   redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink, where, entry)
 end
@@ -100,7 +100,7 @@ local function memory()
   return tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
 end
 
--- True if more than this share of the broker's memory is taken.
+-- True if at least this share of the broker's maxmemory is used.
 local function memory_above(share)
   local used, limit = memory()
   return limit > 0 and used >= share * limit
@@ -110,9 +110,9 @@ local function memory_full()
   return memory_above(MEMORY_SHARE)
 end
 
--- The memory of clients: what jobs in work may come to (CLIENT_RESERVED), and what results and dead letters take
--- (CLIENT_HELD, the letters by ':dead:' and their entry). ':total' is the sum of each; 0 bytes end a row. CLIENT_CALLERS
--- says whose a row is, as long as there is one, and adds up for each caller what both come to.
+-- Memory accounting of clients: the most that unfinished jobs may take (CLIENT_RESERVED), and what results and dead
+-- letters take (CLIENT_HELD; letters as ':dead:' plus entry id). ':total' is the sum of each hash; a row of 0 bytes is
+-- deleted. CLIENT_CALLERS has the owner of each existing row, and per caller the bytes of both and the unfinished jobs.
 local function set_bytes(hash, name, bytes)
   local before = tonumber(redis.call('HGET', hash, name) or 0)
   if bytes == before then return end
@@ -129,7 +129,7 @@ local function set_bytes(hash, name, bytes)
   end
 end
 
--- Whether a caller ('': one who may see everything) sees a job of `whose` (nothing: of before there were owners).
+-- Whether a caller ('': one who may see everything) may see a job of `whose` (nil: an older version wrote no owner).
 local function may_see(caller, sink, whose)
   return caller == '' or sink == 'client' and (not whose or caller == whose)
 end
@@ -138,7 +138,7 @@ local function of_caller(what, caller)
   return tonumber(redis.call('HGET', CLIENT_CALLERS, ':' .. what .. ':' .. caller) or 0)
 end
 
--- `deadline`: by when the job has to be done, in ms.
+-- `deadline`: time by which the job must be done, in Unix ms.
 local function reserve(job_id, bytes, deadline)
   set_bytes(CLIENT_RESERVED, job_id, bytes)
   if deadline then
@@ -148,14 +148,14 @@ local function reserve(job_id, bytes, deadline)
   end
 end
 
--- `expires`: when a result is forgotten, in ms.
+-- `expires`: time at which a result expires, in Unix ms.
 local function hold(name, bytes, expires)
   set_bytes(CLIENT_HELD, name, bytes)
   if expires then redis.call('ZADD', CLIENT_EXPIRY, expires, name) else redis.call('ZREM', CLIENT_EXPIRY, name) end
 end
 
--- Whose the rows of a name are that `reserve` or `hold` will make; nothing if nobody knows. What is left of earlier ones is
--- not this caller's.
+-- Sets the owner of the rows that `reserve` or `hold` will create for a name; nil if unknown. Rows left over from an
+-- earlier owner are removed.
 local function own(name, caller)
   hold(name, 0)
   reserve(name, 0)
@@ -166,8 +166,8 @@ local function total(hash)
   return tonumber(redis.call('HGET', hash, ':total') or 0)
 end
 
--- Forgets clients' results that have expired, and ends clients' jobs that were not done in time, queued or running. Those
--- leave no dead letter, as nobody wants them any more. Whoever is at work on one has lost its lease.
+-- Removes expired results of clients from the accounts, and ends clients' jobs past their deadline, queued or running.
+-- These leave no dead letter, because nobody wants them any more. A replica that runs one loses its lease.
 local function end_overdue()
   local now = now_ms()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now, 'LIMIT', 0, 1000)) do hold(id, 0) end
@@ -184,15 +184,15 @@ local function end_overdue()
   end
 end
 
--- Why no job that may come to `bytes` is admitted of a caller ('': one without limits of its own): 'large', 'results',
--- 'caller_results', 'memory' or nil. Then two numbers of bytes that say more: what clients have taken, or the caller has,
--- and how much they may, or it leaves free.
+-- Why a job of up to `bytes` is not admitted for a caller ('': one without limits of its own): 'large', 'results',
+-- 'caller_results', 'memory' or nil. Then two byte counts as details: what clients (or this caller) have taken, and
+-- what they may take (or what is free for this caller).
 local function client_refusal(bytes, caller)
   end_overdue()
   local used, limit = memory()
   local reserved, allowed = total(CLIENT_RESERVED), math.floor(CLIENT_SHARE * limit)
   local taken, mine = reserved + total(CLIENT_HELD), of_caller('bytes', caller)
-  -- Nobody is there: what an older version did not count goes.
+  -- Clients hold nothing: drop counts that an older version did not maintain.
   if taken == 0 then redis.call('DEL', CLIENT_CALLERS) end
   if limit == 0 then return nil, taken, allowed end
   local most = caller == '' and allowed or math.floor(allowed / 2)
@@ -208,10 +208,10 @@ local function client_refusal(bytes, caller)
   return nil, taken, allowed
 end
 
--- The end of a job that never becomes a group: dead letter, tombstone for the trainer, state, all at once.
+-- Ends a job that never becomes a group: writes the dead letter, the tombstone for the trainer and the state at once.
 local function bury(stream, id, fields, message, replica_id)
   local job_id, now = fields.id or '', now_ms()
-  -- The trainer has to understand what it is told, whatever somebody wrote there.
+  -- The trainer must be able to decode the tombstone, whatever was written into the entry.
   if #job_id > 128 or not string.find(job_id, '^%w[%w_.:-]*$') then job_id = '' end
   local hash = JOB .. job_id
   local sink = fields.sink or redis.call('HGET', hash, 'sink')
@@ -239,21 +239,21 @@ local function bury(stream, id, fields, message, replica_id)
   reserve(job_id, 0)
 end
 
--- What can become of a dead letter: 'open' (it can be replayed), 'no_job', 'again' (a job of the same id was submitted
--- since) or 'closed' (the trainer has counted it, and another prompt took its place).
+-- Whether a dead letter can be replayed: 'open' (yes), 'no_job', 'again' (a job with the same id was submitted since)
+-- or 'closed' (the trainer has counted it as dead, and another prompt took its place).
 local function prospect(letter)
   if (letter.id or '') == '' or (letter.job or '') == '' then return 'no_job' end
   if (redis.call('HGET', JOB .. letter.id, 'state') or 'dead') ~= 'dead' then return 'again' end
   if letter.sink == 'client' then return 'open' end
   local stream = inbox(letter.sink)
   if (letter.tombstone or '') == '' or not read(stream, letter.tombstone) then return 'closed' end
-  -- What a trainer that ended or was replaced had read, the next one reads again. One whose lease merely ran out may carry
-  -- on: its books are closed.
+  -- The next trainer reads again what an ended or replaced trainer had read. A trainer whose lease merely expired may
+  -- continue: what it has read stays closed.
   local reader, newest = owner(stream, letter.tombstone), redis.call('GET', FENCE)
   return reader and newest and reader == 'trainer/' .. newest and 'closed' or 'open'
 end
 
--- Back to the end of the queue, with the age it has.
+-- Moves an entry to the end of the queue; it keeps its age.
 local function requeue(stream, id)
   local fields = read(stream, id) or {}
   if fields.id and fields.sink and fields.data and fields.at then
@@ -264,7 +264,7 @@ local function requeue(stream, id)
   end
 end
 
--- Writes down what somebody did to the run, in the script that did it.
+-- Records a change of the run; called in the script that makes the change.
 local function audit(by, did, what)
   what = string.sub(what, 1, AUDIT_BYTES)
   redis.call('XADD', AUDIT, 'MAXLEN', AUDIT_LENGTH, '*', 'by', string.sub(by, 1, AUDIT_BYTES), 'did', did, 'what', what)
@@ -277,12 +277,12 @@ local function audit_jobs(by, did, ids)
   audit(by, did, table.concat(ids, ', ', 1, math.min(#ids, 10)) .. more)
 end
 
--- True while the queue takes no new jobs.
+-- True while the queue admits no jobs.
 local function closed()
   return redis.call('EXISTS', CLOSED) == 1
 end
 
--- Entries that no consumer has read. Never the stream's `lag`, which becomes NULL after one out-of-order delete.
+-- Number of entries that no consumer has read. The stream's `lag` is useless: one out-of-order delete makes it NULL.
 local function unread(stream)
   local pending = if_there('XPENDING', stream, GROUP_OF[stream])
   return redis.call('XLEN', stream) - (pending and pending[1] or 0)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Removes the run's streams and books; the rest goes by name. ARGV: 'idle' to refuse while anybody works on the run,
--- ms after which a silent replica does not, who does it.
+-- Removes the run's shared keys; the caller deletes the keys of single jobs and replicas. ARGV: 'idle' to refuse while
+-- a trainer or replica works on the run, ms of silence after which a replica does not count, author.
 local holder = redis.call('HGET', LEASE, 'holder')
 if ARGV[1] == 'idle' and holder then
   return redis.error_reply('CONFLICT run ' .. RUN_ID .. ' is being trained by ' .. holder .. '; stop it, or force the purge')

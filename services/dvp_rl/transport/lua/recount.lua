@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Jobs that count as in flight, and that the trainer does not wait for: a broker that lost its last writes counts them
--- again. ARGV: fence, then the job ids that are outstanding. Answers how many went.
+-- Removes from the in-flight set jobs that the trainer does not wait for: a broker that lost its last writes counts
+-- them again. ARGV: fence, then the ids of outstanding jobs. Answers the number removed.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local outstanding, gone = {}, 0

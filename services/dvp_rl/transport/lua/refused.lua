@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- Which of these command lines the caller's user may not run. ARGV: one each.
+-- Answers the command lines that the caller's user may not run. ARGV: command lines.
 local refused = {}
 for _, line in ipairs(ARGV) do
   local words = {}

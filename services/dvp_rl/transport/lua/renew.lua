@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Restarts the lease time of the caller's entries. XCLAIM alone would steal an entry back from its new owner.
--- ARGV: stream, consumer, then entry ids. Answers those that are lost.
+-- Renews the leases of the caller's entries. XCLAIM alone would steal an entry back from its new owner.
+-- ARGV: stream, consumer, then entry ids. Answers the ids whose lease is lost.
 local stream, consumer, lost = ARGV[1], ARGV[2], {}
 for i = 3, #ARGV do
   if owner(stream, ARGV[i]) == consumer then

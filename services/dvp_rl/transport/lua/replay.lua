@@ -1,7 +1,7 @@
 #!lua
--- Puts the jobs of dead letters back into the queue. No allow-oom: it admits. ARGV: who does it, then (entry id of the
--- letter, job id, bytes that the job may come to) each. Answers for each 'replayed', 'gone', 'memory', 'large', or the
--- prospect that speaks against it.
+-- Requeues the jobs of dead letters. No allow-oom, because it admits jobs. ARGV: author, then for each letter (entry
+-- id, job id, most bytes that the job may take). Answers for each 'replayed', 'gone', 'memory', 'large', or the
+-- prospect that rules it out.
 local answers, replayed, full = {}, {}, memory_full()
 for i = 2, #ARGV, 3 do
   local entry, id, bytes = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
@@ -16,7 +16,7 @@ for i = 2, #ARGV, 3 do
   elseif answer == 'open' and (full or refusal) then
     answer = 'memory'
   elseif answer == 'open' then
-    -- The trainer never learns that the job was dead.
+    -- The tombstone is withdrawn: the trainer never learns that the job was dead.
     if letter.tombstone ~= '' then drop(inbox(letter.sink), letter.tombstone) end
     redis.call('XDEL', DEAD, entry)
     redis.call('HDEL', hash, 'deliveries', 'error', 'letter')

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- The books of a resumed trainer. ARGV: fence, then the job ids that are outstanding.
+-- Resets the in-flight and uncheckpointed sets on resume. ARGV: fence, then the ids of outstanding jobs.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 redis.call('DEL', IN_FLIGHT, UNCHECKPOINTED)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Train jobs that leave the in-flight count and await their checkpoint. ARGV: fence, 'trained' or 'dropped', job ids.
+-- Moves train jobs from in flight to awaiting their checkpoint. ARGV: fence, 'trained' or 'dropped', job ids.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 for i = 3, #ARGV do

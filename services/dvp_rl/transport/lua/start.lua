@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Marks jobs that the caller has just read as running. ARGV: stream, consumer, replica id, then (entry id, job id,
--- deadline in seconds or '') each. Answers (counted deliveries, or -1 when there is nothing to run; ms left until the
--- deadline) each.
+-- Marks jobs that the caller has just read as running. ARGV: stream, consumer, replica id, then for each job (entry id,
+-- job id, deadline in Unix seconds or ''). Answers for each (counted deliveries, or -1 if there is nothing to run; ms
+-- left until the deadline).
 local stream, consumer, replica_id = unpack(ARGV)
 local answers, now = {}, now_ms()
 end_overdue()
@@ -13,7 +13,7 @@ for i = 4, #ARGV, 3 do
       drop(stream, entry)
       count('duplicates')
     elseif stream ~= queue(redis.call('HGET', JOB .. id, 'sink') or 'train') then
-      -- An older version put it there.
+      -- An older version put it into the wrong queue.
       requeue(stream, entry)
     elseif deadline and deadline * 1000 < now then
       bury(stream, entry, read(stream, entry) or {id = id}, 'deadline passed', replica_id)

@@ -1,6 +1,6 @@
 #!lua
--- Admits jobs of the trainer. No allow-oom: with the memory full, admission is what has to stop.
--- ARGV: fence, limit of train jobs in flight, then (job id, sink, data) each.
+-- Admits jobs of the trainer. No allow-oom: admission must stop when the memory is full.
+-- ARGV: fence, limit of train jobs in flight, then (job id, sink, data) for each. Answers an outcome for each.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local room, full = ARGV[2] - redis.call('SCARD', IN_FLIGHT), memory_full() or closed()
@@ -9,7 +9,7 @@ for i = 3, #ARGV, 3 do
   local id, sink, data = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local outcome = redis.call('HGET', JOB .. id, 'state')
   if not outcome or forgotten(id, sink) then
-    -- After a resume on a wiped broker the set already counts a job that the stream lost.
+    -- After a resume on a wiped broker, the set already counts jobs that the stream lost.
     local counts = sink == 'train' and redis.call('SISMEMBER', IN_FLIGHT, id) == 0
     if full or (counts and room <= 0) then
       outcome = 'refused'

@@ -1,13 +1,13 @@
 #!lua
--- ARGV: job id, data, limit of unread jobs, bytes that the job may come to, ms until its deadline or '', caller or ''.
--- Answers {the state of a job that exists, 'new', or why it is not admitted: 'closed', 'backlog', 'caller_backlog' or what
--- client_refusal says; two numbers that say more}.
+-- Admits a client's job. ARGV: job id, data, limit of unread jobs, most bytes that the job may take, ms until its
+-- deadline or '', caller or ''. Answers {the state of an existing job, 'new', or why it is not admitted: 'closed',
+-- 'backlog', 'caller_backlog' or what client_refusal returns; two numbers with details}.
 local id, data, most, bytes, until_ms, caller = unpack(ARGV)
 local refusal, taken, allowed = client_refusal(tonumber(bytes), caller)
 local outcome, sink, whose = unpack(redis.call('HMGET', JOB .. id, 'state', 'sink', 'caller'))
 local queued = unread(CLIENT_JOBS)
 local places, running = most - queued, redis.call('XLEN', CLIENT_JOBS) - queued
--- At least: those that run may be others'.
+-- A lower bound: the running jobs may be other callers'.
 local waiting = math.max(0, of_caller('jobs', caller) - running)
 if outcome then
   if not may_see(caller, sink, whose) then return redis.error_reply('CONFLICT job ' .. id .. ' is another caller\'s') end

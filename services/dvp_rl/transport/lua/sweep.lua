@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: age in ms from which a replica is forgotten. Answers how many replicas and consumers went.
+-- Removes stale replicas, and idle consumers that own nothing. ARGV: age in ms. Answers the number removed.
 local gone, age = 0, tonumber(ARGV[1])
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, '-inf', now_ms() - age, 'LIMIT', 0, 1000)) do
   redis.call('ZREM', REPLICAS, id)
@@ -11,7 +11,7 @@ for stream, group in pairs(GROUP_OF) do
   for _, item in ipairs(consumers or {}) do
     local consumer = {}
     for i = 1, #item, 2 do consumer[item[i]] = item[i + 1] end
-    -- One that owns entries keeps them until another consumer has taken them over.
+    -- A consumer that owns entries stays until another one has taken them over.
     if consumer.pending == 0 and consumer.idle >= age then
       redis.call('XGROUP', 'DELCONSUMER', stream, group, consumer.name)
       gone = gone + 1

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- What any trainer read and nobody acknowledged, now owned by this one. ARGV: fence, stream, consumer, count, after.
--- Answers (entry id, its fields, flat) each.
+-- Takes over entries that any trainer read and none acknowledged. ARGV: fence, stream, consumer, count, last entry id
+-- before the page. Answers (entry id, flat list of fields) for each.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local _, stream, consumer, wanted, after = unpack(ARGV)

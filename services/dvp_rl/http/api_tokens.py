@@ -1,8 +1,8 @@
-"""Who may call, and for what. A token has a scope and the name of its caller; both come from where it is written:
+"""Access tokens. The path of a token's file determines its scope and the name of its caller:
 
     FOLDER/SCOPE/NAME        tokens/rollout/alice holds alice's token, or several, one per line
 
-The folder is read again while it is served, so that tokens come and go without a restart.
+The folder is reread while the service runs, so that tokens can be added and removed without a restart.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.shares import EVERYBODY
 
 logger = logging.getLogger("dvp_rl.tokens")
-"""Not one of those that strangers can make speak (services/dvp_rl/logs.py)."""
+"""Named outside `dvp_rl.http`, whose lines are limited because outsiders can trigger them (services/dvp_rl/logs.py)."""
 
 MIN_CHARS = 16
 MAX_FILE_BYTES = 4096
 FRESH_S = 1.0
-"""Older than this, what was read is read again at the next call."""
+"""Age at which the next call rereads the folder, in seconds."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-"""Of a caller. Copies that editors leave behind (alice~, alice.bak) are none."""
+"""Name of a caller. Backup copies that editors leave behind (alice~, alice.bak) do not match."""
 
 
 class Scope(StrEnum):
     READ = "read"
     """The queue, the monitor's page, metrics."""
     ROLLOUT = "rollout"
-    """READ, and samples and jobs."""
+    """READ, plus samples and jobs."""
     WEIGHTS = "weights"
     """Files of published weights."""
     OPERATE = "operate"
@@ -51,20 +51,20 @@ class Caller:
     name: str
     scope: Scope
     digest: bytes = field(default=b"", repr=False)
-    """SHA-256 of the token; empty where none is asked for."""
+    """SHA-256 of the token; empty if no token is needed."""
 
     @property
     def limited(self) -> str:
-        """Its name, or EVERYBODY if it has no limits of its own: replicas share a token of scope `weights`, and without
-        tokens all callers are one."""
+        """The name that the caller's limits apply to, or EVERYBODY if it has none of its own: replicas share a token of
+        scope `weights`, and without tokens all callers count as one."""
         return self.name if self.scope in (Scope.READ, Scope.ROLLOUT) else EVERYBODY
 
 
-class Tokens:
-    """Tokens are looked up by their digest, so that timing tells nothing about them."""
+class ApiTokens:
+    """The accepted tokens, looked up by digest, so that timing reveals nothing about them."""
 
     def __init__(self, listed: Sequence[str] = (), folder: Path | None = None) -> None:
-        """`listed`: tokens for everything. Raises ConfigError for a folder that holds none, or anything else."""
+        """`listed`: tokens of scope `operate`. Raises ConfigError if the folder holds no token, or anything else."""
         callers = (Caller("token", Scope.OPERATE, _digest(token)) for token in listed)
         self._listed = {caller.digest: caller for caller in callers}
         self._folder = folder
@@ -79,7 +79,7 @@ class Tokens:
             raise ConfigError("\n".join(self._problems))
 
     def __bool__(self) -> bool:
-        """Whether callers need one. A folder that was emptied lets nobody in."""
+        """Whether callers need a token. An emptied folder lets nobody in."""
         return bool(self._listed) or self._folder is not None
 
     def find(self, token: bytes) -> Caller | None:
@@ -87,7 +87,7 @@ class Tokens:
         return self._known.get(hashlib.sha256(token).digest())
 
     def still_has(self, caller: Caller) -> bool:
-        """False once the token that the caller showed is gone."""
+        """False once the caller's token was removed, or moved to another scope or name."""
         self._refresh()
         return not self or self._known.get(caller.digest) == caller
 
@@ -105,7 +105,7 @@ class Tokens:
                 logger.info("a token of %s/%s is %s", caller.scope, caller.name, what)
 
     def _read(self) -> dict[bytes, Caller]:
-        """What the folder holds now; what is wrong with the rest of it is in `_problems`."""
+        """The valid tokens in the folder, by digest. Reports everything else in `_problems`."""
         self._problems = []
         found: dict[bytes, Caller] = {}
         for scope, path in self._files():
@@ -118,22 +118,22 @@ class Tokens:
                 caller = Caller(path.name, scope, digest)
                 first = self._listed.get(digest) or found.setdefault(digest, caller)
                 if first != caller:
-                    self._problem(path, ValueError(f"holds a token of {first.scope}/{first.name}, and counts as that"))
+                    self._problem(path, ValueError(f"repeats a token of {first.scope}/{first.name}, and counts as it"))
         return found
 
     def _files(self) -> Iterator[tuple[Scope, Path]]:
-        """Scopes that allow least come first."""
+        """Token files with their scopes, READ first and OPERATE last."""
         if self._folder is None:
             return
         for name in self._names(self._folder) - set(Scope):
-            self._problem(self._folder / name, ValueError(f"no scope; expected {', '.join(Scope)}"))
+            self._problem(self._folder / name, ValueError(f"not a scope; expected {', '.join(Scope)}"))
         for scope in Scope:
             folder = self._folder / scope
             if folder.exists() or folder.is_symlink():
                 yield from ((scope, folder / name) for name in sorted(self._names(folder)))
 
     def _names(self, folder: Path) -> set[str]:
-        """Kubernetes mounts a secret as links to a hidden folder beside them."""
+        """Names in the folder but hidden ones: Kubernetes mounts a secret as links to a hidden folder beside them."""
         try:
             return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
         except OSError as error:
@@ -141,13 +141,13 @@ class Tokens:
             return set()
 
     def _problem(self, path: Path, error: OSError | ValueError) -> None:
-        """A name may hold anything; as it is quoted, nobody writes lines of a log by it."""
+        """Notes a problem. The path is quoted, because a file name could otherwise forge log lines."""
         reason = error.strerror if isinstance(error, OSError) else error
         self._problems.append(f"token_folder: {str(path)!r}: {reason}")
 
 
 def check_token(token: str) -> None:
-    """Raises ValueError, which does not say the token, for one that can be guessed or cannot be sent."""
+    """Raises ValueError if the token is too short or cannot be sent in a header. The message does not contain it."""
     if len(token) < MIN_CHARS:
         remedy = "openssl rand -hex 24 makes a good one"
         raise ValueError(f"a token has {len(token)} characters, at least {MIN_CHARS} are needed: {remedy}")
@@ -158,11 +158,11 @@ def check_token(token: str) -> None:
 
 
 def read_tokens(path: Path) -> list[str]:
-    """The tokens in a file, one per line. Raises OSError, and ValueError, which does not say them."""
-    # Opening a pipe would wait for its writer.
+    """The tokens in a file, one per line. Raises OSError or ValueError, whose messages contain no token."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("no ordinary file")
+            raise ValueError("not a regular file")
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
@@ -176,9 +176,9 @@ def read_tokens(path: Path) -> list[str]:
 
 
 def _tokens_of(path: Path) -> list[str]:
-    """Raises as `read_tokens`; what was removed since it was listed holds none."""
+    """The tokens in a caller's file; none if it was removed after it was listed. Raises as `read_tokens`."""
     if not NAME.fullmatch(path.name):
-        raise ValueError(f"no name of a caller; expected {NAME.pattern}")
+        raise ValueError(f"not a caller's name; expected {NAME.pattern}")
     try:
         return read_tokens(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tokens that come and go while a service runs."""
+"""Tokens that are added, changed and removed while a service runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
-from dvp_rl.http import tokens as tokens_module
-from dvp_rl.http.tokens import Caller, Scope, Tokens
+from dvp_rl.http import api_tokens as tokens_module
+from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from tests.integration.http.served import APPS, serving
 from tests.kit import web
 from tests.kit.tokens import TOKEN, write_token
@@ -25,20 +25,20 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alice(folder: Path) -> str:
-    """Her token, the only one."""
+    """Alice's token, the only one in the folder."""
     return write_token(folder, Scope.ROLLOUT, "alice")
 
 
 @pytest.fixture
 def url(folder: Path, alice: str) -> Iterator[str]:
-    with serving(APPS["dvp-rollout"](Tokens(folder=folder))) as url:
+    with serving(APPS["dvp-rollout"](ApiTokens(folder=folder))) as url:
         assert status(url, alice) == 200
         yield url
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is read at every call."""
+    """Makes every call reread the folder."""
     monkeypatch.setattr(tokens_module, "FRESH_S", 0.0)
 
 
@@ -77,7 +77,7 @@ def test_a_caller_gets_another_scope(url: str, folder: Path, alice: str) -> None
 
 @pytest.mark.usefixtures("fresh")
 def test_an_emptied_folder_lets_nobody_in(url: str, folder: Path, alice: str) -> None:
-    """It is not as if there never were tokens."""
+    """A service that loses its last token does not become open to everybody."""
     (folder / "rollout" / "alice").unlink()
     for token in (alice, "wrong"):
         assert status(url, token) == 401
@@ -98,26 +98,26 @@ def test_an_emptied_folder_lets_nobody_in(url: str, folder: Path, alice: str) ->
         ("rollout/alice", f"{TOKEN} {TOKEN}", "characters that no header can hold"),
         ("rollout/alice", f"{TOKEN}\xa0{TOKEN}", "characters that no header can hold"),
         ("rollout/alice", TOKEN * 1000, "more than 4096 bytes"),
-        ("rollout/alice~", TOKEN, "no name of a caller"),
-        ("rollout/a\nERROR \x1b[31mlice", TOKEN, r"a\nERROR \x1b[31mlice': no name of a caller"),
-        ("rollout/alice.bak", TOKEN, "no name of a caller"),
-        ("operate/alice", "{bob}", "holds a token of read/bob, and counts as that"),
-        ("roll-out/alice", TOKEN, "roll-out': no scope; expected read, rollout, weights, operate"),
-        ("alice", TOKEN, "alice': no scope"),
+        ("rollout/alice~", TOKEN, "not a caller's name"),
+        ("rollout/a\nERROR \x1b[31mlice", TOKEN, r"a\nERROR \x1b[31mlice': not a caller's name"),
+        ("rollout/alice.bak", TOKEN, "not a caller's name"),
+        ("operate/alice", "{bob}", "repeats a token of read/bob, and counts as it"),
+        ("roll-out/alice", TOKEN, "roll-out': not a scope; expected read, rollout, weights, operate"),
+        ("alice", TOKEN, "alice': not a scope"),
     ],
 )
 @pytest.mark.usefixtures("fresh")
 def test_what_is_no_token_is_named_and_refused(
     name: str, text: str, reason: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At start nothing begins; later the others are let in as before."""
+    """It keeps a service from starting; while one runs, the other callers are let in as before."""
     bob = write_token(folder, Scope.READ, "bob")
-    running = Tokens(folder=folder)
+    running = ApiTokens(folder=folder)
     file = folder / name
     file.parent.mkdir(exist_ok=True)
     file.write_text(text.format(bob=bob), encoding="latin-1")
     with pytest.raises(ConfigError) as refused:
-        Tokens(folder=folder)
+        ApiTokens(folder=folder)
     assert f"{folder / Path(name).parts[0]}" in str(refused.value)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -135,8 +135,8 @@ def test_what_is_no_token_is_named_and_refused(
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], folder: Path, alice: str) -> None:
     make(folder / "rollout" / "bob")
-    with pytest.raises(ConfigError, match=r"bob': (no ordinary file|Is a directory)"):
-        Tokens(folder=folder)
+    with pytest.raises(ConfigError, match=r"bob': (not a regular file|Is a directory)"):
+        ApiTokens(folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_is_wrong_with_one_scope_locks_nobody_of_another_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reader = write_token(folder, Scope.READ, "reader")
-    tokens = Tokens(folder=folder)
+    tokens = ApiTokens(folder=folder)
     damage(folder / "read")
     assert tokens.find(alice.encode()) is not None
     assert (tokens.find(reader.encode()) is not None) is read
@@ -171,7 +171,7 @@ def test_what_is_wrong_with_one_scope_locks_nobody_of_another_out(
 
 @pytest.mark.usefixtures("fresh")
 def test_a_change_of_scope_is_said(folder: Path, alice: str, caplog: pytest.LogCaptureFixture) -> None:
-    tokens = Tokens(folder=folder)
+    tokens = ApiTokens(folder=folder)
     (folder / "operate").mkdir()
     (folder / "rollout" / "alice").rename(folder / "operate" / "alice")
     with caplog.at_level(logging.INFO, "dvp_rl.tokens"):
@@ -199,22 +199,22 @@ def test_only_operators_are_named_in_the_log(
 
 def test_a_folder_without_tokens_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory"):
-        Tokens(folder=folder)
+        ApiTokens(folder=folder)
     (folder / "read").mkdir(parents=True)
     for listed in ((), (TOKEN,)):
         with pytest.raises(ConfigError, match=r"holds no token; expected .*/SCOPE/NAME"):
-            Tokens(listed, folder)
+            ApiTokens(listed, folder)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_kubernetes_mounts_are_read(folder: Path) -> None:
-    """A secret's files are links through a hidden link, which is replaced when the secret changes."""
+    """Kubernetes mounts a secret's files as links through a hidden link, which it replaces when the secret changes."""
     for generation, token in (("..1", TOKEN), ("..2", TOKEN[::-1])):
         (folder / "rollout" / generation).mkdir(parents=True)
         (folder / "rollout" / generation / "alice").write_text(token)
     (folder / "rollout" / "..data").symlink_to("..1")
     (folder / "rollout" / "alice").symlink_to("..data/alice")
-    tokens = Tokens(folder=folder)
+    tokens = ApiTokens(folder=folder)
     found = tokens.find(TOKEN.encode())
     assert found is not None
     assert (found.scope, found.name) == (Scope.ROLLOUT, "alice")
@@ -225,12 +225,12 @@ def test_kubernetes_mounts_are_read(folder: Path) -> None:
 
 
 def test_nobody_needs_a_token_where_there_is_none() -> None:
-    tokens = Tokens()
+    tokens = ApiTokens()
     assert not tokens
     assert tokens.find(b"") is None
     assert tokens.still_has(Caller("", Scope.OPERATE))
 
 
 def test_callers_do_not_show_their_tokens() -> None:
-    caller = Tokens([TOKEN]).find(TOKEN.encode())
+    caller = ApiTokens([TOKEN]).find(TOKEN.encode())
     assert repr(caller) == "Caller(name='token', scope=<Scope.OPERATE: 'operate'>)"

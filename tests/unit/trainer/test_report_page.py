@@ -23,7 +23,7 @@ SUMMARY: dict[str, Any] = {
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects what would be fetched."""
+    """Checks that tags nest; collects h3 headings and URLs that a browser would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

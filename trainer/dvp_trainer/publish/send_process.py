@@ -1,6 +1,6 @@
 """The process that sends one weight version to one replica: rank 0 of a process group that ends with it.
 
-A process of its own, because a broadcast to somebody who died can only be ended by killing it.
+It is a separate process because a broadcast to a receiver that died can only be ended by killing the sender.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Plan:
 
 
 def serve(plan: Plan, link: socket.socket) -> None:
-    """Writes a line with the port where it waits, and SENT in the end. Ends when the other side hangs up."""
+    """Sends the weights. Writes its port as a line to `link`, and SENT when done. Ends when the other side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     for library in ("GLOO", "NCCL"):
         os.environ[f"{library}_SOCKET_IFNAME"] = plan.interface
-    # TCPStore would listen on every interface; it takes over a socket that listens on one.
+    # TCPStore itself would listen on every interface, so it gets a socket that listens on one.
     with socket.create_server((plan.host, 0)) as listener:
         port: int = listener.getsockname()[1]
         store = TCPStore(
@@ -73,21 +73,21 @@ def serve(plan: Plan, link: socket.socket) -> None:
     link.sendall(b"%d\n" % port)
     try:
         send(plan, join(plan, store))
-    except RuntimeError as error:  # torch's, for a member that went away
+    except RuntimeError as error:  # raised by torch if a member went away
         sys.stderr.write(f"{error}\n")
         os._exit(1)
     link.sendall(SENT)
-    os._exit(0)  # tearing down the group would wait for its members
+    os._exit(0)  # destroying the group would wait for its members
 
 
 def _end_with(link: socket.socket) -> None:
-    with suppress(OSError):  # reset, where something said here was never read
+    with suppress(OSError):  # reset by the peer, if it closed without reading everything
         link.recv(1)
     os._exit(1)
 
 
 def join(plan: Plan, store: TCPStore) -> ProcessGroup:
-    """The group that SGLang's init_custom_process_group makes; torch has no public way to meet it."""
+    """The counterpart of SGLang's init_custom_process_group; torch has no public API to join such a group."""
     group, _ = _new_process_group_helper(
         plan.size,
         0,

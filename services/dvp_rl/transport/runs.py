@@ -1,4 +1,4 @@
-"""Closing the queue, so that it runs empty, and removing a run from the broker."""
+"""Closing the queue so that it drains, and removing a run from the broker."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ MAX_NAMED = 10
 
 
 async def close_queue(broker: Broker, why: str, *, by: str) -> None:
-    """From here on the trainer's jobs are refused, to be submitted again later, and clients are told 429. What is
-    queued runs to its end. Lasts until `open_queue`."""
+    """Stops admission until `open_queue`: the trainer's jobs are refused and submitted again later, clients get a 429.
+    Queued jobs still run to completion."""
     await broker.script("close", why, by)
 
 
 async def open_queue(broker: Broker, *, by: str) -> bool:
-    """True if it was closed."""
+    """Resumes admission. Returns True if the queue was closed."""
     return bool(await broker.script("open", by))
 
 
 async def purge_run(broker: Broker, *, by: str, force: bool = False) -> int:
-    """Removes every key of the run but the audit, as if the broker had been wiped for it; returns how many of its jobs
-    and replicas there were. Raises RequestError while a trainer or a replica works on it, unless `force`."""
+    """Removes every key of the run except the audit, as if the broker had been wiped for it. Returns the number of
+    removed keys of single jobs and replicas. Raises RequestError while a trainer or a replica works on the run, unless
+    `force`."""
     await broker.script("purge", "any" if force else "idle", int(1000 * BEAT_S * MISSED_BEATS), by)
     removed, cursor = 0, None
     while cursor != 0:
@@ -38,7 +39,7 @@ async def purge_run(broker: Broker, *, by: str, force: bool = False) -> int:
 
 
 async def check_run(broker: Broker) -> None:
-    """Raises NotFoundError, naming some that are there, if the broker knows nothing of the run."""
+    """Raises NotFoundError, which names some existing runs, if the broker knows nothing of this run."""
     async with broker.call():
         if await broker.redis.exists(broker.keys.jobs, broker.keys.versions, broker.keys.dead, broker.keys.replicas):
             return

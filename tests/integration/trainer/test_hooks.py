@@ -1,0 +1,126 @@
+"""The functions of trainer/HOOKS.md run in a real replica and a real trainer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dvp_trainer.report.sinks import read_metrics
+from tests.kit.forked import ROLLOUT, run
+from tests.kit.processes import ROOT
+from tests.kit.runs import HELDOUT, MODEL, config, replica, run_trainer
+
+PAGE = ROOT / "trainer" / "HOOKS.md"
+
+
+def write_hooks(folder: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    (folder / "my_hooks.py").write_text("\n\n".join(blocks))
+
+
+def documented_options(program: str) -> list[str]:
+    """Options that the page passes to the program."""
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (line,) = (line for line in block.replace("\\\n", "").splitlines() if line.startswith(program))
+    return [f"--{name}={hook}" for name, hook in re.findall(r"--(\S+) (my_hooks:\w+)", line)]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_users_own_functions(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    write_hooks(tmp_path)
+    evaluation = {"evaluate__interval": "1", "evaluate__limit": "4", "data__heldout": str(HELDOUT)}
+    flags = config(tmp_path, run_id, broker_url, steps="2", **evaluation) + documented_options("dvp-train")
+    options = documented_options("dvp-rollout")
+    assert len(options) == 1
+    with replica(tmp_path, run_id, broker_url, *options, PYTHONPATH=str(tmp_path)):
+        done = run_trainer(flags, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    seen = [line.split(",") for line in (tmp_path / "run" / "reward.csv").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2], "the first one is the evaluation before any training"
+    trained = records[1:]
+    assert [(int(step), float(reward)) for step, reward in seen] == [(r["step"], r["reward/mean"]) for r in trained]
+    assert all(record["optimizer/updates"] for record in trained)
+    assert all(record["mismatch/outside_rate"] == 0 for record in trained), "the engine prunes as the trainer does"
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            "--correction.baseline=my_hook:advantages",
+            "correction.baseline 'my_hook:advantages': my_hook has no",
+        ),
+        (
+            "--correction.objective=nowhere_at_all:f",
+            "'nowhere_at_all:f': importing nowhere_at_all failed",
+        ),
+        ("--correction.objective=ppo", "correction.objective: expected module:function, got 'ppo'"),
+        (
+            "--correction.baseline=ppo",
+            "correction.baseline: allowed are rloo, rloo_weighted, grpo, grpo_std, or",
+        ),
+        ("--report.sinks=my_hook:sink", "report.sinks 'my_hook:sink': my_hook has no function"),
+        ("--data.train=my_hook:empty", "my_hook:empty: the data set is empty"),
+        (
+            "--data.train=my_hook:number",
+            "'my_hook:number': your function returned an object of type int without",
+        ),
+        ("--data.train=my_hook:texts", "my_hook:texts: row 0 is of type str, expected a dict of columns"),
+        ("--data.train=my_hook:broken", "data.train 'my_hook:broken': your function failed (OSError: no network)"),
+        ("--data.heldout=my_hook:lazy", "data.heldout 'my_hook:lazy': your function failed (OSError: gone)"),
+        ("--data.train=my_hook:leave", "data.train 'my_hook:leave': your function failed (SystemExit: 0)"),
+        ("--data.train=my_hook:later", "data.train 'my_hook:later': your function is a coroutine"),
+        (
+            "--reward.name=brief",
+            "reward.name: allowed are math, exact_match, arithmetic, or your own as",
+        ),
+        ("--report.sinks=half:sink", "'half:sink': importing half failed (NameError: name 'nothing' is not defined)"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(tmp_path: Path, flag: str, said: str) -> None:
+    """There is no broker, so a trainer that got that far would wait for it."""
+    (tmp_path / "my_hook.py").write_text(
+        """
+def empty(**_): return []
+def number(**_): return 3
+def texts(**_): return ["1+1="]
+def broken(**_): raise OSError("no network")
+def leave(**_): raise SystemExit(0)
+async def later(**_): return []
+class Lazy(list):
+    def __getitem__(self, index): raise OSError("gone")
+def lazy(**_): return Lazy([1])
+"""
+    )
+    (tmp_path / "half.py").write_text("def sink(): pass\n\nnothing\n")
+    done = run_trainer([*config(tmp_path, "run", "redis://127.0.0.1:1/0"), flag], PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("dvp-train: error: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vllm", "engine: allowed are transformers, sglang, fake, or your own as module:function, got 'vllm'"),
+        (
+            "my_engine:nothing",
+            "engine: your function returned an object of type NoneType without capacity,",
+        ),
+        ("my_engine:broken", "engine: your function failed (RuntimeError: no GPU)"),
+    ],
+)
+def test_an_unusable_engine_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "my_engine.py").write_text(
+        """
+def nothing(settings, *, version): return None
+def broken(settings, *, version): raise RuntimeError("no GPU")
+"""
+    )
+    done = run(ROLLOUT, f"--model={MODEL}", f"--engine={name}", "--port=0", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert said in done.stderr
