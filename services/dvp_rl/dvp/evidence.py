@@ -49,9 +49,9 @@ class Evidence:
         T = max(part.mask.shape[1] for part in parts)
         used = torch.cat([part.mask.any(1) for part in parts])
         order = torch.cat([part.rows for part in parts])[used].argsort()
-        columns = zip(*(part.tensors().items() for part in parts), strict=True)
+        tensors = [part.tensors() for part in parts]
 
         def whole(values: Sequence[Tensor]) -> Tensor:
             return torch.cat([v if v.dim() == 1 else pad(v, (0, T - v.shape[1])) for v in values])[used][order]
 
-        return cls.of({column[0][0]: whole([value for _, value in column]) for column in columns})
+        return cls.of({name: whole([own[name] for own in tensors]) for name in tensors[0]})

@@ -210,8 +210,8 @@ class _ConstrainedLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
         rows, token_ids, threshold, temperature, inside = ctx.saved_tensors
-        gradient = torch.empty_like(rows)
-        blocks = split_rows(rows, gradient, upstream.unsqueeze(-1), token_ids, inside, threshold, temperature)
+        gradient, slopes = torch.empty_like(rows), upstream.unsqueeze(-1) / temperature
+        blocks = split_rows(rows, gradient, slopes, token_ids, inside, threshold, temperature)
         for block, target, slope, ids, member, *rule in blocks:
-            target.copy_(logit_gradient(constrain(block, *rule), ids, slope / rule[-1], member))
+            target.copy_(logit_gradient(constrain(block, *rule), ids, slope, member))
         return gradient, None, None, None

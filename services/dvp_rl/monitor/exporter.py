@@ -66,7 +66,7 @@ def _numbers(seen: Snapshot) -> Iterator[Metric]:
     yield jobs
     yield _gauge("broker_memory_used_bytes", "Memory of the broker in use", seen.used_memory)
     yield _gauge("broker_memory_max_bytes", "maxmemory of the broker, 0 without a limit", seen.maxmemory)
-    yield _gauge("client_bytes", "Broker memory that the jobs of clients take or may come to", seen.client_bytes)
+    yield _gauge("client_bytes", "Broker memory that clients' jobs use or have reserved", seen.client_bytes)
     if seen.trainer is not None:
         yield _gauge("trainer_step", "Step of the trainer", seen.trainer.step)
         yield _gauge("trainer_silent_seconds", "Time since the trainer's last heartbeat", seen.trainer.last_seen_s)

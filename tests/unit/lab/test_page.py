@@ -4,12 +4,15 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from dvp_lab.__main__ import app
 from dvp_lab.page import text, write_page
 from dvp_lab.study import Chart, Finding, Series, Study, Table
+from tests.kit.processes import ROOT
 
+RESULTS = ROOT / "trainer" / "lab" / "results"
 STUDY = Study(
     name="example",
     title="A & B",
@@ -58,6 +61,12 @@ def test_json_png_and_page_say_the_same(tmp_path: Path) -> None:
     assert "var(--s5)" in page, "the colour that the second series asks for"
     for words in ("does not hold", "12,345", "Nothing else.", "0.333"):
         assert words in page
+
+
+@pytest.mark.parametrize("name", ["collapse", "overlap", "rho", "signature"])
+def test_the_stored_results_are_what_a_study_saves(name: str, tmp_path: Path) -> None:
+    file = RESULTS / f"{name}.json"
+    assert Study.load(file).save(tmp_path).read_bytes() == file.read_bytes()
 
 
 def test_cells() -> None:

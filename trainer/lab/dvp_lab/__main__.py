@@ -17,10 +17,11 @@ from dvp_rl.cpus import usable_cpus
 from dvp_rl.settings import forget_variables, user_errors
 
 from .engines import Engine
+from .page import write_page
+from .study import Study
 
 # torch and transformers load inside the commands, so that --help and a mistyped option do not wait for them.
 if TYPE_CHECKING:
-    from .study import Study
     from .subject import Progress as Tell
     from .subject import Subject
 
@@ -164,9 +165,6 @@ def page_command(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """Redraw a study's PNG and page from its JSON."""
-    from .page import write_page
-    from .study import Study
-
     for study in map(Study.load, files):
         Console().print(f"written: {write_page(study, out)}", highlight=False, soft_wrap=True)
 
@@ -197,9 +195,6 @@ def _subject(model: Path | None, prompts: Path | None, count: int, seed: int, te
 
 
 def _write(study: Study, folder: Path) -> None:
-    from .page import write_page
-    from .study import Study
-
     study = Study.load(study.save(folder))
     for finding in study.findings:
         verdict = {True: "[green]holds[/]", False: "[red]does not hold[/]", None: "figure"}[finding.holds]
