@@ -90,10 +90,12 @@ class DataSection(Section):
 
 class RewardSection(Section):
     name: Annotated[str, AfterValidator(partial(choice_or_hook, RewardName))]
-    """`math`, `exact_match`, `arithmetic`, or `module:function` importable from the working directory."""
+    """`math`, `exact_match`, `arithmetic`, or `module:function` importable from the working directory, in this
+    project's form or TRL's, plain or async."""
     workers: Positive = 1
     timeout_s: Seconds = 10.0
-    """Longest time to score one sample, in seconds; then its reward fails."""
+    """Longest time to score one sample, in seconds; then its reward fails. In TRL's form a group has as many times that
+    as it has samples."""
     memory_mib: Positive = 2048
     """Memory that a worker may take beyond what it has once the function is imported; then the sample's reward fails.
     Linux only."""

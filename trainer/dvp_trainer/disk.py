@@ -43,6 +43,17 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         raise ConfigError(unwritable(what, folder, error)) from error
 
 
+def write_private(path: Path, text: str) -> None:
+    """Writes a file in out_dir that only its owner can read. Raises ConfigError as `writing` does."""
+    with writing(f"out_dir: {path}", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # whatever its permissions were
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(text)
+
+
 class AppendedFile:
     """A growing file in out_dir. Writes are unbuffered: an append either reaches the file or raises ConfigError."""
 

@@ -148,7 +148,7 @@ class Run:
             await asyncio.sleep(BEAT_S)
 
     async def tell(self) -> None:
-        version, waiting_s = self.publisher.announced.version, self.feeder.waiting_s()
-        beat = TrainerBeat(self.step, version, waiting_s, int(self.finished))
-        await self.replicas.beat_trainer(beat, fence=self.feeder.fence)
+        feeder, version = self.feeder, self.publisher.announced.version
+        beat = TrainerBeat(self.step, version, feeder.waiting_s(), feeder.scorer.num_waiting, int(self.finished))
+        await self.replicas.beat_trainer(beat, fence=feeder.fence)
         self.watch.tell_swaps(await self.replicas.swaps_s())

@@ -28,6 +28,7 @@ from dvp_rl.weights.transfers import Transfers
 
 from .config import EvalSettings, TrainSettings
 from .data.prompts import Columns, Order, Prompts, load_prompts
+from .data.reward_failures import RewardFailures
 from .data.reward_pool import RewardPool
 from .data.rewards import needs_answer
 from .data.scoring import PromptTokens, Scorer, encode_prompt
@@ -46,6 +47,9 @@ from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
 
 logger = logging.getLogger(__name__)
+
+TRIAL_ROWS = 4
+"""Rows per data set on which the reward is tried before anything is generated."""
 
 
 @asynccontextmanager
@@ -99,14 +103,11 @@ async def _assemble(
     prompts, heldout = open_prompts(settings, tokenizer)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
-    reward = settings.reward
     async with AsyncExitStack() as stack:
+        scorer, heldout_scorer = await stack.enter_async_context(scoring(settings, tokenizer, prompts, heldout))
         url = settings.broker.redis_url.get_secret_value()
         broker = await stack.enter_async_context(
             await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=settings.broker.stall_timeout_s)
-        )
-        pool = await stack.enter_async_context(
-            RewardPool(reward.name, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib)
         )
         lease = TrainerLease(
             broker,
@@ -125,16 +126,17 @@ async def _assemble(
         if settings.weights.route is WeightRoute.DISTRIBUTED:
             sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
         await publisher.publish(progress.weight_steps, after=progress.seq)
-        shaped = Scorer(pool, tokenizer, reward)
-        plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}))
         tokens = PromptTokens(prompts, tokenizer)
+        evaluator = None
+        if heldout is not None and heldout_scorer is not None:
+            evaluator = Evaluator(settings, heldout, heldout_scorer, submission, groups, publisher, fence)
         yield Run(
             settings=settings,
             learner=learner,
-            feeder=Feeder(settings, tokens, shaped, submission, groups, publisher, fence),
+            feeder=Feeder(settings, tokens, scorer, submission, groups, publisher, fence),
             publisher=publisher,
             sender=sender,
-            evaluator=Evaluator(settings, heldout, plain, submission, groups, publisher, fence) if heldout else None,
+            evaluator=evaluator,
             checkpoints=checkpoints,
             replicas=replicas,
             resumed_from=progress,
@@ -197,6 +199,30 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
         setting="data.heldout",
     )
     return train, heldout
+
+
+@asynccontextmanager
+async def scoring(
+    settings: TrainSettings, tokenizer: Tokenizer, prompts: Prompts, heldout: Prompts | None
+) -> AsyncIterator[tuple[Scorer, Scorer | None]]:
+    """Scorers of training and held-out completions, tried on the first rows. Raises ConfigError as `try_on` does."""
+    reward = settings.reward
+    async with RewardPool(
+        reward.name, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib
+    ) as pool:
+        failures = RewardFailures(
+            reward, settings.out_dir, prompts.source, patience=settings.batch.groups * settings.sampling.n
+        )
+        scorer = Scorer(pool, tokenizer, reward, failures)
+        await scorer.try_on(prompts.first(TRIAL_ROWS))
+        if heldout is None:
+            yield scorer, None
+            return
+        num = min(len(heldout), settings.evaluate.limit or len(heldout))
+        failures = RewardFailures(reward, settings.out_dir, heldout.source, patience=num * settings.evaluate.n)
+        plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}), failures)
+        await plain.try_on(heldout.first(TRIAL_ROWS))
+        yield scorer, plain
 
 
 def set_up_torch(settings: TrainSettings) -> None:

@@ -190,6 +190,7 @@ class Verdict(StrEnum):
     NO_TRAINER = "no_trainer"
     REPLICAS_BEHIND = "replicas_behind"
     STALLED = "stalled"
+    REWARDS_SLOW = "rewards_slow"
     TRAINER_STARVED = "trainer_starved"
     REPLICAS_STARVED = "replicas_starved"
     DEAD_LETTERS = "dead_letters"

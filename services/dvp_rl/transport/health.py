@@ -66,6 +66,8 @@ class Snapshot:
     """Seconds since a replica last finished a job; None if none ever did."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Event counts since the run began, by name."""
+    scoring: int = 0
+    """Number of completions whose rewards the trainer awaits."""
     client_wait_s: float = 0.0
     """Seconds that the next job of a client has waited for a replica."""
     client_bytes: int = 0
@@ -177,8 +179,16 @@ def replicas_starved(s: Snapshot) -> str:
     return f"{len(s.live)} replicas have nothing to do while {s.groups.backlog} groups wait for the trainer"
 
 
+def rewards_slow(s: Snapshot) -> str:
+    if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or not s.scoring:
+        return ""
+    return (
+        f"{s.scoring} completions await their rewards; the trainer has waited {s.trainer_waiting_s:.0f} s for a batch"
+    )
+
+
 def trainer_starved(s: Snapshot) -> str:
-    if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or s.num_groups or not s.live:
+    if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or s.num_groups or s.scoring or not s.live:
         return ""
     return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are queued or running"
 
@@ -289,6 +299,13 @@ RULES: tuple[Rule, ...] = (
         replicas_starved,
     ),
     Rule(
+        Verdict.REWARDS_SLOW,
+        Severity.WARNING,
+        "rewards are the bottleneck: the trainer waits for the reward function",
+        "raise reward.workers, or make the function faster; the trainer's log counts those that took too long",
+        rewards_slow,
+    ),
+    Rule(
         Verdict.TRAINER_STARVED,
         Severity.WARNING,
         "generation is the bottleneck: the trainer waits for groups",
@@ -352,6 +369,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         replicas=tuple(_replica(fields) for fields in found["replicas"] or ()),
         trainer=_trainer(found["trainer"], found["now_ms"]),
         trainer_waiting_s=float(found["trainer"].get("waiting_s", 0.0)),
+        scoring=int(found["trainer"].get("scoring", 0)),
         newest_version=found["version"],
         min_seq=int(found["min_seq"]),
         used_memory=found["used_memory"],

@@ -46,6 +46,8 @@ class TrainerBeat:
     version: str
     waiting_s: float = 0.0
     """Seconds that the trainer has waited for groups; 0 while it trains."""
+    scoring: int = 0
+    """Number of completions that await their rewards."""
     finished: int = 0
     """1 once the last step is done and the trainer is about to end."""
 

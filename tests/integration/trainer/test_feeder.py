@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from dvp_rl.cancellation import cancel
-from dvp_rl.contract.errors import EngineError, GroupMismatchError, UnavailableError
+from dvp_rl.contract.errors import ConfigError, EngineError, GroupMismatchError, UnavailableError
 from dvp_rl.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
 from dvp_rl.contract.job import Job, Sink, job_position
 from dvp_rl.contract.keys import TRAINER
@@ -110,6 +111,28 @@ def opened(tmp_path: Path, run_id: str) -> Open:
             yield run, Player(broker, run)
 
     return open_it
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "own_rewards.py"
+    file.write_text(
+        """
+import asyncio, time
+def slow_if_wrong(completion, answer, *, prompt, extra):
+    if completion != answer: time.sleep(600)
+    return 1.0
+def raises_if_wrong(completion, answer, *, prompt, extra):
+    if completion != answer: raise ValueError("not a sum")
+    return 1.0
+async def trl(prompts, completions, completion_ids, answer, **kwargs):
+    await asyncio.sleep(0)
+    assert len(completions) == len(completion_ids) == len(prompts)
+    return [float(text == right) for text, right in zip(completions, answer)]
+"""
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    return file
 
 
 async def both(run: Run, *plays: Any) -> Batch:
@@ -614,7 +637,50 @@ async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, open
             await run.feeder.next_batch()
     stalled = caught.value.subgroup(UnavailableError)
     assert stalled is not None
-    assert "no group arrived for 0.5 s (2 jobs in flight: no replica holds any of them)" in str(stalled.exceptions[0])
+    assert "no group was ready for 0.5 s: 2 of 2 jobs in flight have no group: no replica holds any" in str(
+        stalled.exceptions[0]
+    )
+
+
+async def test_slow_rewards_are_named_and_not_the_replicas(broker_url: str, opened: Open, own_rewards: Path) -> None:
+    limits = {"reward__timeout_s": "600", "broker__stall_timeout_s": "0.5"}
+
+    async def stall() -> None:
+        async with opened(broker_url, reward__name="own_rewards:slow_if_wrong", **limits) as (run, player):
+            await player.play(GROUPS)
+            await until_async(lambda: run.feeder.scorer.num_waiting == GROUPS * N)
+            await run.feeder.next_batch()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await stall()
+    said = (
+        rf"for 0.5 s: {GROUPS * N} completions await rewards \(reward.workers = 1\); 0 took longer than .* so far. GET"
+    )
+    assert caught.group_contains(UnavailableError, match=said)
+
+
+async def test_a_reward_that_fails_for_a_whole_batch_ends_the_run(
+    broker_url: str, tmp_path: Path, opened: Open, own_rewards: Path
+) -> None:
+    """The trial at start finds nothing: the function fails only for wrong answers."""
+
+    async def fail() -> None:
+        async with opened(broker_url, reward__name="own_rewards:raises_if_wrong") as (run, player):
+            mixed = await both(run, player.play(GROUPS))
+            assert [scored.num_failed for scored in mixed.groups] == [N - 1] * GROUPS
+            await run.feeder.close_batch(mixed)
+            await both(run, player.play(GROUPS, lambda lease: {"samples": player.group(lease, right=0).samples}))
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await fail()
+    assert caught.group_contains(ConfigError, match=f"failed for all of the last {GROUPS * N} completions: ")
+    assert 'raise ValueError("not a sum")' in (tmp_path / "run" / "reward_error.txt").read_text()
+
+
+async def test_a_reward_in_trls_form_scores_groups(broker_url: str, opened: Open, own_rewards: Path) -> None:
+    async with opened(broker_url, reward__name="own_rewards:trl") as (run, player):
+        batch = await both(run, player.play(GROUPS))
+        assert [scored.rewards for scored in batch.groups] == [(1.0, 0.0, 0.0, 0.0)] * GROUPS
 
 
 async def test_the_log_names_the_replica_that_hangs(
@@ -632,7 +698,7 @@ async def test_the_log_names_the_replica_that_hangs(
 
     async def named() -> bool:
         return (
-            re.search(rf"waiting for {GROUPS} of .*: replica hung holds {GROUPS}, silent for [2-9]", caplog.text)
+            re.search(rf"waiting: {GROUPS} of .*: replica hung holds {GROUPS}, silent for [2-9]", caplog.text)
             is not None
         )
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from dvp_rl.hooks import load_hook
+from dvp_trainer.data.prompts import Row, load_prompts
+from dvp_trainer.data.reward_forms import RewardFunction
+from dvp_trainer.data.reward_pool import RewardRequest
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit.forked import ROLLOUT, run
 from tests.kit.processes import ROOT
-from tests.kit.runs import HELDOUT, MODEL, config, replica, run_trainer
+from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer
 
 PAGE = ROOT / "trainer" / "HOOKS.md"
 
 
 def write_hooks(folder: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     (folder / "my_hooks.py").write_text("\n\n".join(blocks))
 
 
@@ -45,6 +51,15 @@ def test_a_run_of_the_users_own_functions(tmp_path: Path, broker_url: str, run_i
     assert [(int(step), float(reward)) for step, reward in seen] == [(r["step"], r["reward/mean"]) for r in trained]
     assert all(record["optimizer/updates"] for record in trained)
     assert all(record["mismatch/outside_rate"] == 0 for record in trained), "the engine prunes as the trainer does"
+
+
+def test_the_documented_reward_in_trls_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hooks(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    request = RewardRequest(Row(0, "1+1=", "2", {"answer": 2}, "answer"), ["2", " 3"], [[1], [2, 3]])
+    for columns, worth in [({"answer": "2"}, [1.0, 0.0]), ({"answer": "3"}, [0.0, 1.0])]:
+        with closing(RewardFunction("it", load_hook("reward.name", "my_hooks:trl_reward"))) as reward:
+            assert reward(request.to_json() | {"columns": columns}) == worth
 
 
 @pytest.mark.parametrize(
@@ -78,6 +93,25 @@ def test_a_run_of_the_users_own_functions(tmp_path: Path, broker_url: str, run_i
             "--reward.name=brief",
             "reward.name: allowed are math, exact_match, arithmetic, or your own as",
         ),
+        (
+            "--reward.name=my_hook:short",
+            "reward.name 'my_hook:short' takes (completion), expected (completion, answer, *",
+        ),
+        (
+            "--reward.name=my_hook:raises",
+            "reward.name 'my_hook:raises' failed for the answers of the first 4 rows, tried as completions before the "
+            "run: {train}, row {row}: KeyError: 'level'. {out}/reward_error.txt has the traceback",
+        ),
+        ("--reward.name=my_hook:none", "row {row}: TypeError: returned a NoneType, expected a number. "),
+        ("--reward.name=my_hook:nan", "row {row}: ValueError: returned nan, expected a finite number. "),
+        (
+            "--reward.name=my_hook:slow --reward.timeout-s=0.01",
+            "row {row}: took longer than reward.timeout_s allows (it is 0.01 s). ",
+        ),
+        (
+            "--reward.name=my_hook:trl",
+            "row {row}: TypeError: trl() missing 1 required positional argument: 'solution'. ",
+        ),
         ("--report.sinks=half:sink", "'half:sink': importing half failed (NameError: name 'nothing' is not defined)"),
     ],
 )
@@ -85,6 +119,7 @@ def test_a_mistake_is_named_before_anything_starts(tmp_path: Path, flag: str, sa
     """There is no broker, so a trainer that got that far would wait for it."""
     (tmp_path / "my_hook.py").write_text(
         """
+import time
 def empty(**_): return []
 def number(**_): return 3
 def texts(**_): return ["1+1="]
@@ -94,12 +129,20 @@ async def later(**_): return []
 class Lazy(list):
     def __getitem__(self, index): raise OSError("gone")
 def lazy(**_): return Lazy([1])
+def short(completion): return 1.0
+def raises(completion, answer, *, prompt, extra): return extra["level"]
+def none(completion, answer, *, prompt, extra): print("no result")
+async def nan(completion, answer, *, prompt, extra): return float("nan")
+def slow(completion, answer, *, prompt, extra): time.sleep(600)
+def trl(completions, solution, **kwargs): return [1.0]
 """
     )
     (tmp_path / "half.py").write_text("def sink(): pass\n\nnothing\n")
-    done = run_trainer([*config(tmp_path, "run", "redis://127.0.0.1:1/0"), flag], PYTHONPATH=str(tmp_path))
+    flags = [*config(tmp_path, "run", "redis://127.0.0.1:1/0"), *flag.split()]
+    done = run_trainer(flags, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    assert said in done.stderr
+    tried = load_prompts(str(TRAIN)).first(4)[-1].index
+    assert said.format(train=TRAIN, row=tried, out=tmp_path / "run") in done.stderr
     assert done.stderr.splitlines()[-1].startswith("dvp-train: error: ")
 
 

@@ -39,8 +39,8 @@ async def _beat(rig: Rig, name: str = "a", *, seq: int = 0, loading: str = "") -
     await ReplicaRegistry(rig.broker).beat(beat)
 
 
-async def _beat_trainer(rig: Rig, *, waiting_s: float = 0.0) -> None:
-    beat = TrainerBeat(step=3, version=f"{rig.run_id}:0:ab", waiting_s=waiting_s)
+async def _beat_trainer(rig: Rig, *, waiting_s: float = 0.0, scoring: int = 0) -> None:
+    beat = TrainerBeat(step=3, version=f"{rig.run_id}:0:ab", waiting_s=waiting_s, scoring=scoring)
     await ReplicaRegistry(rig.broker).beat_trainer(beat, fence=rig.fence)
 
 
@@ -281,6 +281,17 @@ async def test_trainer_starved(rig: Rig) -> None:
     assert (await _health(rig)).verdict is Verdict.OK
     await _beat_trainer(rig, waiting_s=STARVED_S + 1)
     assert (await _health(rig)).verdict is Verdict.TRAINER_STARVED
+
+
+async def test_slow_rewards_are_not_blamed_on_the_replicas(rig: Rig) -> None:
+    await _beat(rig)
+    await rig.submit(2)
+    await _beat_trainer(rig, waiting_s=STARVED_S + 1, scoring=8)
+    health = await _health(rig)
+    assert [reason.verdict for reason in health.reasons] == [Verdict.REWARDS_SLOW]
+    assert "8 completions await their rewards" in health.reasons[0].detail
+    await _beat_trainer(rig, waiting_s=STARVED_S - 1, scoring=8)
+    assert (await _health(rig)).verdict is Verdict.OK
 
 
 async def test_replicas_starved(rig: Rig) -> None:

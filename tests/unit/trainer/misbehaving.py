@@ -59,6 +59,11 @@ def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str,
     return 0.25
 
 
+def group(completions: list[str], **kwargs: Any) -> list[Any]:
+    """TRL's form: every completion is scored by `reward`, so a bad one costs its group."""
+    return [reward(completion, None, prompt="", extra=kwargs) for completion in completions]
+
+
 def wait_for_ever() -> NoReturn:
     while True:
         time.sleep(0.01)

@@ -17,7 +17,7 @@ import pytest
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.http import Message
-from dvp_trainer.data.prompts import Columns, Order, Prompt, Row, load_prompts, permutation
+from dvp_trainer.data.prompts import Columns, Order, Prompt, load_prompts, permutation
 from tests.kit.wait import WITHIN_S
 
 DAPO: dict[str, Any] = {
@@ -72,7 +72,26 @@ def test_layouts_are_recognised(
     tmp_path: Path, write: Any, record: dict[str, Any], prompt: Prompt, answer: str | None, extra: dict[str, Any]
 ) -> None:
     source = write(tmp_path / f"rows.{'jsonl' if write is write_jsonl else 'parquet'}", [record])
-    assert load_prompts(source).row_at(0) == Row(0, prompt, answer, extra)
+    row = load_prompts(source).row_at(0)
+    assert (row.index, row.prompt, row.answer, row.extra) == (0, prompt, answer, extra)
+
+
+def test_rows_keep_the_answers_original_value(tmp_path: Path) -> None:
+    """A reward written for TRL gets columns as they are in the file."""
+    row = load_prompts(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": 2, "level": 3}])).row_at(0)
+    assert (row.answer, row.answer_column, row.columns) == ("2", "answer", {"answer": 2, "level": 3})
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_rows_without_answers_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, answered: int) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}] * answered + [{"prompt": "2+2="}]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with caplog.at_level("INFO"):
+        load_prompts(source)
+    assert caplog.messages == [
+        f"{source}: {len(rows)} rows, {len(rows)} different prompts",
+        f"{source}: 1 of {len(rows)} rows have no answer: the reward gets None there",
+    ]
 
 
 def test_messages_with_several_turns(tmp_path: Path) -> None:

@@ -17,16 +17,19 @@ import psutil
 import pytest
 
 from dvp_rl.contract.errors import ConfigError, UnavailableError
-from dvp_trainer.data.reward_pool import RewardPool, RewardRequest, RewardResult, reward_values
-from dvp_trainer.options import OnError
+from dvp_trainer.data.prompts import Row
+from dvp_trainer.data.reward_forms import Form
+from dvp_trainer.data.reward_pool import RewardPool, RewardRequest
 from tests.kit.wait import until_async
 
 TIMEOUT_S = 1.0
 """Time limit per sample, in seconds. Samples that do not hang take far less; many of these tests wait this long."""
 
 
-def request(completion: str, row: int = 0, answer: str | None = "46", prompt: str = "", **extra: Any) -> RewardRequest:
-    return RewardRequest(row, completion, answer, prompt, extra)
+def request(
+    completion: str, row: int = 0, answer: str | None = "46", prompt: str = "", **columns: Any
+) -> RewardRequest:
+    return RewardRequest(Row(row, prompt, answer, columns), [completion])
 
 
 @pytest.fixture
@@ -71,9 +74,9 @@ async def test_the_function_sees_answer_prompt_and_extra(pool: RewardPool) -> No
         ("nan", "row 7: ValueError: returned nan, expected a finite number"),
         ("none", "row 7: TypeError: returned a NoneType, expected a number"),
         ("text", "row 7: TypeError: returned a str, expected a number"),
-        ("sleep", "row 7: took longer than the time limit"),
-        ("swallow", "row 7: took longer than the time limit"),
-        ("deaf", "row 7: took longer than the time limit and had to be killed"),
+        ("sleep", "row 7: took longer than reward.timeout_s allows"),
+        ("swallow", "row 7: took longer than reward.timeout_s allows"),
+        ("deaf", "row 7: took longer than reward.timeout_s allows and had to be killed"),
         ("hoard", "row 7: needed more memory than reward.memory_mib allows"),
         ("exit", "row 7: its process ended with exit status 3"),
         ("sys.exit", "row 7: its process ended with exit status 4"),
@@ -87,6 +90,39 @@ async def test_a_bad_sample_costs_only_itself(pool: RewardPool, completion: str,
     assert results[2].error is not None
     assert results[2].error.startswith(error)
     assert (await pool.score([request("fine")]))[0].value == 0.25
+
+
+async def test_the_traceback_begins_in_the_users_function(pool: RewardPool) -> None:
+    raised, slow, nan = await pool.score([request(kind) for kind in ("raise", "sleep", "nan")])
+    assert raised.trace.startswith("Traceback (most recent call last):\n")
+    assert raised.trace.endswith("KeyError: 'no such field\\nsecond line'\n")
+    for trace, line in [(raised.trace, 'raise KeyError("no such'), (slow.trace, "wait_for_ever()")]:
+        assert "misbehaving.py" in trace
+        assert line in trace
+    assert "reward_worker.py" not in raised.trace
+    assert "expected a finite number" in nan.trace
+    assert [raised.timed_out, slow.timed_out] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ("raise", "row 1: KeyError: 'no such field"),
+        ("sleep", "row 1: took longer than reward.timeout_s allows"),
+        ("deaf", "row 1: took longer than reward.timeout_s allows and had to be killed"),
+        ("exit", "row 1: its process ended with exit status 3"),
+    ],
+)
+async def test_a_bad_completion_costs_its_group_in_trls_form(misbehaving: str, bad: str, error: str) -> None:
+    async with RewardPool("misbehaving:group", timeout_s=TIMEOUT_S) as pool:
+        assert pool.form is Form.TRL
+        groups = [["fine", "fine"], ["fine", bad], ["fine"], ["fine", "nan"]]
+        requests = [
+            request for row, group in enumerate(groups) for request in pool.requests(Row(row, ""), group, [[1]] * 2)
+        ]
+        results = await pool.score(requests)
+    assert [result.value for result in results] == [0.25, 0.25, None, None, 0.25, 0.25, None]
+    assert all(str(results[i].error).startswith(error) for i in (2, 3))
 
 
 async def test_several_bad_samples_in_one_chunk(misbehaving: str) -> None:
@@ -167,12 +203,13 @@ async def test_close_ends_every_process_and_every_wait(misbehaving: str) -> None
 
 TRAINER = """
 import asyncio, sys
+from dvp_trainer.data.prompts import Row
 from dvp_trainer.data.reward_pool import RewardPool, RewardRequest
 
 async def main():
     async with RewardPool("misbehaving:reward", timeout_s=600) as pool:
-        print(int((await pool.score([RewardRequest(0, "pid", None, "", {})]))[0].value), flush=True)
-        await pool.score([RewardRequest(0, "deaf", None, "", {"mark": sys.argv[1]})])
+        print(int((await pool.score([RewardRequest(Row(0, ""), ["pid"])]))[0].value), flush=True)
+        await pool.score([RewardRequest(Row(0, "", columns={"mark": sys.argv[1]}), ["deaf"])])
 
 asyncio.run(main())
 """
@@ -204,12 +241,3 @@ async def test_a_reward_that_kills_its_process_on_import_is_refused(
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     with pytest.raises(ConfigError, match="did not start: its process ended with exit status 9"):
         await RewardPool("deadly_reward:f").start()
-
-
-def test_settle_counts_failures_or_stops() -> None:
-    results = [RewardResult(1.0, None, 0.1), RewardResult(None, "row 3: ValueError: bad", 0.1)]
-    assert reward_values(results, OnError.ZERO) == [1.0, 0.0]
-    assert reward_values(results, OnError.ZERO, failed_value=-1.0) == [1.0, -1.0]
-    assert reward_values(results[:1], OnError.STOP) == [1.0]
-    with pytest.raises(ConfigError, match=r"row 3: ValueError: bad.*on_error = 'zero'"):
-        reward_values(results, OnError.STOP)

@@ -48,10 +48,16 @@ class Row:
     """Row number in the source, from 0."""
     prompt: Prompt
     """Plain text, or chat messages for the model's chat template."""
-    answer: str | None
+    answer: str | None = None
     """Answer that the reward compares with. Numbers are converted to text, other values to JSON."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """All other columns."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """All columns but the prompt's, with their original values."""
+    answer_column: str | None = None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """All columns but prompt and answer."""
+        return {name: value for name, value in self.columns.items() if name != self.answer_column}
 
     @property
     def text(self) -> str:
@@ -96,6 +102,10 @@ class Prompts:
         """One epoch in source order, as held-out sets are read."""
         return (self._row(int(index)) for index in self._kept)
 
+    def first(self, count: int) -> list[Row]:
+        """The first `count` rows in order of positions, or one epoch if it has fewer."""
+        return [self.row_at(position) for position in range(min(count, len(self)))]
+
     def row_at(self, position: int) -> Row:
         """The row at `position` >= 0; a pure function of the data set, the order and the seed."""
         epoch, offset = divmod(position, len(self))
@@ -130,7 +140,7 @@ def load_prompts(
     records = open_records(source, split=split, subset=subset, setting=setting)
     kept: list[int] = []
     prompts: set[int] = set()
-    num_long = 0
+    num_long = num_unanswered = 0
     digest = hashlib.sha256(f"{order} {seed}".encode())
     for index, record in zip(range(len(records) if limit is None else limit), records, strict=False):
         row = parse_row(record, index, source, columns)
@@ -140,14 +150,15 @@ def load_prompts(
             num_long += 1
             continue
         kept.append(index)
+        num_unanswered += row.answer is None
         prompts.add(hash(row.text))
         digest.update(json.dumps([index, row.text, row.answer]).encode())
     if not kept:
         raise ConfigError(f"{source}: all {num_long} prompts are longer than max_prompt_tokens = {max_prompt_tokens}")
-    log.info(
-        "%s: %d rows, %d different prompts, %d left out as longer than %s tokens",
-        *(source, len(kept), len(prompts), num_long, max_prompt_tokens),
-    )
+    long = "" if max_prompt_tokens is None else f", {num_long} left out as longer than {max_prompt_tokens} tokens"
+    log.info("%s: %d rows, %d different prompts%s", source, len(kept), len(prompts), long)
+    if num_unanswered:
+        log.warning("%s: %d of %d rows have no answer: the reward gets None there", source, num_unanswered, len(kept))
     fingerprint = digest.hexdigest()[:16]
     return Prompts(source, records, np.array(kept, np.int64), fingerprint, columns=columns, order=order, seed=seed)
 
@@ -161,8 +172,9 @@ def parse_row(record: dict[str, Any], index: int, source: str, columns: Columns 
     if prompt_name is None or prompt in ("", []):
         raise ConfigError(_missing("prompt", record, index, source, columns.prompt, PROMPT_COLUMNS))
     answer_name, answer = _find(record, (columns.answer,) if columns.answer else ANSWER_COLUMNS)
-    extra = {name: value for name, value in record.items() if name not in (prompt_name, answer_name)}
-    return Row(index, _parse_prompt(prompt, f"{source}: row {index}, {prompt_name}"), _as_text(answer), extra)
+    parsed = _parse_prompt(prompt, f"{source}: row {index}, {prompt_name}")
+    others = {name: value for name, value in record.items() if name != prompt_name}
+    return Row(index, parsed, _as_text(answer), others, answer_name)
 
 
 def _find(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str | None, Any]:

@@ -1,9 +1,10 @@
 """Runs reward functions in worker processes, with a time limit per sample and a memory limit per worker.
 
 Every worker is a fresh interpreter (reward_worker.py) connected by a pair of pipes that carry JSON lines: one line in
-per chunk of requests, one line out per sample. A sample that raises, returns no number or exceeds a limit fails alone.
-A sample that hangs in code which ignores signals, or kills its process, fails too, and its worker is replaced; the new
-worker continues with the rest of the chunk.
+per chunk of requests, one line out per request. A request that raises, returns no numbers or exceeds a limit fails
+alone. A request that hangs in code which ignores signals, or kills its process, fails too, and its worker is replaced;
+the new worker continues with the rest of the chunk. A request is one completion, or a group if the reward has TRL's
+form.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 from dvp_rl.contract.errors import ConfigError, UnavailableError
-from dvp_trainer.options import OnError
 
+from .prompts import Row
+from .reward_forms import Form, Request
 from .reward_worker import TIME_LIMIT
 
 log = logging.getLogger(__name__)
@@ -44,19 +46,44 @@ BOOTSTRAP = (
 
 
 class RewardRequest(NamedTuple):
-    row: int
-    """Row number in the data set; identifies the sample in error messages."""
-    completion: str
-    answer: str | None
-    prompt: str
-    extra: dict[str, Any]
+    """A row and some of its completions; the own form takes one completion per request."""
+
+    row: Row
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]] = ()
+    """Token ids per completion; needed only for TRL's form."""
+
+    def to_json(self) -> Request:
+        row = self.row
+        messages = None
+        if not isinstance(row.prompt, str):
+            messages = [{"role": message.role, "content": message.content} for message in row.prompt]
+        return Request(
+            completions=list(self.completions),
+            completion_ids=[list(ids) for ids in self.completion_ids],
+            prompt=row.text,
+            messages=messages,
+            answer=row.answer,
+            columns=row.columns,
+            answer_column=row.answer_column,
+        )
 
 
 class RewardResult(NamedTuple):
+    """What became of one completion."""
+
     value: float | None
     """Finite reward; None if the function failed."""
     error: str | None
+    """Begins with the row number."""
     seconds: float
+    """The request's time, divided by its completions."""
+    trace: str = ""
+    """Traceback of the failure, if there was an exception."""
+
+    @property
+    def timed_out(self) -> bool:
+        return self.error is not None and TIME_LIMIT in self.error
 
 
 class _Chunk(NamedTuple):
@@ -76,6 +103,8 @@ class RewardPool:
         self._reward, self._timeout_s, self._memory_mib, self._num_workers = reward, timeout_s, memory_mib, workers
         self._chunks: asyncio.Queue[_Chunk] = asyncio.Queue(maxsize=2 * workers)
         self._workers: list[_Worker] = []
+        self.form = Form.OWN
+        """The form of the reward function, known after `start`."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -86,10 +115,19 @@ class RewardPool:
         except BaseException:
             await self.close()
             raise
+        self.form = self._workers[0].form
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
+    def requests(
+        self, row: Row, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    ) -> list[RewardRequest]:
+        """Requests for these completions of a row, as the reward's form takes them."""
+        if self.form is Form.TRL:
+            return [RewardRequest(row, completions, completion_ids)]
+        return [RewardRequest(row, [completion]) for completion in completions]
+
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request, in order. Waits for a free queue slot while the pool is busy.
+        """One result per completion, in order. Waits for a free queue slot while the pool is busy.
 
         Raises ConfigError if a worker's replacement does not start, UnavailableError if the pool is closed meanwhile.
         """
@@ -152,6 +190,7 @@ class _Worker:
         self._reward, self._timeout_s, self._memory_mib = reward, timeout_s, memory_mib
         self._process: Process | None = None
         self._unread = b""
+        self.form = Form.OWN
 
     async def start(self) -> None:
         limits = (str(self._timeout_s), str(self._memory_mib))
@@ -165,9 +204,10 @@ class _Worker:
             raise ConfigError(f"reward.name {self._reward!r}: its worker process did not start: {error}") from None
         if "error" in hello:
             raise ConfigError(hello["error"])
+        self.form = Form(hello["form"])
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        results: list[RewardResult] = []
+        results: list[list[RewardResult]] = []
         while len(results) < len(requests):
             try:
                 if not self._is_alive():
@@ -176,13 +216,14 @@ class _Worker:
                 await self._score_rest(requests, results)
             except WorkerLostError as error:
                 await self.stop()
-                row = requests[len(results)].row
-                log.warning("reward of row %d: %s; the worker process is replaced", row, error)
-                results.append(RewardResult(None, f"row {row}: {error}", self._timeout_s))
+                lost = requests[len(results)]
+                log.warning("reward of row %d: %s; the worker process is replaced", lost.row.index, error)
+                failed = RewardResult(None, f"row {lost.row.index}: {error}", self._timeout_s)
+                results.append([failed] * len(lost.completions))
             except BaseException:
                 await self.stop()
                 raise
-        return results
+        return [result for of_request in results for result in of_request]
 
     def _is_alive(self) -> bool:
         """Asks the kernel where possible: asyncio notices a death a moment later, which would cost a sample."""
@@ -195,19 +236,25 @@ class _Worker:
         except ChildProcessError:
             return False
 
-    async def _score_rest(self, requests: Sequence[RewardRequest], results: list[RewardResult]) -> None:
-        """Appends results as they arrive. Raises WorkerLostError at the sample that kills the process."""
+    async def _score_rest(self, requests: Sequence[RewardRequest], results: list[list[RewardResult]]) -> None:
+        """Appends results as they arrive. Raises WorkerLostError at the request that kills the process."""
         assert self._process is not None
         assert self._process.stdin is not None
-        rest = [request[1:] for request in requests[len(results) :]]
+        rest = [request.to_json() for request in requests[len(results) :]]
         self._process.stdin.write(json.dumps(rest, default=str).encode() + b"\n")
         while len(results) < len(requests):
-            for value, error, seconds in await self._read_lines(self._timeout_s + GRACE_S):
-                named = None if error is None else f"row {requests[len(results)].row}: {error}"
-                results.append(RewardResult(value, named, seconds))
+            limit_s = self._timeout_s * len(requests[len(results)].completions)
+            for outcomes, seconds in await self._read_lines(limit_s + GRACE_S):
+                row, each_s = requests[len(results)].row.index, seconds / len(outcomes)
+                results.append(
+                    [
+                        RewardResult(value, None if error is None else f"row {row}: {error}", each_s, trace)
+                        for value, error, trace in outcomes
+                    ]
+                )
 
     async def _read_lines(self, timeout_s: float) -> list[Any]:
-        """One or more messages. A worker sends one per sample, so silence means that a sample exceeded its limit."""
+        """One or more messages. A worker sends one per request, so silence means that a request exceeded its limit."""
         lines: list[bytes] = []
         while not lines:
             *lines, self._unread = (self._unread + await self._read(timeout_s)).split(b"\n")
@@ -244,13 +291,3 @@ class _Worker:
         if process.stdin is not None:
             process.stdin.close()
         await process.wait()
-
-
-def reward_values(results: Sequence[RewardResult], on_error: OnError, failed_value: float = 0.0) -> list[float]:
-    """The rewards, with `failed_value` for failures. Raises ConfigError on the first failure under OnError.STOP."""
-    failed = [result.error for result in results if result.value is None]
-    if failed and on_error is OnError.STOP:
-        raise ConfigError(
-            f"the reward function failed: {failed[0]}. Fix it, or set reward.on_error = 'zero' to count failures as 0"
-        )
-    return [failed_value if result.value is None else result.value for result in results]

@@ -1,4 +1,4 @@
-"""The process in which reward functions run: one JSON line in per chunk, one JSON line out per sample.
+"""The process in which reward functions run: one JSON line in per chunk of requests, one JSON line out per request.
 
 Started by reward_pool.py in a fresh interpreter that imports neither torch nor the trainer's main module. Output of a
 reward function to stdout is redirected to stderr.
@@ -14,17 +14,22 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.hooks import describe_error
 
-from .rewards import Reward, as_number, resolve_reward
+from .reward_forms import Request, RewardFunction
+from .rewards import as_number, resolve_reward
 
 PR_SET_PDEATHSIG = 1
+TIME_LIMIT = "took longer than reward.timeout_s allows"
 MEMORY_LIMIT = "needed more memory than reward.memory_mib allows"
+MAX_TRACE = 16_384
+"""Longest traceback sent to the trainer, in characters; the end is what counts."""
 
 
 class TimeLimitError(BaseException):
@@ -35,42 +40,64 @@ class Alarm:
     """A time limit enforced by SIGALRM. Code that never returns to the interpreter ignores it; the pool then kills the
     process."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self.expired = False
 
     def _ring(self, signum: int, frame: FrameType | None) -> None:
         self.expired = True
         raise TimeLimitError
 
-    def start(self) -> None:
+    def start(self, limit_s: float) -> None:
         self.expired = False
         signal.signal(signal.SIGALRM, self._ring)  # every time: a reward function may have replaced it
-        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
 
     def stop(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def score(reward: Reward, alarm: Alarm, request: list[Any]) -> tuple[float | None, str | None]:
-    """(reward, None), or (None, error) if the function failed."""
-    completion, answer, prompt, extra = request
+class Outcome(NamedTuple):
+    """What became of one completion."""
+
+    value: float | None
+    """Finite reward; None if the function failed."""
+    error: str | None = None
+    trace: str = ""
+    """Traceback of the failure."""
+
+
+def score(reward: RewardFunction, alarm: Alarm, request: Request, limit_s: float) -> list[Outcome]:
+    """One outcome per completion. `limit_s` is the time limit for all of them together."""
+    num = len(request["completions"])
     try:
-        alarm.start()
+        alarm.start(limit_s)
         try:
-            value = as_number(reward(completion, answer, prompt=prompt, extra=extra))
+            values = reward(request)
         finally:
             alarm.stop()
-    except TimeLimitError:
-        return None, TIME_LIMIT
-    except MemoryError:
-        return None, MEMORY_LIMIT
+    except TimeLimitError as error:
+        return [Outcome(None, TIME_LIMIT, trace_of(error))] * num
+    except MemoryError as error:
+        return [Outcome(None, MEMORY_LIMIT, trace_of(error))] * num
     except Exception as error:  # noqa: BLE001 - a user's function can raise anything
-        return None, TIME_LIMIT if alarm.expired else describe_error(error)
-    return (None, TIME_LIMIT) if alarm.expired else (value, None)
+        message = TIME_LIMIT if alarm.expired else describe_error(error)
+        return [Outcome(None, message, trace_of(error))] * num
+    return [Outcome(None, TIME_LIMIT)] * num if alarm.expired else [_checked(value) for value in values]
 
 
-TIME_LIMIT = "took longer than the time limit"
+def _checked(value: Any) -> Outcome:
+    try:
+        return Outcome(as_number(value))
+    except Exception as error:  # noqa: BLE001 - a user's type can raise anything, too
+        return Outcome(None, describe_error(error), trace_of(error))
+
+
+def trace_of(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))[-MAX_TRACE:]
 
 
 def _private_pipes() -> tuple[int, int]:
@@ -111,16 +138,16 @@ def main(name: str, limit_s: float, memory_mib: int) -> None:
             raise SystemExit from None  # the trainer is gone
 
     try:
-        reward = resolve_reward(name)
+        reward = RewardFunction(name, resolve_reward(name))
     except ConfigError as refusal:
         return send({"error": str(refusal)})
     _limit_memory(memory_mib)
-    send({"ready": os.getpid()})
-    alarm = Alarm(limit_s)
+    send({"form": reward.form})
+    alarm = Alarm()
     with os.fdopen(requests, "rb") as lines:
         for line in lines:
             for request in json.loads(line):
                 start = time.perf_counter()
-                value, error = score(reward, alarm, request)
-                send((value, error, time.perf_counter() - start))
+                outcomes = score(reward, alarm, request, limit_s * len(request["completions"]))
+                send((outcomes, time.perf_counter() - start))
     return None

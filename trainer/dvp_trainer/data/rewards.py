@@ -1,6 +1,7 @@
 r"""Rewards of completions.
 
-A reward is any function of this form; it runs in a worker process (reward_pool.py), never in the trainer:
+A reward is any function of this form, or of TRL's (reward_forms.py); it runs in a worker process (reward_pool.py),
+never in the trainer:
 
     def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import math as maths
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -122,7 +124,7 @@ def needs_answer(name: str) -> bool:
     return name in NAMED
 
 
-def resolve_reward(name: str) -> Reward:
+def resolve_reward(name: str) -> Callable[..., Any]:
     """A named reward, or `module:function` imported with the working directory at the END of the import path.
 
     Raises ConfigError if there is no such reward. Slow imports happen here, not within the first sample's time limit.
@@ -133,8 +135,7 @@ def resolve_reward(name: str) -> Reward:
         raise ConfigError(f"reward.name {name!r}: {error}") from None
     if name == RewardName.MATH:
         _math_verify()
-    reward: Reward = NAMED[name] if name in NAMED else load_hook("reward.name", name)
-    return reward
+    return NAMED[name] if name in NAMED else load_hook("reward.name", name)
 
 
 def as_number(value: Any) -> float:

@@ -17,7 +17,8 @@ from dvp_trainer.options import Overlong
 
 from .batch import ScoredGroup
 from .prompts import Prompt, Prompts, Row
-from .reward_pool import RewardPool, RewardRequest, reward_values
+from .reward_failures import RewardFailures
+from .reward_pool import RewardPool
 from .rewards import overlong_penalty
 
 if TYPE_CHECKING:
@@ -47,33 +48,58 @@ class PromptTokens:
 class Scorer:
     """Scores whole groups in worker processes."""
 
-    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection) -> None:
-        self._pool, self.tokenizer, self._rules = pool, tokenizer, rules
-        self._warned = False
+    def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection, failures: RewardFailures) -> None:
+        self._pool, self.tokenizer, self._rules, self._failures = pool, tokenizer, rules, failures
+        self._num_waiting = 0
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
-        """The group with its rewards. Raises ConfigError if a reward fails and on_error is `stop`."""
+        """The group with its rewards; a failed one counts as 0. Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
-        completions = [self.tokenizer.decode(sample.token_ids.tolist()) for sample in group.samples]
-        requests = [RewardRequest(row.index, text, row.answer, row.text, row.extra) for text in completions]
-        results = await self._pool.score(requests)
-        scores = reward_values(results, self._rules.on_error)
-        self._warn_once([result.error for result in results if result.error is not None])
+        token_ids = [sample.token_ids.tolist() for sample in group.samples]
+        completions = [self.tokenizer.decode(ids) for ids in token_ids]
+        self._num_waiting += len(completions)
+        try:
+            results = await self._pool.score(self._pool.requests(row, completions, token_ids))
+        finally:
+            self._num_waiting -= len(completions)
+        self._failures.look_at(row, completions, results)
         return ScoredGroup(
             group=group,
-            rewards=self._shaped(group, scores),
+            rewards=self._shaped(group, [result.value or 0.0 for result in results]),
             staleness=0,
             num_failed=sum(result.value is None for result in results),
             reward_s=sum(result.seconds for result in results),
             arrived=arrived,
         )
 
-    def _warn_once(self, errors: Sequence[str]) -> None:
-        """Logs row and error type of the first failure; the error's message may contain the prompt."""
-        if errors and not self._warned:
-            self._warned = True
-            first = ": ".join(errors[0].split(": ")[:2])
-            log.warning("a reward failed and counts as 0 (%s); further failures are counted in reward/failed", first)
+    @property
+    def num_waiting(self) -> int:
+        """Number of completions that await their rewards."""
+        return self._num_waiting
+
+    def waiting(self) -> str:
+        """What scoring waits for, in words; "" for nothing."""
+        if not self._num_waiting:
+            return ""
+        return (
+            f"{self._num_waiting} completions await rewards (reward.workers = {self._rules.workers}); "
+            f"{self._failures.num_timed_out} took longer than reward.timeout_s = {self._rules.timeout_s:g} s so far"
+        )
+
+    async def try_on(self, rows: Sequence[Row]) -> None:
+        """Scores each row's answer as if it were a completion. Raises ConfigError if every reward fails."""
+        answers = [row.answer or "" for row in rows]
+        requests = [
+            request
+            for row, answer in zip(rows, answers, strict=True)
+            for request in self._pool.requests(row, [answer], [self.tokenizer.encode(answer)])
+        ]
+        results = await self._pool.score(requests)
+        if all(result.value is None for result in results):
+            what = f"failed for the answers of the first {len(rows)} rows, tried as completions before the run"
+            raise self._failures.fatal(what, rows[-1], answers[-1], results[-1])
+        values = ", ".join("failed" if result.value is None else f"{result.value:g}" for result in results)
+        log.info("rewards of the answers of the first %d rows, tried as completions: %s", len(rows), values)
 
     def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
         if self._rules.overlong is not Overlong.SOFT:

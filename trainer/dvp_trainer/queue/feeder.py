@@ -288,9 +288,8 @@ class Feeder:
                     scored = await self._scored.get()
                 return replace(scored, staleness=self.publisher.staleness(scored.group))
             await self._recheck()
-        whom = await self._who_holds()
         raise UnavailableError(
-            f"no group arrived for {timeout_s:g} s ({len(self.books.outstanding)} jobs in flight: {whom}). "
+            f"no group was ready for {timeout_s:g} s: {await self._waits_for()}. "
             "GET /v1/queue on any replica says why; start the same command again to resume"
         )
 
@@ -298,16 +297,21 @@ class Feeder:
         """Recovers after silence: a broker that was wiped or lost its last writes has forgotten jobs, weights, or which
         entries were read. Announcing, submitting and looking for entries again is cheap."""
         missing = self.books.missing()
-        num_missing, num = len(missing), len(self.books.outstanding)
-        logger.info("still waiting for %d of %d jobs in flight: %s", num_missing, num, await self._who_holds())
+        logger.info("still waiting: %s", await self._waits_for())
         if await self.publisher.announce_again():
             logger.warning("the broker had lost the weights; announced again as %s", self.publisher.announced.version)
         self.groups.look_again()
         self.books.unsent |= missing
         self._room.set()
 
-    async def _who_holds(self) -> str:
-        return await who_holds(self.groups.broker, self.books.outstanding)
+    async def _waits_for(self) -> str:
+        missing = self.books.missing()
+        rewards = self.scorer.waiting()
+        if rewards and not missing:
+            return rewards
+        whom = await who_holds(self.groups.broker, missing)
+        jobs = f"{len(missing)} of {len(self.books.outstanding)} jobs in flight have no group: {whom}"
+        return f"{rewards}; {jobs}" if rewards else jobs
 
     # --- the end of an attempt --------------------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""The two forms in which a reward may be written, each as a plain function or a coroutine (async def).
+
+    own:  reward(completion, answer, *, prompt, extra) -> float          one call per completion
+    TRL:  reward(completions, prompts, ..., **kwargs) -> list[float]     one call per group
+
+A function with a parameter `completions`, `prompts` or `completion_ids` is called as TRL's GRPOTrainer calls it: with
+one list entry per completion of a group, chats as lists of messages, and every column of the row as a keyword. Of
+TRL's keywords, `trainer_state`, `log_extra` and `log_metric` are not passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from enum import StrEnum
+from typing import Any, TypedDict
+
+from dvp_rl.contract.errors import ConfigError
+
+TRL_PARAMETERS = {"completions", "prompts", "completion_ids"}
+EXPECTED = "(completion, answer, *, prompt, extra) or, as in TRL, (completions, **kwargs)"
+
+
+class Form(StrEnum):
+    OWN = "own"
+    TRL = "trl"
+
+
+class Request(TypedDict):
+    """Completions of one row, as JSON values. The own form takes one completion per request."""
+
+    completions: list[str]
+    completion_ids: list[list[int]]
+    """Token ids; empty for the own form."""
+    prompt: str
+    messages: list[dict[str, str]] | None
+    """The prompt as chat messages; None if it is plain text."""
+    answer: str | None
+    columns: dict[str, Any]
+    answer_column: str | None
+
+
+def form_of(name: str, function: Callable[..., Any]) -> Form:
+    """Raises ConfigError if the function can be called in neither form."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function without a Python signature
+        return Form.OWN
+    if TRL_PARAMETERS & set(signature.parameters):
+        return Form.TRL
+    try:
+        signature.bind("", None, prompt="", extra={})
+    except TypeError as error:
+        raise ConfigError(f"reward.name {name!r} takes {signature}, expected {EXPECTED} ({error})") from None
+    return Form.OWN
+
+
+class RewardFunction:
+    """Calls a reward in its form. `close` it in the end."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.form, self._function = form_of(name, function), function
+        self._runner = asyncio.Runner()
+
+    def __call__(self, request: Request) -> Sequence[Any]:
+        """One value of any type per completion. Raises TypeError or ValueError if there are not as many, and whatever
+        the function raises."""
+        if self.form is Form.OWN:
+            extra = {name: value for name, value in request["columns"].items() if name != request["answer_column"]}
+            (completion,) = request["completions"]
+            return [
+                self._finished(self._function(completion, request["answer"], prompt=request["prompt"], extra=extra))
+            ]
+        values = list(self._finished(self._function(**_trl_arguments(request))))
+        if len(values) != len(request["completions"]):
+            raise ValueError(f"returned {len(values)} rewards for {len(request['completions'])} completions")
+        return values
+
+    def _finished(self, result: Any) -> Any:
+        """The result of a coroutine, or the result itself."""
+        if not inspect.isawaitable(result):
+            return result
+
+        async def awaited() -> Any:
+            return await result
+
+        return self._run(awaited())
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return self._runner.run(coroutine)
+        except BaseException:  # its event loop may hold tasks of the failed call
+            self.close()
+            self._runner = asyncio.Runner()
+            raise
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def _trl_arguments(request: Request) -> dict[str, Any]:
+    n, messages = len(request["completions"]), request["messages"]
+    chat = [[{"role": "assistant", "content": completion}] for completion in request["completions"]]
+    columns = {"answer": request["answer"]} | request["columns"]
+    return {name: [value] * n for name, value in columns.items()} | {
+        "prompts": [request["prompt"] if messages is None else messages] * n,
+        "completions": request["completions"] if messages is None else chat,
+        "completion_ids": request["completion_ids"],
+    }
