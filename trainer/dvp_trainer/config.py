@@ -208,6 +208,11 @@ class ReportSection(Section):
     wandb_project: str | None = None
     sinks: tuple[HookName, ...] = ()
     """Your own metric sinks, as module:function."""
+    completions_interval: NonNegative = 10
+    """Batches between records of completions with reward, advantage and kept mass: in out_dir/completions.jsonl, on a
+    terminal, in W&B and in the report. 0: never. The first batch is shown, too."""
+    completions: Positive = 8
+    """Completions per record: the best and the worst of a prompt."""
     tokens_interval: NonNegative = 0
     """Batches between records of both sides' log-probs of every token (out_dir/tokens, about 30 bytes a token), for
     `dvp-lab signature --run`; 0: never."""

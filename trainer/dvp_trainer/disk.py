@@ -48,17 +48,21 @@ def write_private(path: Path, text: str) -> None:
     with writing(f"out_dir: {path}", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # whatever its permissions were
-        with os.fdopen(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8", errors="backslashreplace"
-        ) as file:
+        with open(path, "x", encoding="utf-8", errors="backslashreplace", opener=owner_only) as file:
             file.write(text)
+
+
+def owner_only(path: str, flags: int) -> int:
+    """An opener that creates files which only their owner can read."""
+    return os.open(path, flags, 0o600)
 
 
 class AppendedFile:
     """A growing file in out_dir. Writes are unbuffered: an append either reaches the file or raises ConfigError."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, private: bool = False) -> None:
+        """`private`: once it is replaced, only its owner can read it."""
+        self.path, self._private = path, private
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
@@ -82,7 +86,7 @@ class AppendedFile:
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with self._writing():
             try:
-                with beside.open("wb") as new:
+                with open(beside, "wb", opener=owner_only if self._private else None) as new:
                     new.write(data)
                     new.flush()
                     os.fsync(new.fileno())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dvp_rl import tracing
+from dvp_rl.contract.job import job_position
 from dvp_rl.transport.replicas import BEAT_S, ReplicaRegistry, TrainerBeat
 from dvp_rl.transport.retention import sweep_broker
 
@@ -27,6 +28,8 @@ from .publish.publisher import Publisher
 from .publish.sender import Sender
 from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
+from .report.completions import Completion
+from .report.pick import pick_completions
 from .report.sinks import Reporter
 from .report.stopwatch import Stopwatch
 from .report.token_log import write_tokens
@@ -45,6 +48,8 @@ async def train(run: Run) -> None:
         run.count(batch, metrics)
         if run.is_due(run.settings.report.tokens_interval) and run.learner.evidence is not None:
             write_tokens(run.learner.evidence, run.settings.out_dir, run.step)
+        if run.shows_completions():
+            run.reporter.show(run.step, run.completions(batch))
         if metrics["optimizer/updates"]:
             with run.watch.measure("publish"), tracing.span("publish", batch.metadata):
                 await run.publisher.publish(run.weight_steps)
@@ -92,6 +97,16 @@ class Run:
     def is_due(self, interval: int) -> bool:
         """True every `interval` batches and after the last batch; never if `interval` is 0."""
         return interval > 0 and (self.step % interval == 0 or self.step == self.settings.steps)
+
+    def shows_completions(self) -> bool:
+        interval = self.settings.report.completions_interval
+        return self.is_due(interval) or (self.step == 1 and interval > 0)
+
+    def completions(self, batch: Batch) -> list[Completion]:
+        """Some completions of the batch trained last."""
+        feeder = self.feeder
+        rows = [feeder.prompts.row(job_position(scored.group.job_id)[0]) for scored in batch.groups]
+        return pick_completions(batch, self.learner, rows, feeder.scorer.tokenizer, self.settings.report.completions)
 
     @property
     def is_best(self) -> bool:

@@ -42,7 +42,7 @@ from .publish.sender import Sender
 from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
 from .report.prometheus import PrometheusSink, exporting
-from .report.sinks import JsonlSink, OwnSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
+from .report.sinks import CompletionsSink, JsonlSink, OwnSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
 
@@ -280,12 +280,14 @@ def restore(
 def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: PrometheusSink | None) -> Reporter:
     out: Path = settings.out_dir
     sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step)]
+    if settings.report.completions_interval:
+        sinks.append(CompletionsSink(out / "completions.jsonl", resumed_step=resumed_step, private=True))
     if exporter is not None:
         sinks.append(exporter)
     if settings.report.tensorboard:
         sinks.append(TensorboardSink(out / "tensorboard", resumed_step=resumed_step))
     if settings.report.wandb_project is not None:
-        sinks.append(WandbSink(settings.report.wandb_project, settings.run_id, out / "wandb"))
+        sinks.append(WandbSink(settings.report.wandb_project, settings.run_id, out))
     sinks += [OwnSink(name, out, run_id=settings.run_id, resumed_step=resumed_step) for name in settings.report.sinks]
     sinks.append(console_sink(settings.steps))  # last: it takes the terminal, and a sink above may refuse
     return Reporter(sinks)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from dvp_rl.contract.errors import ConfigError, RequestError
@@ -56,6 +57,15 @@ class Tokenizer:
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds to those before it, special tokens included; "" for one that ends within a
+        character. For display: a tokenizer that cannot decode step by step gives the text of each token alone."""
+        stream = DecodeStream(skip_special_tokens=False)
+        try:
+            return [stream.step(self.core.backend_tokenizer, token_id) or "" for token_id in token_ids]
+        except Exception:  # noqa: BLE001 - no `tokenizers` backend, or bytes that are no text (a plain Exception)
+            return [self.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -34,7 +34,7 @@ from dvp_trainer.data.batch import Batch
 from dvp_trainer.loop import Run, train
 from dvp_trainer.queue import evaluator as evaluate_module
 from dvp_trainer.queue import feeder as feeder_module
-from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.report.sinks import read_records
 from dvp_trainer.resume.checkpoint import Checkpoints
 from dvp_trainer.resume.ledger import read_ledger
 from dvp_trainer.setup import open_run
@@ -279,7 +279,7 @@ async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, ope
         assert run.learner.optimizer_steps == steps * updates
         assert run.weight_steps == steps
         assert [outcome for _, outcome in outcomes(run)] == ["trained"] * steps * updates
-    trained = [record for record in read_metrics(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]
+    trained = [record for record in read_records(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]
     assert [record["staleness/max"] for record in trained][:2] == [0, 1]
 
 

@@ -101,6 +101,8 @@ class Learner:
         self.optimizer_steps = 0
         self.evidence: Evidence | None = None
         """Both sides' log-probs of the last batch before its first update; None if no group had a signal."""
+        self.advantages: Float[Tensor, " N"] = torch.empty(0)
+        """Of the last batch."""
 
     @property
     def lr(self) -> float:
@@ -149,7 +151,7 @@ class Learner:
             self.world.order(Order("step", batch.to_bytes()))
         sequences = self.sequences(batch)
         before = self.look(sequences) if self._needs_first_pass else None
-        A = self.batch_advantages(batch, before)
+        self.advantages = A = self.batch_advantages(batch, before)
         parts = batch.split(self.settings.batch.updates)
         updates = [self.update(self.sequences(part), A, part.num_sequences) for part in parts]
         totals = {

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dvp_trainer.disk import write_private
+
+from .completions import PRUNED, Completion
 from .drawing import MUTED, dress, ink, svg, variable
-from .sinks import read_metrics
+from .sinks import read_records
 
 TEMPLATE = "report.html.j2"
 
@@ -174,10 +178,11 @@ class Line(NamedTuple):
 
 
 def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, title: str = "Training run") -> None:
-    """Writes the page to `out`. Panels without data are listed as not recorded."""
+    """Writes the page to `out`, with the completions in completions.jsonl beside the metrics. Panels without data are
+    listed as not recorded. Only the owner can read it: it holds prompts."""
     import jinja2
 
-    records = read_metrics(metrics_jsonl)
+    records = read_records(metrics_jsonl)
     drawn = [(panel, _lines(panel, records)) for panel in PANELS]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
@@ -187,11 +192,36 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
         subtitle=_subtitle(records),
         tiles=[{"label": label, "value": _text(summary[key])} for key, label in TILES.items() if key in summary],
         plots=[_plot(panel, lines) for panel, lines in drawn if lines],
+        pruned=[f"{100 * share:g} %" for share in PRUNED],
+        completions=_completions(read_records(metrics_jsonl.with_name("completions.jsonl"))),
         missing=[panel.title for panel, lines in drawn if not lines],
         figures=[(_label(key), _figure(value)) for key, value in summary.items()],
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_private(out, page)  # it holds prompts
+
+
+def _completions(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The first and the last record, ready for the template."""
+    shown = [records[0], records[-1]] if len(records) > 1 else records
+    return [
+        {"step": record["step"], "cards": [_card(Completion(**fields)) for fields in record["completions"]]}
+        for record in shown
+    ]
+
+
+def _card(completion: Completion) -> dict[str, Any]:
+    facts = {
+        "reward": _text(completion.reward),
+        "advantage": _text(completion.advantage),
+        "training": completion.fate,
+        "weight": None if completion.weight is None else _text(completion.weight),
+        "tokens": f"{completion.num_tokens}, {completion.finish_reason}",
+        "row": str(completion.row),
+        "answer": completion.answer,
+    }
+    # Plain text between marked tokens is one piece.
+    pieces = [("".join(text for text, _ in run), mark) for mark, run in groupby(completion.marked(), lambda m: m[1])]
+    return {"prompt": completion.prompt, "pieces": pieces, "facts": facts}
 
 
 def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:

@@ -18,6 +18,8 @@ from dvp_rl.http.server import bound, http_server
 from dvp_trainer.config import MetricsSection
 from dvp_trainer.learn.step import STALENESS_BINS
 
+from .sinks import Sink
+
 
 class Shown(NamedTuple):
     """A gauge with the value of the newest step that has one."""
@@ -62,7 +64,7 @@ PHASES = ("wait", "train", "publish", "eval")
 OUTCOMES = ("filtered", "dead", "stale", "refused", "duplicates")
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """A metrics sink. Counters start at zero with this process."""
 
     def __init__(self) -> None:
@@ -97,9 +99,6 @@ class PrometheusSink:
             for value, key in shown.keys.items():
                 if key in metrics:
                     (gauge.labels(value) if shown.label else gauge).set(metrics[key])
-
-    def close(self) -> None:
-        pass
 
 
 @asynccontextmanager

@@ -37,12 +37,15 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_trainer.disk import AppendedFile, writing
+
+from .completions import COLUMNS, Completion, completions_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,14 +63,22 @@ HEADLINES = {
 """Metrics shown on a console per step, with their labels."""
 
 
-class Sink(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+class Sink:
+    """Takes what a run reports; each method does nothing unless a sink has a use for it."""
 
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called once per step, in ascending order."""
+
+    def show(self, step: int, completions: Sequence[Completion]) -> None:
+        """Called before `log` on the steps that show completions."""
+
+    def close(self) -> None:
+        """Called once, at the end."""
 
 
-class OwnSink:
-    """A user's sink (trainer/HOOKS.md). An error in it ends the run, which can be resumed."""
+class OwnSink(Sink):
+    """A user's sink (trainer/HOOKS.md), which need not show completions. An error in it ends the run, which can be
+    resumed."""
 
     def __init__(self, name: str, out_dir: Path, *, run_id: str, resumed_step: int | None) -> None:
         self._setting = f"report.sinks {name!r}"
@@ -76,9 +87,14 @@ class OwnSink:
         )
         check_members(self._setting, opened, methods=("log", "close"))
         self._sink: Sink = opened
+        self._shows = callable(getattr(opened, "show", None))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         call_hook(self._setting, self._sink.log, step, dict(metrics))
+
+    def show(self, step: int, completions: Sequence[Completion]) -> None:
+        if self._shows:
+            call_hook(self._setting, self._sink.show, step, completions)
 
     def close(self) -> None:
         with suppress(ConfigError):  # logged; it must not hide the error that ends the run
@@ -100,30 +116,47 @@ class Reporter:
         for sink in self._sinks:
             sink.log(step, metrics)
 
+    def show(self, step: int, completions: Sequence[Completion]) -> None:
+        for sink in self._sinks:
+            sink.show(step, completions)
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
 
 
-class JsonlSink:
-    """One JSON object per step: {"step", "time" (unix seconds), metrics...}. Values that are not finite become null."""
+class StepFile(Sink):
+    """A file with one JSON object per line, each of a step."""
 
-    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+    def __init__(self, path: Path, *, resumed_step: int | None = None, private: bool = False) -> None:
         """`resumed_step`: keeps the lines up to this step and appends to them. None starts a new file."""
-        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
-        self._file = AppendedFile(path)
+        kept = [] if resumed_step is None else [r for r in read_records(path) if r["step"] <= resumed_step]
+        self._file = AppendedFile(path, private=private)
         self._file.replace("".join(json.dumps(record) + "\n" for record in kept).encode())
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.append(json.dumps({"step": step, "time": time.time(), **values}).encode() + b"\n")
+    def append(self, step: int, record: Mapping[str, Any]) -> None:
+        self._file.append(json.dumps({"step": step, "time": time.time(), **record}).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; empty if there is no file. A last line that a crash cut short is skipped.
+class JsonlSink(StepFile):
+    """{"step", "time" (unix seconds), metrics...} per step. Values that are not finite become null."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.append(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+
+
+class CompletionsSink(StepFile):
+    """{"step", "time", "completions": [fields of Completion]} per step that shows completions."""
+
+    def show(self, step: int, completions: Sequence[Completion]) -> None:
+        self.append(step, {"completions": [asdict(completion) for completion in completions]})
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of steps; empty if there is no file. A last line that a crash cut short is skipped.
 
     Raises ConfigError naming the line if any other line is damaged.
     """
@@ -137,7 +170,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -160,8 +193,9 @@ class TensorboardSink:
         return writing(f"out_dir: {self._folder}", self._folder.parent)
 
 
-class WandbSink:
-    """Weights & Biases, if it is installed. W&B ignores the steps that a resumed run repeats."""
+class WandbSink(Sink):
+    """Weights & Biases, if it is installed. W&B ignores the steps that a resumed run repeats. It writes to
+    out_dir/wandb."""
 
     def __init__(self, project: str, run_id: str, folder: Path) -> None:
         try:
@@ -171,10 +205,14 @@ class WandbSink:
                 f"report.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or leave it unset"
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(project=project, id=run_id, resume="allow", dir=str(folder))
+        self._wandb, self._run = wandb, wandb.init(project=project, id=run_id, resume="allow", dir=str(folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def show(self, step: int, completions: Sequence[Completion]) -> None:
+        rows = [[getattr(completion, name) for name in COLUMNS] for completion in completions]
+        self._run.log({"completions": self._wandb.Table(columns=list(COLUMNS), data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -186,7 +224,7 @@ def headline(metrics: Mapping[str, float]) -> str:
     return "  ".join(shown)
 
 
-class PlainSink:
+class PlainSink(Sink):
     """One line per step, for logs and pipes."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
@@ -196,11 +234,8 @@ class PlainSink:
         line = f"step {step}/{self._total_steps}  {headline(metrics)}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
-        pass
 
-
-class ProgressSink:
+class ProgressSink(Sink):
     """A live progress bar on a terminal, with the newest headline metrics under it."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
@@ -215,6 +250,9 @@ class ProgressSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._shown |= {name: metrics[name] for name in HEADLINES if name in metrics}
         self._progress.update(self._task, completed=step, headline=headline(self._shown))
+
+    def show(self, step: int, completions: Sequence[Completion]) -> None:
+        self._progress.console.print(completions_table(step, completions))
 
     def close(self) -> None:
         self._progress.stop()
