@@ -17,7 +17,7 @@ class OnError(StrEnum):
     """Treatment of a sample whose reward function failed."""
 
     ZERO = "zero"
-    """Its reward is 0, and the failure is counted."""
+    """Its reward is 0, and the failure is counted. The run stops only if every sample of a batch fails."""
     STOP = "stop"
     """The run stops with the error; it can be resumed."""
 

@@ -13,9 +13,11 @@ from typing import Any, Literal
 import torch
 
 from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.shape import Shape
 from dvp_rl.contract.weights import WeightRoute
+from dvp_rl.engines.context import model_context
 from dvp_rl.engines.threads import num_threads
-from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
+from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer
 from dvp_rl.hooks import is_hook, load_hook
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.groups import GroupQueue
@@ -27,7 +29,7 @@ from dvp_rl.weights.registry import WeightRegistry
 from dvp_rl.weights.transfers import Transfers
 
 from .config import EvalSettings, TrainSettings
-from .data.prompts import Columns, Order, Prompts, load_prompts
+from .data.prompts import Columns, Order, Prompt, Prompts, load_prompts
 from .data.reward_failures import RewardFailures
 from .data.reward_pool import RewardPool
 from .data.rewards import needs_answer
@@ -174,8 +176,13 @@ def check_hooks(settings: TrainSettings) -> None:
 
 def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
     """Training and held-out rows. Reads every row once, so that a bad row stops the run before it starts."""
-    data = settings.data
+    data, shape = settings.data, settings.model.fixed_shape
     columns = Columns(data.prompt_column, data.answer_column)
+    context = model_context(load_config(settings.model.path)) if shape is None else Shape.parse(shape).length
+
+    def count_tokens(prompt: Prompt) -> int:
+        return len(encode_prompt(tokenizer, prompt))
+
     train = load_prompts(
         data.train,
         split=data.train_split,
@@ -186,7 +193,8 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
         seed=settings.seed,
         limit=data.limit,
         max_prompt_tokens=data.max_prompt_tokens,
-        count_tokens=lambda prompt: len(encode_prompt(tokenizer, prompt)),
+        context=context,
+        count_tokens=count_tokens,
     )
     if data.heldout is None:
         return train, None
@@ -196,6 +204,8 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
         subset=data.subset,
         columns=columns,
         needs_answer=needs_answer(settings.reward.name),
+        context=context,
+        count_tokens=count_tokens,
         setting="data.heldout",
     )
     return train, heldout

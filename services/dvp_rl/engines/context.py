@@ -16,6 +16,13 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def model_context(config: Any) -> int | None:
+    """The longest sequence that engines accept for this model; None if its config names none."""
+    own: int | None = getattr(text_config(config), "max_position_embeddings", None)
+    limit = rope_limit(config)
+    return min(own or limit, limit) if limit is not None else own
+
+
 def edges(config: Any) -> list[int]:
     """Ascending lengths of the windows, chunks and blocks that the config names, whether of sliding, chunked or sparse
     attention or of a scan. They affect only longer sequences."""

@@ -26,7 +26,7 @@ from dvp_rl.contract.weights import WeightVersion
 from .adapter import check_base, holds_adapter
 from .commands import Cancel, Reply, Stop, Submission, Swap
 from .compute_dtype import compute_in
-from .context import check_full_attention, rope_limit, text_config
+from .context import check_full_attention, model_context, text_config
 from .decoder import CachedDecoder, Decoder
 from .fixed_shape import FixedDecoder
 from .limits import check_fits
@@ -162,9 +162,7 @@ def _reply() -> Reply:
 
 
 def _context_length(folder: Path, config: Any, max_context: int | None) -> int:
-    own: int | None = getattr(text_config(config), "max_position_embeddings", None)
-    if (limit := rope_limit(config)) is not None:
-        own = min(own or limit, limit)
+    own = model_context(config)
     longest = max_context or own
     if longest is None:
         raise ConfigError(f"model folder {folder}: config.json names no max_position_embeddings; set max_context")

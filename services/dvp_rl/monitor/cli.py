@@ -33,7 +33,16 @@ from dvp_rl.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
 from .settings import QueueSettings
-from .tables import show_changes, show_client_jobs, show_health, show_letter, show_letters, show_outcomes, show_pending
+from .tables import (
+    output,
+    show_changes,
+    show_client_jobs,
+    show_health,
+    show_letter,
+    show_letters,
+    show_outcomes,
+    show_pending,
+)
 
 T = TypeVar("T")
 
@@ -87,7 +96,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     if as_json:
         typer.echo(health.model_dump_json(indent=2))
     else:
-        show_health(Console(), health)
+        show_health(output(), health)
 
 
 @app.command(name="pending")
@@ -103,7 +112,7 @@ def show_held(
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
     else:
-        show_pending(Console(), rows)
+        show_pending(output(), rows)
 
 
 @app.command()
@@ -164,7 +173,7 @@ def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> N
     if as_json:
         typer.echo(json.dumps([change._asdict() for change in found], indent=2))
     else:
-        show_changes(Console(), found)
+        show_changes(output(), found)
 
 
 @app.command()
@@ -191,7 +200,7 @@ def list_letters(
     if as_json:
         typer.echo(page.model_dump_json(indent=2))
         return
-    show_letters(Console(), letters)
+    show_letters(output(), letters)
     if page.next:
         typer.echo(f"more: dvp-queue dead list --before {page.next}")
 
@@ -203,7 +212,7 @@ def show(context: typer.Context, entry: str, as_json: Json = False) -> None:
     if as_json:
         typer.echo(LetterDetail.of(letter).model_dump_json(indent=2))
     else:
-        show_letter(Console(), letter)
+        show_letter(output(), letter)
 
 
 @dead.command()
@@ -259,7 +268,7 @@ def list_results(
     if as_json:
         typer.echo(json.dumps([job._asdict() for job in jobs], indent=2))
     else:
-        show_client_jobs(Console(), jobs)
+        show_client_jobs(output(), jobs)
 
 
 @results.command(name="drop")
@@ -305,7 +314,7 @@ def _change(
     if as_json:
         typer.echo(Fates(fates=tuple(fates)).model_dump_json(indent=2))
     else:
-        show_outcomes(Console(), (fate.outcome for fate in fates))
+        show_outcomes(output(), (fate.outcome for fate in fates))
     if any(fate.outcome not in DONE for fate in fates):
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,14 @@ from dvp_rl.transport.pending import Pending
 from dvp_rl.transport.results import ClientJob
 
 MAX_ERROR_CHARS = 100
+UNWRAPPED = 10_000
+"""Columns of an output that is no terminal."""
 STYLES = {Severity.CRITICAL: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold green"}
+
+
+def output() -> Console:
+    """Standard output; lines wrap only on a terminal, so that a pipe gets whole ids."""
+    return Console(width=None if sys.stdout.isatty() else UNWRAPPED)
 
 
 def show_health(console: Console, health: QueueHealth) -> None:

@@ -145,7 +145,9 @@ def closed(s: Snapshot) -> str:
 
 
 def replicas_behind(s: Snapshot) -> str:
-    behind = tuple(replica for replica in s.live if _seq(replica.version) < s.min_seq)
+    # A killed replica stays behind, and is not yet lost.
+    beating = (replica for replica in s.live if replica.last_seen_s <= 2 * BEAT_S)
+    behind = tuple(replica for replica in beating if _seq(replica.version) < s.min_seq)
     if not behind:
         return ""
     return f"{len(behind)} of {len(s.live)} replicas are too far behind {s.newest_version}: {_named(behind)}"
@@ -288,7 +290,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.DEAD_LETTERS,
         Severity.WARNING,
         "jobs were given up; each dead letter holds its error",
-        "read the errors (dvp-queue dead list), fix the cause, then replay or drop them",
+        "read their errors and which can be replayed (dvp-queue dead list), fix the cause, then replay or drop them",
         dead_letters,
     ),
     Rule(

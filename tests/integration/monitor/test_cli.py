@@ -81,6 +81,8 @@ async def test_dead_letters_are_listed_in_pages_and_shown(cli: Cli, staged: Rig)
     assert shown["job"]["prompt_ids"] == [1, 2, 3]
     text = (await cli(staged.run_id, "dead", "show", letter["entry_id"])).out
     assert letter["job_id"] in text
+    lines = (await cli(staged.run_id, "dead", "list")).out.splitlines()
+    assert any(letter["entry_id"] in line and letter["job_id"] in line for line in lines), "whole ids for a pipe"
     assert "3 tokens" in text
 
 

@@ -223,6 +223,39 @@ async def test_a_group_of_another_policy_is_refused_and_its_prompt_comes_back(
         assert named in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"sampling__n": str(N + 1)}, f"samples is {N}, expected {N + 1}"),
+        ({"seed": "1", "out_dir": "another"}, "prompt_ids is "),
+    ],
+)
+async def test_leftovers_of_earlier_settings_are_told_once_and_replaced(
+    broker_url: str,
+    tmp_path: Path,
+    opened: Open,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, str],
+    named: str,
+) -> None:
+    async with opened(broker_url) as (run, player):
+        await run.save()
+        await player.play(GROUPS)
+    if "out_dir" in changed:
+        changed = changed | {"out_dir": str(tmp_path / "another")}
+
+    def fitting(lease: Lease) -> dict[str, Any]:
+        group = player.group(lease)
+        return {"samples": (group.samples * 2)[: lease.job.n]}
+
+    async with opened(broker_url, **changed) as (run, player):
+        batch = await both(run, player.play(GROUPS, fitting))
+        assert ids_of(batch) == [(0, 1), (1, 1)]
+    (told,) = [record for record in caplog.records if record.name == feeder_module.__name__ and record.levelno >= 30]
+    assert told.message.startswith("leftovers of earlier settings")
+    assert named in told.message
+
+
 async def test_a_replica_that_is_always_wrong_stops_the_run(broker_url: str, opened: Open) -> None:
     wrong = {"sampling": Sampling(log_min_p=-2.5)}
     with pytest.raises(BaseExceptionGroup) as caught:

@@ -145,7 +145,7 @@ def trl(completions, solution, **kwargs): return [1.0]
     flags = [*config(tmp_path, "run", "redis://127.0.0.1:1/0"), *flag.split()]
     done = run_trainer(flags, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    tried = load_prompts(str(TRAIN)).first(4)[-1].index
+    tried = load_prompts(str(TRAIN)).first(1)[0].index
     assert said.format(train=TRAIN, row=tried, out=tmp_path / "run") in done.stderr
     assert done.stderr.splitlines()[-1].startswith("dvp-train: error: ")
 

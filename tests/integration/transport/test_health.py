@@ -26,7 +26,7 @@ from dvp_rl.transport.health import (
     take_snapshot,
 )
 from dvp_rl.transport.pending import Stream, pending
-from dvp_rl.transport.replicas import BACKLOG_EVERY_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
+from dvp_rl.transport.replicas import BACKLOG_EVERY_S, BEAT_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
 from dvp_rl.transport.retention import sweep_broker
 from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig
@@ -188,6 +188,8 @@ async def test_replicas_behind(rig: Rig) -> None:
     assert "1 of 2" in health.reasons[0].detail
     assert "old" in health.reasons[0].detail
     assert version in health.reasons[0].detail
+    await _age_replica(rig, "old", 2 * BEAT_S + 0.5)
+    assert (await _health(rig)).verdict is Verdict.OK, "it may have been killed"
 
 
 async def test_replicas_lost(rig: Rig) -> None:

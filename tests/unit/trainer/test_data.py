@@ -204,8 +204,36 @@ def test_long_prompts_are_left_out_and_counted(numbered: str, caplog: pytest.Log
         prompts = load_prompts(numbered, max_prompt_tokens=2, count_tokens=count, order=Order.SEQUENTIAL)
     assert [row.index for row in prompts] == list(range(10))
     assert "10 rows, 10 different prompts, 40 left out" in caplog.text
-    with pytest.raises(ConfigError, match="all 50 prompts are longer than max_prompt_tokens = 1"):
+    with pytest.raises(ConfigError, match=r"no prompt is left: 50 are longer than data\.max_prompt_tokens = 1,"):
         load_prompts(numbered, max_prompt_tokens=1, count_tokens=count)
+
+
+def test_prompts_that_fill_the_context_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each would become a dead letter: no replica has room for a token of its answer."""
+    lengths = (2, 9, 10, 11, 3)
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1" * length, "answer": "1"} for length in lengths])
+    prompts = load_prompts(source, context=10, count_tokens=len)
+    assert [len(row.text) for row in prompts] == [2, 9, 3]
+    assert f"{source}: 2 prompts left out: they fill the model's context of 10 tokens" in caplog.text
+    assert len(load_prompts(source, context=10, max_prompt_tokens=2, count_tokens=len)) == 1
+    with pytest.raises(ConfigError, match="and 5 fill the model's context of 2 tokens"):
+        load_prompts(source, context=2, count_tokens=len)
+
+
+def test_only_prompts_that_may_fill_the_context_are_counted_in_tokens(tmp_path: Path) -> None:
+    counted: list[int] = []
+
+    def count(prompt: Prompt) -> int:
+        counted.append(len(prompt))
+        return len(prompt)
+
+    rows = [{"prompt": letter * 2000, "answer": "1"} for letter in "aä"] + [{"prompt": "c" * 5000, "answer": "1"}]
+    load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows), context=6000, count_tokens=count)
+    assert counted == [5000]
+    load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows), context=5000, count_tokens=count)
+    assert counted == [5000, 2000, 5000], "two bytes a letter"
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

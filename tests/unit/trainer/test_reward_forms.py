@@ -52,6 +52,13 @@ def test_trl_gets_the_group_in_lists_and_original_values() -> None:
     ]
 
 
+def test_a_function_of_any_keywords_has_trls_form() -> None:
+    def reward(**kwargs: Any) -> list[float]:
+        return [float(text) for text in kwargs["completions"]]
+
+    assert call(reward, PLAIN) == [45.0, 46.0]
+
+
 def test_trl_also_gets_the_answer_by_that_name() -> None:
     def reward(completions: list[str], answer: list[str], solution: list[int], **kwargs: Any) -> list[float]:
         return [float(a == str(s)) for a, s in zip(answer, solution, strict=True)]
@@ -119,6 +126,7 @@ def unusable() -> Iterator[tuple[Callable[..., Any], str]]:
         r"takes \(completion\), expected .completion, answer, \*, prompt, extra. or, as in TRL",
     )
     yield lambda completion, answer: 1.0, "got an unexpected keyword argument 'prompt'"
+    yield lambda completion, **kwargs: 1.0, "too many positional arguments"
     yield lambda a, b, c, *, prompt, extra: 1.0, "missing a required argument: 'c'"
 
 

@@ -28,6 +28,7 @@ from .sources import Records, open_records
 
 log = logging.getLogger(__name__)
 
+TEMPLATE_TOKENS = 1024
 PROMPT_COLUMNS = ("prompt", "messages", "problem", "Problem", "question", "Question")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "Answer", "ground_truth")
 
@@ -128,39 +129,60 @@ def load_prompts(
     seed: int = 0,
     limit: int | None = None,
     max_prompt_tokens: int | None = None,
-    count_tokens: Callable[[Prompt], int] | None = None,
+    context: int | None = None,
+    count_tokens: Callable[[Prompt], int] = lambda prompt: 0,
     setting: str = "data.train",
 ) -> Prompts:
     """Opens a source (see sources.py) and reads every row once, so that a bad row stops the run before it starts.
 
     `limit` takes the first rows of the source; of these, prompts of more than `max_prompt_tokens` tokens by
-    `count_tokens` are left out. Raises ConfigError as `open_records` and `parse_row` do, if `needs_answer` is set and a
-    row has no answer, and if no row is left.
+    `count_tokens` are left out, and those that leave no room for a token in a `context` of so many tokens. Raises
+    ConfigError as `open_records` and `parse_row` do, if `needs_answer` is set and a row has no answer, and if no row is
+    left.
     """
     records = open_records(source, split=split, subset=subset, setting=setting)
     kept: list[int] = []
     prompts: set[int] = set()
-    num_long = num_unanswered = 0
+    num_long = num_beyond = num_unanswered = 0
     digest = hashlib.sha256(f"{order} {seed}".encode())
     for index, record in zip(range(len(records) if limit is None else limit), records, strict=False):
         row = parse_row(record, index, source, columns)
         if needs_answer and row.answer is None:
             raise ConfigError(_missing("answer", record, index, source, columns.answer, ANSWER_COLUMNS))
-        if max_prompt_tokens is not None and count_tokens is not None and count_tokens(row.prompt) > max_prompt_tokens:
-            num_long += 1
-            continue
+        if max_prompt_tokens is not None or (context is not None and most_tokens(row) >= context):
+            num_tokens = count_tokens(row.prompt)
+            too_long = max_prompt_tokens is not None and num_tokens > max_prompt_tokens
+            beyond = context is not None and num_tokens >= context
+            num_long += too_long
+            num_beyond += beyond and not too_long
+            if too_long or beyond:
+                continue
         kept.append(index)
         num_unanswered += row.answer is None
         prompts.add(hash(row.text))
         digest.update(json.dumps([index, row.text, row.answer]).encode())
     if not kept:
-        raise ConfigError(f"{source}: all {num_long} prompts are longer than max_prompt_tokens = {max_prompt_tokens}")
+        raise ConfigError(
+            f"{source}: no prompt is left: {num_long} are longer than data.max_prompt_tokens = {max_prompt_tokens}, "
+            f"and {num_beyond} fill the model's context of {context} tokens"
+        )
     long = "" if max_prompt_tokens is None else f", {num_long} left out as longer than {max_prompt_tokens} tokens"
     log.info("%s: %d rows, %d different prompts%s", source, len(kept), len(prompts), long)
+    if num_beyond:
+        log.warning(
+            "%s: %d prompts left out: they fill the model's context of %s tokens, so no replica could answer them",
+            *(source, num_beyond, context),
+        )
     if num_unanswered:
         log.warning("%s: %d of %d rows have no answer: the reward gets None there", source, num_unanswered, len(kept))
     fingerprint = digest.hexdigest()[:16]
     return Prompts(source, records, np.array(kept, np.int64), fingerprint, columns=columns, order=order, seed=seed)
+
+
+def most_tokens(row: Row) -> int:
+    """A bound on the prompt's tokens without counting them, which takes long for large data: one per byte, and some for
+    the chat template."""
+    return len(row.text.encode(errors="replace")) + TEMPLATE_TOKENS
 
 
 def parse_row(record: dict[str, Any], index: int, source: str, columns: Columns = RECOGNISED) -> Row:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, TypedDict
 
@@ -52,6 +53,9 @@ def form_of(name: str, function: Callable[..., Any]) -> Form:
     try:
         signature.bind("", None, prompt="", extra={})
     except TypeError as error:
+        with suppress(TypeError):
+            signature.bind(**dict.fromkeys(TRL_PARAMETERS, ()))
+            return Form.TRL
         raise ConfigError(f"reward.name {name!r} takes {signature}, expected {EXPECTED} ({error})") from None
     return Form.OWN
 

@@ -50,18 +50,19 @@ class Scorer:
 
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection, failures: RewardFailures) -> None:
         self._pool, self.tokenizer, self._rules, self._failures = pool, tokenizer, rules, failures
-        self._num_waiting = 0
+        self.num_waiting = 0
+        """Number of completions that await their rewards."""
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
         """The group with its rewards; a failed one counts as 0. Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
         token_ids = [sample.token_ids.tolist() for sample in group.samples]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
-        self._num_waiting += len(completions)
+        self.num_waiting += len(completions)
         try:
             results = await self._pool.score(self._pool.requests(row, completions, token_ids))
         finally:
-            self._num_waiting -= len(completions)
+            self.num_waiting -= len(completions)
         self._failures.look_at(row, completions, results)
         return ScoredGroup(
             group=group,
@@ -72,17 +73,12 @@ class Scorer:
             arrived=arrived,
         )
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of completions that await their rewards."""
-        return self._num_waiting
-
     def waiting(self) -> str:
         """What scoring waits for, in words; "" for nothing."""
-        if not self._num_waiting:
+        if not self.num_waiting:
             return ""
         return (
-            f"{self._num_waiting} completions await rewards (reward.workers = {self._rules.workers}); "
+            f"{self.num_waiting} completions await rewards (reward.workers = {self._rules.workers}); "
             f"{self._failures.num_timed_out} took longer than reward.timeout_s = {self._rules.timeout_s:g} s so far"
         )
 
@@ -97,7 +93,7 @@ class Scorer:
         results = await self._pool.score(requests)
         if all(result.value is None for result in results):
             what = f"failed for the answers of the first {len(rows)} rows, tried as completions before the run"
-            raise self._failures.fatal(what, rows[-1], answers[-1], results[-1])
+            raise self._failures.fatal(what, rows[0], answers[0], results[0])
         values = ", ".join("failed" if result.value is None else f"{result.value:g}" for result in results)
         log.info("rewards of the answers of the first %d rows, tried as completions: %s", len(rows), values)
 

@@ -74,6 +74,9 @@ class Feeder:
         self._batches_left = settings.steps
         self._waiting_since = 0.0
         self._deaths_in_a_row = 0
+        self._own: set[str] = set()
+        """Outstanding jobs that this process has submitted; others were found in the broker, from an earlier run."""
+        self._told_of_leftovers = False
         self._traces: dict[str, tracing.Trace] = {}
         self._scored: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self._room = asyncio.Event()
@@ -203,6 +206,8 @@ class Feeder:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if outcome is not Submitted.REFUSED:
                 self.books.unsent.pop(job.job_id, None)
+            if outcome is Submitted.NEW:
+                self._own.add(job.job_id)
         if Submitted.REFUSED in outcomes:
             if num := await self.groups.recount(self.books.outstanding):
                 logger.warning("the broker lost its last writes: it counted %d ended jobs as in flight", num)
@@ -254,18 +259,26 @@ class Feeder:
             await self._bury(item)
             return
         self._deaths_in_a_row = 0
-        try:
-            check_group(item, job, self.settings.model)
-        except GroupMismatchError as error:
-            logger.error("group refused: %s", error)
-            if job_position(item.job_id)[1] + 1 >= self.settings.batch.max_attempts:
-                raise
+        position, attempt = job_position(item.job_id)
+        if wrong := mismatches(item, job, self.settings.model):
+            facts = f"group {item.job_id} from replica {item.replica_id} ({item.engine.name} {item.engine.version}): "
+            facts += "; ".join(wrong.values())
+            if item.job_id not in self._own and wrong.keys() <= FROM_JOB:
+                self._tell_of_leftovers(facts)
+            elif attempt + 1 >= self.settings.batch.max_attempts:
+                raise GroupMismatchError(facts)
+            else:
+                logger.error("group refused: %s", facts)
             await self._finish([item.job_id], Outcome.REFUSED)
             return
-        position, _ = job_position(item.job_id)
         with tracing.span("reward", [item.metadata]):
             scored = await self.scorer.score(item, self.prompts.row(position))
         self._scored.put_nowait(scored)
+
+    def _tell_of_leftovers(self, facts: str) -> None:
+        if not self._told_of_leftovers:
+            self._told_of_leftovers = True
+            logger.warning("leftovers of earlier settings are in the queue and are replaced as they come; %s", facts)
 
     async def _bury(self, letter: DeadLetter) -> None:
         """Ends a dead job; the next prompt takes its place. Raises EngineError if only dead letters come back."""
@@ -327,28 +340,30 @@ class Feeder:
         self.books.finish(ids, outcome)
         for id in ids:
             self._traces.pop(id).end(outcome)
+            self._own.discard(id)
         self.consumed.append({"job_id": id, "outcome": outcome} for id in ids)
         self._room.set()
 
 
-def check_group(group: Group, job: Job, model: ModelSection) -> None:
-    """Raises GroupMismatchError unless the group is what the job requested and what the trainer can train on."""
+FROM_JOB = {"prompt_ids", "samples", "sampling.log_min_p", "sampling.temperature"}
+"""Differences that show that the group was made for another job, or by a replica that ignores jobs."""
+
+
+def mismatches(group: Group, job: Job, model: ModelSection) -> dict[str, str]:
+    """How the group differs from what the job requested and from what the trainer can train on, by field."""
     same_dtype = group.engine.dtype == model.compute_dtype != "float32"
     expected = {
         "run_id": (group.run_id, job.run_id),
         "prompt_ids": (_fingerprint(group.prompt_ids), _fingerprint(job.prompt_ids)),
-        "number of samples": (len(group.samples), job.n),
+        "samples": (len(group.samples), job.n),
         "engine.logprob_kind": (group.engine.logprob_kind, LogprobKind.CONSTRAINED),
         "engine.fp32_head": (group.engine.fp32_head, model.fp32_head if same_dtype else group.engine.fp32_head),
         "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),
         "sampling.temperature": (np.float32(group.sampling.temperature), np.float32(job.sampling.temperature)),
     }
-    wrong = [f"{name} is {got!s:.80}, expected {want!s:.80}" for name, (got, want) in expected.items() if got != want]
-    if wrong:
-        raise GroupMismatchError(
-            f"group {group.job_id} from replica {group.replica_id} ({group.engine.name} {group.engine.version}): "
-            + "; ".join(wrong)
-        )
+    return {
+        name: f"{name} is {got!s:.80}, expected {want!s:.80}" for name, (got, want) in expected.items() if got != want
+    }
 
 
 def _fingerprint(prompt_ids: Int32Array) -> str:
