@@ -93,4 +93,8 @@ def describe_type(value: object) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Type and first line, cut short."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the exception's class is a user's
+        text = "(it has no text)"
+    return f"{type(error).__name__}: {text.partition(chr(10))[0]:.200}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -80,14 +80,14 @@ class AppendedFile:
         with self._writing():
             os.fsync(self._file.fileno())
 
-    def replace(self, data: bytes) -> None:
+    def replace(self, parts: Iterable[bytes]) -> None:
         """Replaces the content by renaming a new file into place: a replaced trainer that wakes up keeps writing to the
         old file."""
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with self._writing():
             try:
                 with open(beside, "wb", opener=owner_only if self._private else None) as new:
-                    new.write(data)
+                    new.writelines(parts)
                     new.flush()
                     os.fsync(new.fileno())
                 beside.rename(self.path)

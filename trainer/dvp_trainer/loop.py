@@ -49,7 +49,7 @@ async def train(run: Run) -> None:
         if run.is_due(run.settings.report.tokens_interval) and run.learner.evidence is not None:
             write_tokens(run.learner.evidence, run.settings.out_dir, run.step)
         if run.shows_completions():
-            run.reporter.show(run.step, run.completions(batch))
+            run.reporter.log_completions(run.step, run.completions(batch, updated=metrics["optimizer/updates"] > 0))
         if metrics["optimizer/updates"]:
             with run.watch.measure("publish"), tracing.span("publish", batch.metadata):
                 await run.publisher.publish(run.weight_steps)
@@ -102,11 +102,11 @@ class Run:
         interval = self.settings.report.completions_interval
         return self.is_due(interval) or (self.step == 1 and interval > 0)
 
-    def completions(self, batch: Batch) -> list[Completion]:
-        """Some completions of the batch trained last."""
+    def completions(self, batch: Batch, *, updated: bool) -> list[Completion]:
+        """Some completions of the batch trained last; `updated` if it made a step."""
         feeder = self.feeder
         rows = [feeder.prompts.row(job_position(scored.group.job_id)[0]) for scored in batch.groups]
-        return pick_completions(batch, self.learner, rows, feeder.scorer.tokenizer, self.settings.report.completions)
+        return pick_completions(batch, self.learner, rows, feeder.scorer.tokenizer, updated=updated)
 
     @property
     def is_best(self) -> bool:
@@ -164,6 +164,6 @@ class Run:
 
     async def tell(self) -> None:
         feeder, version = self.feeder, self.publisher.announced.version
-        beat = TrainerBeat(self.step, version, feeder.waiting_s(), feeder.scorer.num_waiting, int(self.finished))
+        beat = TrainerBeat(self.step, version, feeder.waiting_s(), feeder.rewards_awaited(), int(self.finished))
         await self.replicas.beat_trainer(beat, fence=feeder.fence)
         self.watch.tell_swaps(await self.replicas.swaps_s())

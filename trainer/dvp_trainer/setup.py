@@ -43,6 +43,7 @@ from .publish.publisher import Publisher
 from .publish.sender import Sender
 from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
+from .report import completions
 from .report.prometheus import PrometheusSink, exporting
 from .report.sinks import CompletionsSink, JsonlSink, OwnSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
 from .resume.checkpoint import Checkpoints, Progress, unreadable
@@ -106,7 +107,9 @@ async def _assemble(
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
     async with AsyncExitStack() as stack:
-        scorer, heldout_scorer = await stack.enter_async_context(scoring(settings, tokenizer, prompts, heldout))
+        scorer, heldout_scorer = await stack.enter_async_context(
+            scoring(settings, tokenizer, prompts, heldout, trains=which is None)
+        )
         url = settings.broker.redis_url.get_secret_value()
         broker = await stack.enter_async_context(
             await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=settings.broker.stall_timeout_s)
@@ -213,7 +216,7 @@ def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts
 
 @asynccontextmanager
 async def scoring(
-    settings: TrainSettings, tokenizer: Tokenizer, prompts: Prompts, heldout: Prompts | None
+    settings: TrainSettings, tokenizer: Tokenizer, prompts: Prompts, heldout: Prompts | None, *, trains: bool
 ) -> AsyncIterator[tuple[Scorer, Scorer | None]]:
     """Scorers of training and held-out completions, tried on the first rows. Raises ConfigError as `try_on` does."""
     reward = settings.reward
@@ -224,14 +227,16 @@ async def scoring(
             reward, settings.out_dir, prompts.source, patience=settings.batch.groups * settings.sampling.n
         )
         scorer = Scorer(pool, tokenizer, reward, failures)
-        await scorer.try_on(prompts.first(TRIAL_ROWS))
+        if trains:
+            await scorer.try_on(prompts.first(TRIAL_ROWS), settings.sampling.n)
         if heldout is None:
             yield scorer, None
             return
         num = min(len(heldout), settings.evaluate.limit or len(heldout))
         failures = RewardFailures(reward, settings.out_dir, heldout.source, patience=num * settings.evaluate.n)
         plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}), failures)
-        await plain.try_on(heldout.first(TRIAL_ROWS))
+        if settings.evaluate.interval or not trains:
+            await plain.try_on(heldout.first(TRIAL_ROWS), settings.evaluate.n)
         yield scorer, plain
 
 
@@ -289,9 +294,10 @@ def restore(
 
 def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: PrometheusSink | None) -> Reporter:
     out: Path = settings.out_dir
-    sinks: list[Sink] = [JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step)]
-    if settings.report.completions_interval:
-        sinks.append(CompletionsSink(out / "completions.jsonl", resumed_step=resumed_step, private=True))
+    sinks: list[Sink] = [
+        JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step),
+        CompletionsSink(out / completions.FILE, resumed_step=resumed_step),
+    ]
     if exporter is not None:
         sinks.append(exporter)
     if settings.report.tensorboard:

@@ -67,7 +67,7 @@ class Snapshot:
     counters: Mapping[str, int] = field(default_factory=dict)
     """Event counts since the run began, by name."""
     scoring: int = 0
-    """Number of completions whose rewards the trainer awaits."""
+    """Number of completions whose rewards the trainer's next batch waits for."""
     client_wait_s: float = 0.0
     """Seconds that the next job of a client has waited for a replica."""
     client_bytes: int = 0

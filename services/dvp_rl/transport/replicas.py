@@ -47,7 +47,7 @@ class TrainerBeat:
     waiting_s: float = 0.0
     """Seconds that the trainer has waited for groups; 0 while it trains."""
     scoring: int = 0
-    """Number of completions that await their rewards."""
+    """Number of completions whose rewards the next batch waits for; 0 while it waits for groups."""
     finished: int = 0
     """1 once the last step is done and the trainer is about to end."""
 

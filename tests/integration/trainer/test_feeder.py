@@ -676,19 +676,22 @@ async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, open
 
 
 async def test_slow_rewards_are_named_and_not_the_replicas(broker_url: str, opened: Open, own_rewards: Path) -> None:
-    limits = {"reward__timeout_s": "600", "broker__stall_timeout_s": "0.5"}
+    limits = {"reward__timeout_s": "600", "broker__stall_timeout_s": "5"}
 
     async def stall() -> None:
         async with opened(broker_url, reward__name="own_rewards:slow_if_wrong", **limits) as (run, player):
-            await player.play(GROUPS)
+            waiting = asyncio.create_task(run.feeder.next_batch())
+            await player.play(1)
+            await until_async(lambda: run.feeder.scorer.num_waiting == N)
+            assert run.feeder.rewards_awaited() == 0, "the batch waits for the other group, too"
+            await player.play(GROUPS - 1)
             await until_async(lambda: run.feeder.scorer.num_waiting == GROUPS * N)
-            await run.feeder.next_batch()
+            assert run.feeder.rewards_awaited() == GROUPS * N
+            await waiting
 
     with pytest.raises(BaseExceptionGroup) as caught:
         await stall()
-    said = (
-        rf"for 0.5 s: {GROUPS * N} completions await rewards \(reward.workers = 1\); 0 took longer than .* so far. GET"
-    )
+    said = rf"for 5 s: {GROUPS * N} completions await rewards \(reward.workers = 1\); 0 took longer than .* so far. GET"
     assert caught.group_contains(UnavailableError, match=said)
 
 

@@ -103,8 +103,8 @@ def test_the_documented_reward_in_trls_form(tmp_path: Path, monkeypatch: pytest.
         ),
         (
             "--reward.name=my_hook:raises",
-            "reward.name 'my_hook:raises' failed for the answers of the first 4 rows, tried as completions before the "
-            "run: {train}, row {row}: KeyError: 'level'. {out}/reward_error.txt has the traceback",
+            "reward.name 'my_hook:raises' failed for the answers of 4 rows, tried as completions before the run: "
+            "{train}, row {row}: KeyError: 'level'. {out}/reward_error.txt has the traceback",
         ),
         ("--reward.name=my_hook:none", "row {row}: TypeError: returned a NoneType, expected a number. "),
         ("--reward.name=my_hook:nan", "row {row}: ValueError: returned nan, expected a finite number. "),

@@ -14,8 +14,11 @@ from tests.kit.runs import MODEL, config, trainer_process
 from tests.kit.wait import WITHIN_S
 
 SECRET = "Xq7Zw9Kj2Vb4"
-TOO_LONG = SECRET * 40
-"""A prompt that exceeds the model's context; its jobs become dead letters."""
+REPLICA_CONTEXT = 40
+TOO_LONG = SECRET * 4
+"""A prompt that exceeds the replica's context, but not the model's; its jobs become dead letters."""
+FAR_TOO_LONG = SECRET * 40
+"""A prompt that exceeds the model's context, which the trainer leaves out."""
 REWARD = """
 def broken(completion, answer, *, prompt, extra):
     if extra["case"] == 0:
@@ -30,11 +33,12 @@ def broken(completion, answer, *, prompt, extra):
 def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{SECRET}{i}=", "answer": SECRET, "case": i % 8} for i in range(16)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": TOO_LONG, "answer": "", "case": 3}]))
+    rows += [{"prompt": prompt, "answer": "", "case": 3} for prompt in (TOO_LONG, FAR_TOO_LONG)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": SECRET}) + "\n" + json.dumps({"question": SECRET}) + "\n")
     (tmp_path / "reward_for_logs.py").write_text(REWARD)
     at = [f"--redis-url={broker_url}", f"--run-id={run_id}"]
-    rollout = [f"--model={MODEL}", "--threads=1"]
+    rollout = [f"--model={MODEL}", "--threads=1", f"--max-context={REPLICA_CONTEXT}"]
     flags = config(tmp_path, run_id, broker_url, reward__name="reward_for_logs:broken", reward__timeout_s="0.5")
     flags = [flag for flag in flags if not flag.startswith("--data.train")]
     variables = {"PYTHONPATH": str(tmp_path)}
@@ -59,4 +63,5 @@ def test_prompts_are_in_no_log(broker_url: str, run_id: str, tmp_path: Path) -> 
     assert logs["trainer.log"].count("further failures are counted in reward/failed") == 1
     assert "never retrieved" not in logs["trainer.log"]
     assert "exceed the context" in logs["log"]
+    assert "1 of 18 prompts are left out: they fill the model's context" in logs["trainer.log"]
     assert [name for name, text in logs.items() if SECRET in text] == []

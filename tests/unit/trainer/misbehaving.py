@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+async def awaited(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float:
+    await asyncio.sleep(0)
+    raise KeyError(completion)
 
 
 def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> Any:
@@ -39,6 +51,12 @@ def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str,
             os._exit(3)
         case "sys.exit":
             sys.exit(4)
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "no text":
+            raise NoTextError
+        case "long":
+            raise ValueError("x" * 100_000)
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "deaf parent":  # hangs with a child process that would outlive it
@@ -54,6 +72,8 @@ def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str,
             return os.getpid()
         case "modules":
             return float("torch" in sys.modules or "transformers" in sys.modules)
+        case "columns":
+            return extra == {"number": 5, "share": 0.5, "many": [0, 1, 2], "when": "2026-01-02"}
         case "echo":
             return float(answer or 0) + len(prompt) + extra["more"]
     return 0.25
@@ -62,6 +82,17 @@ def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str,
 def group(completions: list[str], **kwargs: Any) -> list[Any]:
     """TRL's form: every completion is scored by `reward`, so a bad one costs its group."""
     return [reward(completion, None, prompt="", extra=kwargs) for completion in completions]
+
+
+def standardised(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that compares the completions of a group."""
+    lengths = [len(completion) for completion in completions]
+    mean, deviation = statistics.mean(lengths), statistics.stdev(lengths)
+    return [(length - mean) / deviation for length in lengths]
+
+
+def heldout_only(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float:
+    return {"heldout": 1.0}[prompt]
 
 
 def wait_for_ever() -> NoReturn:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
 import stat
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,27 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 from transformers import PreTrainedTokenizerFast
 
+from dvp_rl.contract.group import FinishReason
 from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
-from dvp_trainer.config import TrainSettings
+from dvp_trainer.config import ReportSection, TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
 from dvp_trainer.data.prompts import Row
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
-from dvp_trainer.report.completions import MAX_TOKENS, Completion, Fate, completions_table
+from dvp_trainer.options import Overlong
+from dvp_trainer.report.completions import (
+    MAX_TOKENS,
+    TERMINAL_CHARACTERS,
+    TERMINAL_LINES,
+    Completion,
+    Fate,
+    completion_lines,
+    completions_table,
+    read_completions,
+)
 from dvp_trainer.report.page import write_report
 from dvp_trainer.report.pick import pick_completions
-from dvp_trainer.report.sinks import CompletionsSink, OwnSink, PlainSink, ProgressSink, Reporter, Sink, read_records
+from dvp_trainer.report.sinks import CompletionsSink, OwnSink, PlainSink, ProgressSink, Reporter, Sink
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
 
@@ -63,18 +76,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def learner(folder: Path, tmp_path: Path) -> Learner:
-    settings = TrainSettings(
-        run_id="unit",
-        out_dir=tmp_path,
-        steps=1,
-        model={"path": folder},
-        data={"train": "unused.jsonl"},
-        reward={"name": "exact_match"},
-        sampling={"n": 2, "log_min_p": -2.0},
-        correction={"veto": 0.9},
-    )
-    return Learner(load_model(settings.model), settings, pad_id=0)
+def make_learner(folder: Path, tmp_path: Path) -> Callable[..., Learner]:
+    def make(**changes: dict[str, Any]) -> Learner:
+        values: dict[str, Any] = {
+            "model": {"path": folder},
+            "data": {"train": "unused.jsonl"},
+            "reward": {"name": "exact_match"},
+            "sampling": {"n": 2, "log_min_p": -2.0},
+            "correction": {"veto": 0.9},
+        }
+        sections = {name: values.get(name, {}) | changes.get(name, {}) for name in {**values, **changes}}
+        settings = TrainSettings(run_id="unit", out_dir=tmp_path, steps=1, **sections)
+        return Learner(load_model(settings.model), settings, pad_id=0)
+
+    return make
+
+
+@pytest.fixture
+def learner(make_learner: Callable[..., Learner]) -> Learner:
+    return make_learner()
 
 
 def logits(learner: Learner, prompt: list[int]) -> torch.Tensor:
@@ -114,7 +134,7 @@ def test_the_best_and_the_worst_of_each_group_with_their_fates(learner: Learner,
     batch, rows = Batch(tuple(groups)), [Row(10 * i, "say it", str(i)) for i in range(4)]
     learner.step(batch)
     tokenizer = load_tokenizer(folder)
-    seen = pick_completions(batch, learner, rows, tokenizer, count=100)
+    seen = pick_completions(batch, learner, rows, tokenizer, updated=True)
     told = [(one.row, one.answer, one.reward, one.advantage, one.fate) for one in seen]
     assert told == [
         (0, "0", 1.0, 1.0, Fate.TRAINED),
@@ -131,13 +151,57 @@ def test_the_best_and_the_worst_of_each_group_with_their_fates(learner: Learner,
     assert first.text == tokenizer.decode(groups[0].group.samples[0].token_ids.tolist(), skip_special_tokens=False)
     assert first.train_logprobs == first.infer_logprobs
     assert equal.train_logprobs is None
-    assert pick_completions(batch, learner, rows, tokenizer, count=3) == seen[:3]
+    learner.settings = learner.settings.model_copy(update={"report": ReportSection(completions=3)})
+    assert pick_completions(batch, learner, rows, tokenizer, updated=True) == seen[:3]
+
+
+def fates(learner: Learner, folder: Path, batch: Batch) -> list[Fate]:
+    updated = learner.step(batch)["optimizer/updates"] > 0
+    rows = [Row(i, "say it") for i in range(len(batch.groups))]
+    return [one.fate for one in pick_completions(batch, learner, rows, load_tokenizer(folder), updated=updated)]
+
+
+@pytest.mark.parametrize("overlong", list(Overlong))
+def test_what_was_cut_off_and_left_out(make_learner: Callable[..., Learner], folder: Path, overlong: Overlong) -> None:
+    learner = make_learner(reward={"overlong": overlong})
+    whole = group(learner, 0, (0.0, 0.0), (1.0, 0.0))
+    cut = [sample.model_copy(update={"finish_reason": FinishReason.LENGTH}) for sample in whole.group.samples]
+    samples = (whole.group.samples[0], cut[1])
+    scored = dataclasses.replace(whole, group=whole.group.model_copy(update={"samples": samples}))
+    left_out = overlong in (Overlong.MASK, Overlong.DROP)
+    assert fates(learner, folder, Batch((scored,))) == [Fate.TRAINED, Fate.TOO_LONG if left_out else Fate.TRAINED]
+
+
+def test_a_batch_without_a_step(learner: Learner, folder: Path) -> None:
+    batch = Batch((group(learner, 0, (0.0, 0.0), (1.0, 0.0)),))
+    next(learner.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    assert fates(learner, folder, batch) == [Fate.NO_STEP] * 2
+
+
+def test_the_users_objective_decides_by_itself(
+    make_learner: Callable[..., Learner], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "objective_to_show.py").write_text("def all_tokens(train_logprobs, *_): return -train_logprobs.sum()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    learner = make_learner(correction={"objective": "objective_to_show:all_tokens"})
+    assert fates(learner, folder, Batch((group(learner, 0, (-1.0, 0.0), (1.0, 0.0)),))) == [Fate.OWN] * 2
+
+
+def test_a_later_update_decides_by_its_own_weights(make_learner: Callable[..., Learner], folder: Path) -> None:
+    learner = make_learner(batch={"updates": 2, "groups": 2}, optimizer={"lr": 1e-1})
+    groups = [group(learner, position, (0.0, 0.0), (1.0, 0.0)) for position in (0, 1)]
+    first, second = [fates(learner, folder, Batch(tuple(groups)))[i : i + 2] for i in (0, 2)]
+    assert first == [Fate.TRAINED] * 2
+    assert learner.update_evidence is not None
+    kept = learner.correct(learner.update_evidence).kept_sequences[2:].tolist()
+    assert [fate is Fate.TRAINED for fate in second] == kept
+    assert not all(kept), "the first update has moved the weights far"
 
 
 def test_a_batch_without_any_signal_is_shown_too(learner: Learner, folder: Path) -> None:
     batch = Batch((group(learner, 0, (0.0, 0.0), (0.0, 0.0)),))
     learner.step(batch)
-    (one,) = pick_completions(batch, learner, [Row(0, "say it")], load_tokenizer(folder), count=8)
+    (one,) = pick_completions(batch, learner, [Row(0, "say it")], load_tokenizer(folder), updated=False)
     assert one.fate is Fate.NO_SIGNAL
 
 
@@ -146,7 +210,7 @@ def test_the_middle_of_a_long_completion_is_left_out(learner: Learner, folder: P
     sample = make_sample(long, [-0.5] * len(long))
     batch = Batch((make_scored([5], [sample, sample], [0.0, 0.0]),))
     learner.step(batch)
-    (one,) = pick_completions(batch, learner, [Row(0, "say it")], load_tokenizer(folder), count=8)
+    (one,) = pick_completions(batch, learner, [Row(0, "say it")], load_tokenizer(folder), updated=False)
     assert (one.num_tokens, one.num_skipped) == (MAX_TOKENS + 100, 100)
     assert len(one.tokens) == len(one.kept_mass) == len(one.infer_logprobs) == MAX_TOKENS
     assert one.text.count(" [... 100 tokens left out ...] ") == 1
@@ -192,54 +256,109 @@ def test_marks_grow_with_what_was_pruned() -> None:
     assert list(SHOWN.marked()) == list(zip(TOKENS, [0, 1, 2, 3], strict=True))
 
 
+def test_a_mark_within_a_character_is_shown_with_it() -> None:
+    halves = dataclasses.replace(SHOWN, tokens=["", "é", "a"], kept_mass=[0.9, 1.0, 1.0])
+    assert list(halves.marked()) == [("é", 3), ("a", 0)]
+
+
+def write(path: Path, *steps: int, resumed_step: int | None = None) -> None:
+    sink = CompletionsSink(path, resumed_step=resumed_step)
+    for step in steps:
+        sink.log_completions(step, [SHOWN])
+    sink.close()
+
+
 def test_the_file_is_private_and_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "completions.jsonl"
     path.touch(mode=0o644)
-    for steps, resumed in [((1, 10, 20), None), ((20, 30), 10)]:
-        sink = CompletionsSink(path, resumed_step=resumed, private=True)
-        for step in steps:
-            sink.show(step, [SHOWN])
-        sink.close()
-    records = read_records(path)
-    assert [record["step"] for record in records] == [1, 10, 20, 30]
-    assert Completion(**records[0]["completions"][0]) == SHOWN
+    write(path, 1, 10, 20)
+    write(path, 20, 30, resumed_step=10)
+    assert [step for step, _ in completion_lines(path)] == [1, 10, 20, 30]
+    assert all(read_completions(line) == [SHOWN] for _, line in completion_lines(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_terminal_shows_a_table_that_no_completion_can_break() -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
-    sink = ProgressSink(20, console)
-    sink.show(3, [SHOWN])
+def test_a_new_run_that_shows_none_leaves_no_old_ones(tmp_path: Path) -> None:
+    write(tmp_path / "completions.jsonl", 99)
+    write(tmp_path / "completions.jsonl")
+    assert (tmp_path / "completions.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("damage", [b"{}\n", b"\xff\n", b'{"step": 3, "compl', b'{"step": 3, "completions": [}\n'])
+def test_a_damaged_line_ends_neither_a_resume_nor_a_report(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "completions.jsonl"
+    write(path, 1, 2)
+    path.write_bytes(path.read_bytes() + damage)
+    write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.html")
+    write(path, 3, resumed_step=2)
+    assert [step for step, _ in completion_lines(path)] == [1, 2, 3]
+
+
+def test_records_of_another_version_are_left_out(tmp_path: Path) -> None:
+    line = b'{"step": 3, "completions": [{"prompt": "1+1=", "colour": "red"}]}\n'
+    (tmp_path / "completions.jsonl").write_bytes(line)
+    assert read_completions(line) == []
+    write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.html")
+
+
+class Terminal(io.TextIOWrapper):
+    def __init__(self, encoding: str = "utf-8") -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+    def shown(self) -> str:
+        assert isinstance(self.buffer, io.BytesIO)
+        return self.buffer.getvalue().decode(self.encoding)
+
+
+def on_terminal(completions: list[Completion], width: int = 120, encoding: str = "utf-8") -> str:
+    terminal = Terminal(encoding)
+    sink = ProgressSink(20, Console(file=terminal, width=width, force_terminal=True, color_system="truecolor"))
+    sink.log_completions(3, completions)
     sink.close()
-    shown = console.file.getvalue()
+    return terminal.shown()
+
+
+def test_a_terminal_shows_a_table_that_no_completion_can_break() -> None:
+    shown = on_terminal([SHOWN])
     assert "step 3: best and worst completion" in shown
     assert "say [bold]a" in shown
     assert "0.25" in shown
     assert "\ufffd[31m" in shown
-    plain = io.StringIO()
-    Console(file=plain, width=120).print(completions_table(3, [SHOWN]))
-    assert "\x1b" not in plain.getvalue()
 
 
-def test_a_pipe_shows_none() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    PlainSink(20, console).show(3, [SHOWN])
-    assert console.file.getvalue() == ""
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_terminal_of_any_encoding_shows_any_text(encoding: str) -> None:
+    quoted = dataclasses.replace(SHOWN, prompt="“4” …" * 200, tokens=["“4”", " 𝄞", "é", "\x85"])
+    assert "reward" in on_terminal([quoted], encoding=encoding)
 
 
-def test_long_texts_are_cut_on_a_terminal() -> None:
-    long = Completion(**asdict(SHOWN) | {"prompt": "p" * 9000, "tokens": ["x" * 9000], "kept_mass": [1.0]})
+@pytest.mark.parametrize("width", [20, 44, 79, 80, 120])
+def test_a_table_fits_any_terminal(width: int) -> None:
+    long = dataclasses.replace(SHOWN, prompt="one two\n" * 900, tokens=["x\n"] * 900, kept_mass=[1.0] * 900)
+    wordy = dataclasses.replace(SHOWN, prompt="word " * 900, tokens=[" word"] * 900, kept_mass=[1.0] * 900)
     file = io.StringIO()
-    Console(file=file, width=120).print(completions_table(3, [long] * 20))
+    Console(file=file, width=width).print(completions_table(3, [long, wordy] * 10, width=width))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) < 20 + 4 * 2 * (TERMINAL_CHARACTERS // (width // 3) + 2 * TERMINAL_LINES)
     assert file.getvalue().count("trained") == 4
-    assert len(file.getvalue()) < 20_000
+
+
+@pytest.mark.parametrize("sink", [PlainSink, ProgressSink])
+def test_what_is_no_terminal_shows_none(sink: type[PlainSink | ProgressSink]) -> None:
+    """With FORCE_COLOR rich takes any log for a terminal."""
+    file = io.StringIO()
+    opened = sink(20, Console(file=file, width=120, force_terminal=True))
+    opened.log_completions(3, [SHOWN])
+    opened.close()
+    assert "say" not in file.getvalue()
 
 
 def test_the_report_shows_the_first_and_the_last_record(tmp_path: Path) -> None:
-    sink = CompletionsSink(tmp_path / "completions.jsonl")
-    for step in (1, 10, 20):
-        sink.show(step, [SHOWN])
-    sink.close()
+    write(tmp_path / "completions.jsonl", 1, 10, 20)
     write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert [f"<h3>Step {step}</h3>" in page for step in (1, 10, 20)] == [True, False, True]
@@ -256,13 +375,16 @@ class Remembers(Sink):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def show(self, step: int, completions: Any) -> None:
+    def log_completions(self, step: int, completions: Any) -> None:
         self.seen.append((step, completions))
 
 
 @pytest.mark.parametrize("shows", [True, False])
 def test_a_sink_of_ones_own_may_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
-    show = "    def show(self, step, completions): self.file.write_text(str((step, completions[0].row)))\n" * shows
+    show = (
+        "    def log_completions(self, step, completions): self.file.write_text(str((step, completions[0].row)))\n"
+        * shows
+    )
     (tmp_path / "own_sink_to_show.py").write_text(
         "class S:\n    def log(self, step, metrics): pass\n    def close(self): pass\n"
         + show
@@ -272,7 +394,7 @@ def test_a_sink_of_ones_own_may_show_them(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delitem(__import__("sys").modules, "own_sink_to_show", raising=False)
     remembers = Remembers()
     own = OwnSink("own_sink_to_show:sink", tmp_path, run_id="run", resumed_step=None)
-    Reporter([own, remembers]).show(3, [SHOWN])
+    Reporter([own, remembers]).log_completions(3, [SHOWN])
     assert remembers.seen == [(3, [SHOWN])]
     assert (tmp_path / "shown").exists() == shows
 

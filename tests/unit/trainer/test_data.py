@@ -216,7 +216,7 @@ def test_prompts_that_fill_the_context_are_left_out_and_counted(
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1" * length, "answer": "1"} for length in lengths])
     prompts = load_prompts(source, context=10, count_tokens=len)
     assert [len(row.text) for row in prompts] == [2, 9, 3]
-    assert f"{source}: 2 prompts left out: they fill the model's context of 10 tokens" in caplog.text
+    assert f"{source}: 2 of 5 prompts are left out: they fill the model's context of 10 tokens" in caplog.text
     assert len(load_prompts(source, context=10, max_prompt_tokens=2, count_tokens=len)) == 1
     with pytest.raises(ConfigError, match="and 5 fill the model's context of 2 tokens"):
         load_prompts(source, context=2, count_tokens=len)

@@ -66,6 +66,13 @@ def test_trl_also_gets_the_answer_by_that_name() -> None:
     assert call(reward, PLAIN | {"columns": {"solution": 46}, "answer_column": "solution"}) == [1.0, 1.0]
 
 
+def test_none_counts_as_zero_as_in_trl() -> None:
+    def reward(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None, 1.0]
+
+    assert call(reward, PLAIN) == [0.0, 1.0]
+
+
 def test_a_wrong_number_of_rewards_is_refused() -> None:
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [1.0]
@@ -118,6 +125,26 @@ def test_tasks_of_a_failed_call_do_not_reach_the_next() -> None:
         assert left == ["cancelled"]
         assert called(PLAIN | {"completions": ["fine"]}) == [1.0]
     gc.collect()
+
+
+def test_what_is_bound_to_the_event_loop_outlives_a_failed_call() -> None:
+    """A judge's client and locks are made once, with the module."""
+    two_at_once = asyncio.Semaphore(2)
+
+    async def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        async def one(completion: str) -> float:
+            async with two_at_once:
+                await asyncio.sleep(0.001)
+                return float(completion)
+
+        return await asyncio.gather(*(one(completion) for completion in completions))
+
+    with closing(RewardFunction("my:reward", reward)) as called:
+        four = ["1", "2", "3", "4"]
+        for _ in range(3):
+            assert called(PLAIN | {"completions": four}) == [1.0, 2.0, 3.0, 4.0]
+            with pytest.raises(ValueError, match="could not convert"):
+                called(PLAIN | {"completions": ["1", "HTTP 502", "3", "4"]})
 
 
 def unusable() -> Iterator[tuple[Callable[..., Any], str]]:

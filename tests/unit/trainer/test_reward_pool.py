@@ -10,9 +10,11 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -79,7 +81,10 @@ async def test_the_function_sees_answer_prompt_and_extra(pool: RewardPool) -> No
         ("deaf", "row 7: took longer than reward.timeout_s allows and had to be killed"),
         ("hoard", "row 7: needed more memory than reward.memory_mib allows"),
         ("exit", "row 7: its process ended with exit status 3"),
-        ("sys.exit", "row 7: its process ended with exit status 4"),
+        ("sys.exit", "row 7: SystemExit: 4"),
+        ("cancelled", "row 7: CancelledError: "),
+        ("no text", "row 7: NoTextError: (it has no text)"),
+        ("long", "row 7: ValueError: xxx"),
         ("crash", "row 7: its process ended by SIGSEGV"),
     ],
 )
@@ -102,6 +107,30 @@ async def test_the_traceback_begins_in_the_users_function(pool: RewardPool) -> N
     assert "reward_worker.py" not in raised.trace
     assert "expected a finite number" in nan.trace
     assert [raised.timed_out, slow.timed_out] == [False, True]
+
+
+async def test_the_traceback_of_a_long_message_keeps_both_ends(pool: RewardPool) -> None:
+    (long,) = await pool.score([request("long")])
+    assert 'raise ValueError("x" * 100_000)' in long.trace
+    assert long.trace.endswith("xxx\n")
+    assert len(long.trace) < 20_000
+
+
+async def test_the_traceback_of_a_coroutine_begins_in_it(misbehaving: str) -> None:
+    async with RewardPool("misbehaving:awaited", timeout_s=TIMEOUT_S) as pool:
+        (raised,) = await pool.score([request("x")])
+    assert raised.trace.splitlines()[1].strip().startswith(f'File "{Path(__file__).with_name("misbehaving.py")}"')
+
+
+async def test_values_reach_the_function_as_in_the_row(pool: RewardPool) -> None:
+    row = {"number": np.int64(5), "share": np.float32(0.5), "many": np.arange(3), "when": date(2026, 1, 2)}
+    (result,) = await pool.score([request("columns", **row)])
+    assert (result.error, result.value) == (None, 1.0)
+
+
+async def test_a_column_that_cannot_be_passed_is_named(pool: RewardPool) -> None:
+    with pytest.raises(ConfigError, match="rows 7 to 7: a column cannot be passed to the reward as JSON: keys must be"):
+        await pool.score([request("fine", 7, bad={(1, 2): 3})])
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ def load_prompts(
     log.info("%s: %d rows, %d different prompts%s", source, len(kept), len(prompts), long)
     if num_beyond:
         log.warning(
-            "%s: %d prompts left out: they fill the model's context of %s tokens, so no replica could answer them",
-            *(source, num_beyond, context),
+            "%s: %d of %d prompts are left out: they fill the model's context of %s tokens, so no replica could answer",
+            *(source, num_beyond, len(kept) + num_long + num_beyond, context),
         )
     if num_unanswered:
         log.warning("%s: %d of %d rows have no answer: the reward gets None there", source, num_unanswered, len(kept))
@@ -226,11 +226,23 @@ def _parse_prompt(prompt: Any, where: str) -> Prompt:
 
 
 def _as_text(answer: Any) -> str | None:
+    answer = plain(answer)
     if answer is None or isinstance(answer, str):
         return answer
     if isinstance(answer, float) and answer.is_integer():
         return str(int(answer))
-    return json.dumps(answer, ensure_ascii=False, default=str)
+    return json.dumps(answer, ensure_ascii=False, default=as_json)
+
+
+def plain(value: Any) -> Any:
+    """A number or array of NumPy or PyTorch as Python's; other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def as_json(value: Any) -> Any:
+    """What stands for a value that JSON lacks: Python's numbers for NumPy's, and text for all else."""
+    converted = plain(value)
+    return str(value) if converted is value else converted
 
 
 def _missing(

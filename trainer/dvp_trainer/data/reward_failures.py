@@ -24,25 +24,27 @@ class RewardFailures:
     be in a log."""
 
     def __init__(self, rules: RewardSection, out_dir: Path, source: str, *, patience: int) -> None:
-        """`patience`: number of failures in a row, without a single success, that end the run."""
+        """`patience`: number of failures in a row, without a single success, that end the run. One row never does."""
         self._rules, self._file, self._source, self._patience = rules, out_dir / FILE, source, patience
-        self._in_a_row = 0
+        self._in_a_row: list[int] = []
+        """Row numbers of the completions that failed since the last success."""
         self._warned = False
         self.num_timed_out = 0
 
     def look_at(self, row: Row, completions: Sequence[str], results: Sequence[RewardResult]) -> None:
         """Counts the failures of one row. Raises ConfigError at the first one if reward.on_error is `stop`, otherwise
-        once `patience` completions in a row have failed."""
+        once `patience` completions in a row have failed, of two rows or more."""
         for completion, result in zip(completions, results, strict=True):
             if result.value is not None:
-                self._in_a_row = 0
+                self._in_a_row.clear()
                 continue
-            self._in_a_row += 1
+            self._in_a_row.append(row.index)
             self.num_timed_out += result.timed_out
             if self._rules.on_error is OnError.STOP:
                 raise self.fatal("failed, and reward.on_error is 'stop'", row, completion, result)
-            if self._in_a_row == self._patience:
-                raise self.fatal(f"failed for all of the last {self._patience} completions", row, completion, result)
+            if len(self._in_a_row) >= self._patience and len(set(self._in_a_row)) > 1:
+                num = len(self._in_a_row)
+                raise self.fatal(f"failed for all of the last {num} completions", row, completion, result)
             if not self._warned:
                 self._warned = True
                 self._write(row, completion, result)

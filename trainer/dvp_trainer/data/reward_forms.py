@@ -4,15 +4,15 @@
     TRL:  reward(completions, prompts, ..., **kwargs) -> list[float]     one call per group
 
 A function with a parameter `completions`, `prompts` or `completion_ids` is called as TRL's GRPOTrainer calls it: with
-one list entry per completion of a group, chats as lists of messages, and every column of the row as a keyword. Of
-TRL's keywords, `trainer_state`, `log_extra` and `log_metric` are not passed.
+one list entry per completion of a group, chats as lists of messages, and every column of the row as a keyword. A reward
+of None counts as 0, as it does in TRL. Of TRL's keywords, `trainer_state`, `log_extra` and `log_metric` are not passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, TypedDict
@@ -79,7 +79,7 @@ class RewardFunction:
         values = list(self._finished(self._function(**_trl_arguments(request))))
         if len(values) != len(request["completions"]):
             raise ValueError(f"returned {len(values)} rewards for {len(request['completions'])} completions")
-        return values
+        return [0.0 if value is None else value for value in values]
 
     def _finished(self, result: Any) -> Any:
         """The result of a coroutine, or the result itself."""
@@ -89,15 +89,20 @@ class RewardFunction:
         async def awaited() -> Any:
             return await result
 
-        return self._run(awaited())
-
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return self._runner.run(coroutine)
-        except BaseException:  # its event loop may hold tasks of the failed call
-            self.close()
-            self._runner = asyncio.Runner()
+            return self._runner.run(awaited())
+        except BaseException:
+            self._cancel_rest()
             raise
+
+    def _cancel_rest(self) -> None:
+        """Ends what a failed call left running. The event loop stays: clients and locks of the user's module are bound
+        to it."""
+        loop = self._runner.get_loop()
+        rest = asyncio.all_tasks(loop)
+        for task in rest:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
 
     def close(self) -> None:
         self._runner.close()

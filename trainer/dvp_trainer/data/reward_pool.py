@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 
-from .prompts import Row
+from .prompts import Row, as_json
 from .reward_forms import Form, Request
 from .reward_worker import TIME_LIMIT
 
@@ -241,7 +241,12 @@ class _Worker:
         assert self._process is not None
         assert self._process.stdin is not None
         rest = [request.to_json() for request in requests[len(results) :]]
-        self._process.stdin.write(json.dumps(rest, default=str).encode() + b"\n")
+        try:
+            line = json.dumps(rest, default=as_json).encode()
+        except (TypeError, ValueError) as error:
+            rows = f"rows {requests[0].row.index} to {requests[-1].row.index}"
+            raise ConfigError(f"{rows}: a column cannot be passed to the reward as JSON: {error}") from None
+        self._process.stdin.write(line + b"\n")
         while len(results) < len(requests):
             limit_s = self._timeout_s * len(requests[len(results)].completions)
             for outcomes, seconds in await self._read_lines(limit_s + GRACE_S):

@@ -6,6 +6,7 @@ reward function to stdout is redirected to stderr.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from asyncio import CancelledError
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,7 +31,9 @@ PR_SET_PDEATHSIG = 1
 TIME_LIMIT = "took longer than reward.timeout_s allows"
 MEMORY_LIMIT = "needed more memory than reward.memory_mib allows"
 MAX_TRACE = 16_384
-"""Longest traceback sent to the trainer, in characters; the end is what counts."""
+"""Longest traceback sent to the trainer, in characters."""
+CALLERS = {Path(__file__).parent, Path(asyncio.__file__).parent}
+"""Folders of the code that calls a user's function."""
 
 
 class TimeLimitError(BaseException):
@@ -79,7 +83,7 @@ def score(reward: RewardFunction, alarm: Alarm, request: Request, limit_s: float
         return [Outcome(None, TIME_LIMIT, trace_of(error))] * num
     except MemoryError as error:
         return [Outcome(None, MEMORY_LIMIT, trace_of(error))] * num
-    except Exception as error:  # noqa: BLE001 - a user's function can raise anything
+    except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001 - a user's function can raise anything
         message = TIME_LIMIT if alarm.expired else describe_error(error)
         return [Outcome(None, message, trace_of(error))] * num
     return [Outcome(None, TIME_LIMIT)] * num if alarm.expired else [_checked(value) for value in values]
@@ -93,11 +97,13 @@ def _checked(value: Any) -> Outcome:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback from the user's first frame on."""
+    """The traceback from the user's first frame on; of a long one, the beginning and the end."""
     frames = error.__traceback__
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent in CALLERS:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))[-MAX_TRACE:]
+    trace = "".join(traceback.format_exception(type(error), error, frames))
+    half = MAX_TRACE // 2
+    return trace if len(trace) <= MAX_TRACE else f"{trace[:half]}\n...\n{trace[-half:]}"
 
 
 def _private_pipes() -> tuple[int, int]:

@@ -18,7 +18,8 @@ from dvp_trainer.options import Overlong
 from .batch import ScoredGroup
 from .prompts import Prompt, Prompts, Row
 from .reward_failures import RewardFailures
-from .reward_pool import RewardPool
+from .reward_forms import Form
+from .reward_pool import RewardPool, RewardRequest
 from .rewards import overlong_penalty
 
 if TYPE_CHECKING:
@@ -50,19 +51,19 @@ class Scorer:
 
     def __init__(self, pool: RewardPool, tokenizer: Tokenizer, rules: RewardSection, failures: RewardFailures) -> None:
         self._pool, self.tokenizer, self._rules, self._failures = pool, tokenizer, rules, failures
-        self.num_waiting = 0
-        """Number of completions that await their rewards."""
+        self.num_waiting = self.num_groups = 0
+        """Numbers of completions that await their rewards, and of their groups."""
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
         """The group with its rewards; a failed one counts as 0. Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
         token_ids = [sample.token_ids.tolist() for sample in group.samples]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
-        self.num_waiting += len(completions)
+        self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
         try:
             results = await self._pool.score(self._pool.requests(row, completions, token_ids))
         finally:
-            self.num_waiting -= len(completions)
+            self.num_waiting, self.num_groups = self.num_waiting - len(completions), self.num_groups - 1
         self._failures.look_at(row, completions, results)
         return ScoredGroup(
             group=group,
@@ -82,20 +83,22 @@ class Scorer:
             f"{self._failures.num_timed_out} took longer than reward.timeout_s = {self._rules.timeout_s:g} s so far"
         )
 
-    async def try_on(self, rows: Sequence[Row]) -> None:
-        """Scores each row's answer as if it were a completion. Raises ConfigError if every reward fails."""
-        answers = [row.answer or "" for row in rows]
-        requests = [
-            request
-            for row, answer in zip(rows, answers, strict=True)
-            for request in self._pool.requests(row, [answer], [self.tokenizer.encode(answer)])
-        ]
+    async def try_on(self, rows: Sequence[Row], n: int) -> None:
+        """Scores each row's answer as if it were a completion. TRL's form gets a group of `n`, in which every other
+        text is empty. Raises ConfigError if every reward fails."""
+        num = 1 if self._pool.form is Form.OWN else n
+        requests: list[RewardRequest] = []
+        for row in rows:
+            answer = (row.answer or "").encode(errors="replace").decode()
+            completions = ([answer, ""] * num)[:num]
+            requests += self._pool.requests(row, completions, [self.tokenizer.encode(text) for text in completions])
         results = await self._pool.score(requests)
         if all(result.value is None for result in results):
-            what = f"failed for the answers of the first {len(rows)} rows, tried as completions before the run"
-            raise self._failures.fatal(what, rows[0], answers[0], results[0])
-        values = ", ".join("failed" if result.value is None else f"{result.value:g}" for result in results)
-        log.info("rewards of the answers of the first %d rows, tried as completions: %s", len(rows), values)
+            what = f"failed for the answers of {len(rows)} rows, tried as completions before the run"
+            raise self._failures.fatal(what, rows[0], requests[0].completions[0], results[0])
+        values = [result.value for result in results[::num]]
+        shown = ", ".join("failed" if value is None else f"{value:g}" for value in values)
+        log.info("rewards of the answers of %d rows, tried as completions: %s", len(rows), shown)
 
     def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
         if self._rules.overlong is not Overlong.SOFT:

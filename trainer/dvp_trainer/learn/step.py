@@ -101,6 +101,8 @@ class Learner:
         self.optimizer_steps = 0
         self.evidence: Evidence | None = None
         """Both sides' log-probs of the last batch before its first update; None if no group had a signal."""
+        self.update_evidence: Evidence | None = None
+        """The same at each sequence's own update, which decided what was kept."""
         self.advantages: Float[Tensor, " N"] = torch.empty(0)
         """Of the last batch."""
 
@@ -304,10 +306,10 @@ class Learner:
     ) -> dict[str, float]:
         """Metrics of the batch. Mismatch is measured before the first update; later drift is logged separately."""
         metrics = batch_metrics(batch) | {"optimizer/lr": self.lr}
-        self.evidence = None
+        self.evidence = self.update_evidence = None
         if not seen:
             return metrics
-        during = Evidence.join(seen)
+        self.update_evidence = during = Evidence.join(seen)
         self.evidence = first = before or during
         rewards = batch.rewards.flatten().to(self.device)
         metrics |= mismatch_metrics(

@@ -72,7 +72,7 @@ class Feeder:
         self.consumed = Ledger(settings.out_dir / CONSUMED)
         self.books = Books()
         self._batches_left = settings.steps
-        self._waiting_since = 0.0
+        self._waiting_since, self._num_taken = 0.0, 0
         self._deaths_in_a_row = 0
         self._own: set[str] = set()
         """Outstanding jobs that this process has submitted; others were found in the broker, from an earlier run."""
@@ -137,7 +137,7 @@ class Feeder:
         wanted = self.settings.batch
         taken: list[ScoredGroup] = []
         to_refill = wanted.groups * (wanted.refill_limit - 1) if wanted.refill else 0
-        self._waiting_since = time.monotonic()
+        self._waiting_since, self._num_taken = time.monotonic(), 0
         while len(taken) < wanted.groups:
             scored = await self._next_scored()
             if scored.staleness > wanted.max_staleness and wanted.on_stale == "drop":
@@ -147,6 +147,7 @@ class Feeder:
                 await self._finish([scored.group.job_id], Outcome.FILTERED)
             else:
                 taken.append(scored)
+                self._num_taken = len(taken)
         self._waiting_since = 0.0
         return Batch(tuple(sorted(taken, key=lambda scored: job_position(scored.group.job_id))))
 
@@ -164,6 +165,11 @@ class Feeder:
     def waiting_s(self) -> float:
         """Seconds that `next_batch` has been waiting; 0 if it is not."""
         return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
+
+    def rewards_awaited(self) -> int:
+        """Number of completions whose rewards `next_batch` waits for; 0 while it waits for groups."""
+        has = self._num_taken + self._scored.qsize() + self.scorer.num_groups
+        return self.scorer.num_waiting if has >= self.settings.batch.groups else 0
 
     async def acknowledge(self) -> None:
         """Lets the broker delete everything that the checkpoint just written covers. What ended during the write waits

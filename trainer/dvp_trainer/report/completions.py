@@ -1,25 +1,34 @@
 """Completions as people see them: text, reward, advantage, what training did with them, and kept mass per token.
 
-They go to out_dir/completions.jsonl, to the terminal, to the report and to W&B. They hold prompts, so the file can be
-read only by its owner, and nothing is printed where there is no terminal.
+They go to out_dir/completions.jsonl, to the terminal, to the report and to W&B. The file has a line per step that
+shows them, {"step", "completions": [fields of Completion]}. They hold prompts, so only the owner can read file and
+report, and nothing is printed where there is no terminal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+FILE = "completions.jsonl"
+RECORD = re.compile(rb'\{"step": (\d+), "completions": ')
 MAX_TOKENS = 1024
 """Most tokens kept of a completion: of a longer one, the first and the last half of that."""
 PRUNED = (0.001, 0.01, 0.1)
 """Shares of probability that min-p removed at a token, from which the token is marked: a little, more, much."""
 TERMINAL_ROWS = 4
 TERMINAL_CHARACTERS = 400
+TERMINAL_LINES = 12
+WIDE = 80
+"""Columns of a terminal from which the table has more than one column."""
 CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
 """Replaces control characters: a completion must not steer the terminal."""
 COLUMNS = ("row", "prompt", "text", "answer", "reward", "advantage", "fate", "weight", "finish_reason", "num_tokens")
@@ -37,6 +46,12 @@ class Fate(StrEnum):
     NAN = "veto: NaN"
     REJECTED = "MIS"
     """Its importance weight is out of bounds."""
+    TOO_LONG = "cut off"
+    """max_tokens cut it off, and reward.overlong leaves it out."""
+    NO_STEP = "no step"
+    """The batch made no optimizer step: the gradient was not finite."""
+    OWN = "own objective"
+    """The user's objective decides, whatever its weight."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +83,50 @@ class Completion:
         return "".join(text for text, _ in self.marked())
 
     def marked(self) -> Iterator[tuple[str, int]]:
-        """Pieces of the text, each with the number of PRUNED thresholds that it reaches."""
+        """Pieces of the text, each with the number of PRUNED thresholds that one of its tokens reaches."""
+        mark = 0
         for i, (text, mass) in enumerate(zip(self.tokens, self.kept_mass, strict=True)):
             if self.num_skipped and i == MAX_TOKENS // 2:
                 yield f" [... {self.num_skipped} tokens left out ...] ", 0
-            yield text, sum(1 - mass >= share for share in PRUNED)
+            mark = max(mark, sum(round(1 - mass, 6) >= share for share in PRUNED))
+            if text:  # otherwise within a character: the next token completes it
+                yield text, mark
+                mark = 0
 
 
-def completions_table(step: int, completions: Sequence[Completion]) -> Table:
-    """For a terminal. Colours show how much probability min-p removed."""
+def completion_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Step and line of each record of a completions file, read one by one; what is no record is skipped."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (found := RECORD.match(line)) and line.endswith(b"\n"):
+                yield int(found[1]), line
+
+
+def read_completions(line: bytes) -> list[Completion]:
+    """The completions of a line; none if it is damaged, or was written by another version."""
+    try:
+        return [Completion(**fields) for fields in json.loads(line)["completions"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def completions_table(step: int, completions: Sequence[Completion], *, width: int, encoding: str = "utf-8") -> Table:
+    """For a terminal of `width` columns. Colours show how much probability min-p removed."""
     from rich.table import Table
     from rich.text import Text
+
+    def shown(pieces: Iterable[tuple[str, str]]) -> Text:
+        """The beginning of the text, with what the terminal cannot show replaced."""
+        text, room = Text(), TERMINAL_CHARACTERS
+        for piece, style in pieces:
+            clean = piece.translate(CONTROLS).encode(encoding, "replace").decode(encoding)
+            text.append(clean[:room], style)
+            room -= len(clean)
+            if room < 0 or text.plain.count("\n") >= TERMINAL_LINES:
+                return text.append(" ...")
+        return text
 
     styles = ("", "yellow", "orange1", "red")
     shares = ", ".join(f"{style} {100 * share:g} %" for style, share in zip(styles[1:], PRUNED, strict=True))
@@ -86,21 +134,20 @@ def completions_table(step: int, completions: Sequence[Completion]) -> Table:
         title=f"step {step}: best and worst completion of a prompt",
         caption=f"colours: min-p removed at least this much probability: {shares}",
         show_lines=True,
+        show_header=width >= WIDE,
         expand=True,
     )
     table.add_column("prompt", ratio=2, overflow="fold")
-    table.add_column("completion", ratio=3, overflow="fold")
-    for name in ("reward", "advantage", "training"):
-        table.add_column(name, justify="right")
+    if width >= WIDE:
+        table.add_column("completion", ratio=3, overflow="fold")
+        for name in ("reward", "advantage", "training"):
+            table.add_column(name, justify="right")
     for completion in completions[:TERMINAL_ROWS]:
-        prompt = completion.prompt.translate(CONTROLS)
-        text = Text.assemble(*((piece.translate(CONTROLS), styles[mark]) for piece, mark in completion.marked()))
-        text.truncate(TERMINAL_CHARACTERS, overflow="ellipsis")
-        table.add_row(
-            Text(prompt if len(prompt) <= TERMINAL_CHARACTERS else "…" + prompt[-TERMINAL_CHARACTERS:]),
-            text,
-            f"{completion.reward:.3g}",
-            f"{completion.advantage:.3g}",
-            completion.fate,
-        )
+        prompt = shown([(completion.prompt[-TERMINAL_CHARACTERS:], "dim")])
+        text = shown((piece, styles[mark]) for piece, mark in completion.marked())
+        facts = (f"{completion.reward:.3g}", f"{completion.advantage:.3g}", completion.fate)
+        if width >= WIDE:
+            table.add_row(prompt, text, *facts)
+        else:
+            table.add_row(Text("\n").join([prompt, text, Text("reward {}, advantage {}, {}".format(*facts))]))
     return table

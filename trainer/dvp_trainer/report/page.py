@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dvp_trainer.disk import write_private
 
-from .completions import PRUNED, Completion
+from .completions import FILE, PRUNED, Completion, completion_lines, read_completions
 from .drawing import MUTED, dress, ink, svg, variable
 from .sinks import read_records
 
@@ -193,20 +193,19 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
         tiles=[{"label": label, "value": _text(summary[key])} for key, label in TILES.items() if key in summary],
         plots=[_plot(panel, lines) for panel, lines in drawn if lines],
         pruned=[f"{100 * share:g} %" for share in PRUNED],
-        completions=_completions(read_records(metrics_jsonl.with_name("completions.jsonl"))),
+        completions=_completions(metrics_jsonl.with_name(FILE)),
         missing=[panel.title for panel, lines in drawn if not lines],
         figures=[(_label(key), _figure(value)) for key, value in summary.items()],
     )
     write_private(out, page)  # it holds prompts
 
 
-def _completions(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _completions(file: Path) -> list[dict[str, Any]]:
     """The first and the last record, ready for the template."""
-    shown = [records[0], records[-1]] if len(records) > 1 else records
-    return [
-        {"step": record["step"], "cards": [_card(Completion(**fields)) for fields in record["completions"]]}
-        for record in shown
-    ]
+    ends: list[tuple[int, bytes]] = []
+    for record in completion_lines(file):
+        ends = [*ends[:1], record]
+    return [{"step": step, "cards": [_card(shown) for shown in read_completions(line)]} for step, line in ends]
 
 
 def _card(completion: Completion) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from dvp_rl.contract.group import FinishReason, Sample
 from dvp_rl.dvp.correction import Correction
-from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_trainer.data.batch import Batch
 from dvp_trainer.data.prompts import Row
 from dvp_trainer.learn.step import Learner
+from dvp_trainer.options import Overlong
 
 from .completions import MAX_TOKENS, Completion, Fate
 
@@ -25,22 +26,18 @@ DIGITS = 4
 
 
 def pick_completions(
-    batch: Batch, learner: Learner, rows: Sequence[Row], tokenizer: Tokenizer, count: int
+    batch: Batch, learner: Learner, rows: Sequence[Row], tokenizer: Tokenizer, *, updated: bool
 ) -> list[Completion]:
-    """The best and the worst sample of each group until there are `count`. The learner must have trained this batch
-    last; `rows` are the rows of its groups."""
-    evidence = learner.evidence
-    correction = None if evidence is None else learner.correct(evidence)
-    places = {} if evidence is None else {index: place for place, index in enumerate(evidence.rows.tolist())}
+    """The best and the worst sample of each group until there are report.completions. The learner must have trained
+    this batch last; `rows` are the rows of its groups, and `updated` says whether it made a step."""
+    look, count = Look(learner, updated), learner.settings.report.completions
     found: list[Completion] = []
     first = 0
     for scored, row in zip(batch.groups, rows, strict=True):
         prompt = tokenizer.decode(scored.group.prompt_ids.tolist(), skip_special_tokens=False)
         best, worst = int(np.argmax(scored.rewards)), int(np.argmin(scored.rewards))
         for i in dict.fromkeys((best, worst)):
-            sample, verdict = scored.group.samples[i], Verdict(Fate.NO_SIGNAL)
-            if evidence is not None and correction is not None and first + i in places:
-                verdict = _verdict(evidence, correction, places[first + i])
+            sample, verdict = scored.group.samples[i], look.at(first + i, scored.group.samples[i])
             found.append(
                 Completion(
                     row=row.index,
@@ -66,20 +63,46 @@ def pick_completions(
 
 
 class Verdict(NamedTuple):
-    """What the learner found for a sequence."""
+    """What the learner did with a sequence."""
 
     fate: Fate
     weight: float | None = None
     logprobs: list[float] | None = None
 
 
-def _verdict(evidence: Evidence, correction: Correction, place: int) -> Verdict:
-    veto, mask = correction.veto, evidence.mask[place]
-    reasons = {Fate.NAN: veto.nan, Fate.OUTSIDE: veto.outside, Fate.RATIO: veto.numerical}
-    fates = [fate for fate, dropped in reasons.items() if dropped[place]]
-    fates.append(Fate.TRAINED if correction.kept_sequences[place] else Fate.REJECTED)
-    weight = round(float(correction.weights[place][mask].mean()), DIGITS)
-    return Verdict(fates[0], weight, evidence.train.logprobs[place][mask].tolist())
+class Look:
+    """A look at what the learner did with its last batch."""
+
+    def __init__(self, learner: Learner, updated: bool) -> None:
+        self._settings, self._updated = learner.settings, updated
+        self._evidence = evidence = learner.update_evidence
+        self._correction = None if evidence is None else learner.correct(evidence)
+        self._places = {} if evidence is None else {row: place for place, row in enumerate(evidence.rows.tolist())}
+
+    def at(self, index: int, sample: Sample) -> Verdict:
+        """The verdict on the sequence at this row of the batch."""
+        if index not in self._places:
+            return Verdict(Fate.NO_SIGNAL)
+        assert self._evidence is not None
+        assert self._correction is not None
+        place = self._places[index]
+        mask = self._evidence.mask[place]
+        weight = round(float(self._correction.weights[place][mask].mean()), DIGITS)
+        logprobs: list[float] = self._evidence.train.logprobs[place][mask].tolist()
+        return Verdict(self._fate(self._correction, place, sample), weight, logprobs)
+
+    def _fate(self, correction: Correction, place: int, sample: Sample) -> Fate:
+        veto, overlong = correction.veto, self._settings.reward.overlong in (Overlong.MASK, Overlong.DROP)
+        reasons = {
+            Fate.TOO_LONG: overlong and sample.finish_reason is FinishReason.LENGTH,
+            Fate.OWN: self._settings.correction.objective is not None,
+            Fate.NAN: veto.nan[place],
+            Fate.OUTSIDE: veto.outside[place],
+            Fate.RATIO: veto.numerical[place],
+            Fate.REJECTED: not correction.kept_sequences[place],
+            Fate.NO_STEP: not self._updated,
+        }
+        return next((fate for fate, applies in reasons.items() if applies), Fate.TRAINED)
 
 
 def _ends(values: list[T]) -> list[T]:

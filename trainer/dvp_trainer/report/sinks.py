@@ -45,7 +45,7 @@ from dvp_rl.contract.errors import ConfigError
 from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_trainer.disk import AppendedFile, writing
 
-from .completions import COLUMNS, Completion, completions_table
+from .completions import COLUMNS, Completion, completion_lines, completions_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ class Sink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called once per step, in ascending order."""
 
-    def show(self, step: int, completions: Sequence[Completion]) -> None:
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         """Called before `log` on the steps that show completions."""
 
     def close(self) -> None:
@@ -87,14 +87,14 @@ class OwnSink(Sink):
         )
         check_members(self._setting, opened, methods=("log", "close"))
         self._sink: Sink = opened
-        self._shows = callable(getattr(opened, "show", None))
+        self._shows = callable(getattr(opened, "log_completions", None))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         call_hook(self._setting, self._sink.log, step, dict(metrics))
 
-    def show(self, step: int, completions: Sequence[Completion]) -> None:
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         if self._shows:
-            call_hook(self._setting, self._sink.show, step, completions)
+            call_hook(self._setting, self._sink.log_completions, step, completions)
 
     def close(self) -> None:
         with suppress(ConfigError):  # logged; it must not hide the error that ends the run
@@ -116,43 +116,47 @@ class Reporter:
         for sink in self._sinks:
             sink.log(step, metrics)
 
-    def show(self, step: int, completions: Sequence[Completion]) -> None:
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         for sink in self._sinks:
-            sink.show(step, completions)
+            sink.log_completions(step, completions)
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
 
 
-class StepFile(Sink):
-    """A file with one JSON object per line, each of a step."""
+class JsonlSink(Sink):
+    """One JSON object per step: {"step", "time" (unix seconds), metrics...}. Values that are not finite become null."""
 
-    def __init__(self, path: Path, *, resumed_step: int | None = None, private: bool = False) -> None:
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """`resumed_step`: keeps the lines up to this step and appends to them. None starts a new file."""
         kept = [] if resumed_step is None else [r for r in read_records(path) if r["step"] <= resumed_step]
-        self._file = AppendedFile(path, private=private)
-        self._file.replace("".join(json.dumps(record) + "\n" for record in kept).encode())
+        self._file = AppendedFile(path)
+        self._file.replace(json.dumps(record).encode() + b"\n" for record in kept)
 
-    def append(self, step: int, record: Mapping[str, Any]) -> None:
-        self._file.append(json.dumps({"step": step, "time": time.time(), **record}).encode() + b"\n")
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.append(json.dumps({"step": step, "time": time.time(), **values}).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-class JsonlSink(StepFile):
-    """{"step", "time" (unix seconds), metrics...} per step. Values that are not finite become null."""
+class CompletionsSink(Sink):
+    """A line of JSON per step that shows completions, in a file that only its owner can read (completions.py)."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.append(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        """As for JsonlSink. Damaged lines are dropped: no run should end for them."""
+        kept = (line for step, line in completion_lines(path) if resumed_step is not None and step <= resumed_step)
+        self._file = AppendedFile(path, private=True)
+        self._file.replace(kept)
 
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        record = {"step": step, "completions": [asdict(completion) for completion in completions]}
+        self._file.append(json.dumps(record).encode() + b"\n")
 
-class CompletionsSink(StepFile):
-    """{"step", "time", "completions": [fields of Completion]} per step that shows completions."""
-
-    def show(self, step: int, completions: Sequence[Completion]) -> None:
-        self.append(step, {"completions": [asdict(completion) for completion in completions]})
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -210,7 +214,7 @@ class WandbSink(Sink):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def show(self, step: int, completions: Sequence[Completion]) -> None:
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         rows = [[getattr(completion, name) for name in COLUMNS] for completion in completions]
         self._run.log({"completions": self._wandb.Table(columns=list(COLUMNS), data=rows)}, step=step)
 
@@ -251,8 +255,10 @@ class ProgressSink(Sink):
         self._shown |= {name: metrics[name] for name in HEADLINES if name in metrics}
         self._progress.update(self._task, completed=step, headline=headline(self._shown))
 
-    def show(self, step: int, completions: Sequence[Completion]) -> None:
-        self._progress.console.print(completions_table(step, completions))
+    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        console = self._progress.console
+        if console.file.isatty():  # FORCE_COLOR makes a terminal of any log
+            console.print(completions_table(step, completions, width=console.width, encoding=console.encoding))
 
     def close(self) -> None:
         self._progress.stop()

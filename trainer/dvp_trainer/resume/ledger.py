@@ -44,7 +44,7 @@ class Ledger:
             )
         with self.path.open("rb") as old:
             kept = old.read(length)
-        self._file.replace(kept)
+        self._file.replace([kept])
 
     def close(self) -> None:
         self._file.close()
