@@ -26,7 +26,7 @@ from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.roles import Role
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.report.page import write_report
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 
 from .fleet import Child, Fleet, interruptible
 from .run_folder import RunFolder, claim
@@ -185,7 +185,7 @@ class Demo:
         )
 
     def conclude(self, folder: RunFolder, replicas: list[Replica], wall_s: float) -> Summary:
-        metrics, progress = read_records(folder.metrics), folder.progress()
+        metrics, progress = read_metrics(folder.metrics), folder.progress()
         books = reconcile(folder.submitted(progress), folder.consumed(progress), progress["outstanding"])
         summary = summarize(
             metrics,

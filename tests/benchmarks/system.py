@@ -14,7 +14,7 @@ from deploy.demo.fleet import Fleet
 from deploy.demo.run_folder import claim
 from dvp_rl.rollout.settings import EngineName
 from dvp_rl.transport.embedded import EmbeddedBroker
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 
 WARM_UP = 3
 """Steps left out of the means: start-up and the first swap."""
@@ -64,5 +64,5 @@ def run_system(
         servers = [demo.start_replica(fleet, folder, broker.url, f"replica-{i}") for i in range(1, replicas + 1)]
         fleet.wait_until(lambda: all(s.is_ready() for s in servers), "every replica is ready", READY_TIMEOUT_S)
         fleet.wait_for(demo.start_trainer(fleet, broker.url), TIMEOUT_S)
-        records = read_records(folder.metrics)
+        records = read_metrics(folder.metrics)
     return Outcome(list(map(dict, records)), settings.batch.groups * settings.sampling.n)

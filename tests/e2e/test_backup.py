@@ -12,7 +12,7 @@ import pytest
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import reconcile
 from dvp_rl.contract.errors import UnavailableError
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 
 from .stack import BUILD_S, Stack, clone, require_engine, running
 
@@ -85,7 +85,7 @@ def test_what_was_saved_goes_on_elsewhere(backup: Path, tmp_path: Path) -> None:
         progress = folder.progress()
         books = reconcile(folder.submitted(progress), folder.consumed(progress), progress["outstanding"])
         assert (progress["step"], len(books.lost), len(books.duplicated)) == (steps, 0, 0)
-        before, after = read_records(saved.metrics), read_records(folder.metrics)
+        before, after = read_metrics(saved.metrics), read_metrics(folder.metrics)
         trained = saved.progress()["step"]
         assert [record for record in after if record["step"] <= trained] == [
             record for record in before if record["step"] <= trained

@@ -20,7 +20,7 @@ from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import ENDS, reconcile
 from dvp_rl.contract.errors import ConfigError, DvpError
 from dvp_rl.http.api_tokens import Scope
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit import web
 from tests.kit.tokens import write_token
 
@@ -90,7 +90,7 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
 
     stack.compose("cp", "trainer:/runs/demo", str(tmp_path))
     folder = RunFolder(tmp_path / "demo")
-    progress, metrics = folder.progress(), [record for record in read_records(folder.metrics) if record["step"]]
+    progress, metrics = folder.progress(), [record for record in read_metrics(folder.metrics) if record["step"]]
     submitted, consumed = folder.submitted(progress), folder.consumed(progress)
     books = reconcile(submitted, consumed, progress["outstanding"])
     rewards = [record["reward/mean"] for record in metrics]

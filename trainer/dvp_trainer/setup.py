@@ -133,7 +133,7 @@ async def _assemble(
         await publisher.publish(progress.weight_steps, after=progress.seq)
         tokens = PromptTokens(prompts, tokenizer)
         evaluator = None
-        if heldout is not None and heldout_scorer is not None:
+        if heldout and heldout_scorer:
             evaluator = Evaluator(settings, heldout, heldout_scorer, submission, groups, publisher, fence)
         yield Run(
             settings=settings,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.engines.adapter import holds_adapter
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit.runs import config, replica, train
 
 
@@ -16,7 +16,7 @@ def test_a_replica_serves_published_adapters(tmp_path: Path, broker_url: str, ru
     overrides = {"steps": "4", "batch__max_staleness": "0", "lora__rank": "4", "lora__publish": "adapter"}
     with replica(tmp_path, run_id, broker_url):
         train(config(tmp_path, run_id, broker_url, **overrides))
-    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert all(record["optimizer/updates"] == 1 for record in records)
     # Both sides have the same weights, so only rounding remains.

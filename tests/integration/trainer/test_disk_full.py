@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dvp_rl.transport import failpoints
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.resume.checkpoint import Checkpoints
 from tests.kit.processes import ROOT, environment
 from tests.kit.replicas import ReplicaThread
@@ -82,5 +82,5 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, broker_url: str, run_id: st
     undisturbed, resumed = parameters(tmp_path / "a"), parameters(out)
     assert not [name for name in undisturbed if not torch.equal(undisturbed[name], resumed[name])]
     assert outcomes(tmp_path / "a") == outcomes(out)
-    assert [record["step"] for record in read_records(metrics)] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in read_metrics(metrics)] == [1, 2, 3, 4, 5, 6]
     assert not [path for path in out.rglob(".*") if path.suffix == ".partial" or path.name.startswith(".metrics")]

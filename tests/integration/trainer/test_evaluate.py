@@ -9,7 +9,7 @@ import pytest
 
 from dvp_lab.recorded import Tokens
 from dvp_rl.transport.broker import Broker
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.report.token_log import read_tokens
 from tests.kit.runs import HELDOUT, config, replica, train
 
@@ -34,7 +34,7 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
         train(flags)
         printed = train(["eval", *flags, "--checkpoint-at=last"])
         best = train(["eval", *flags])
-    scores = {record["step"]: record for record in read_records(tmp_path / "run" / "metrics.jsonl")}
+    scores = {record["step"]: record for record in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert set(scores) == {0, 1, 2, 3}
     (tokens,) = read_tokens(tmp_path / "run")
     assert scores[3]["mismatch/kl_unmasked"] == pytest.approx(-float(Tokens.of(tokens).delta.sum() / tokens.mask.sum()))

@@ -34,7 +34,7 @@ from dvp_trainer.data.batch import Batch
 from dvp_trainer.loop import Run, train
 from dvp_trainer.queue import evaluator as evaluate_module
 from dvp_trainer.queue import feeder as feeder_module
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.resume.checkpoint import Checkpoints
 from dvp_trainer.resume.ledger import read_ledger
 from dvp_trainer.setup import open_run
@@ -312,7 +312,7 @@ async def test_several_updates_per_batch_make_nothing_stale(broker_url: str, ope
         assert run.learner.optimizer_steps == steps * updates
         assert run.weight_steps == steps
         assert [outcome for _, outcome in outcomes(run)] == ["trained"] * steps * updates
-    trained = [record for record in read_records(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]
+    trained = [record for record in read_metrics(run.settings.out_dir / "metrics.jsonl") if "staleness/max" in record]
     assert [record["staleness/max"] for record in trained][:2] == [0, 1]
 
 
@@ -676,22 +676,23 @@ async def test_a_silent_queue_ends_the_run_with_what_to_do(broker_url: str, open
 
 
 async def test_slow_rewards_are_named_and_not_the_replicas(broker_url: str, opened: Open, own_rewards: Path) -> None:
-    limits = {"reward__timeout_s": "600", "broker__stall_timeout_s": "5"}
+    limits = {"reward__timeout_s": "600", "broker__stall_timeout_s": "0.5"}
 
     async def stall() -> None:
         async with opened(broker_url, reward__name="own_rewards:slow_if_wrong", **limits) as (run, player):
-            waiting = asyncio.create_task(run.feeder.next_batch())
             await player.play(1)
             await until_async(lambda: run.feeder.scorer.num_waiting == N)
             assert run.feeder.rewards_awaited() == 0, "the batch waits for the other group, too"
             await player.play(GROUPS - 1)
             await until_async(lambda: run.feeder.scorer.num_waiting == GROUPS * N)
             assert run.feeder.rewards_awaited() == GROUPS * N
-            await waiting
+            await run.feeder.next_batch()
 
     with pytest.raises(BaseExceptionGroup) as caught:
         await stall()
-    said = rf"for 5 s: {GROUPS * N} completions await rewards \(reward.workers = 1\); 0 took longer than .* so far. GET"
+    said = (
+        rf"for 0.5 s: {GROUPS * N} completions await rewards \(reward.workers = 1\); 0 took longer than .* so far. GET"
+    )
     assert caught.group_contains(UnavailableError, match=said)
 
 

@@ -13,7 +13,7 @@ from dvp_rl.hooks import load_hook
 from dvp_trainer.data.prompts import Row, load_prompts
 from dvp_trainer.data.reward_forms import RewardFunction
 from dvp_trainer.data.reward_pool import RewardRequest
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit.forked import ROLLOUT, run
 from tests.kit.processes import ROOT
 from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer
@@ -44,13 +44,13 @@ def test_a_run_of_the_users_own_functions(tmp_path: Path, broker_url: str, run_i
     with replica(tmp_path, run_id, broker_url, *options, PYTHONPATH=str(tmp_path)):
         done = run_trainer(flags, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     seen = [line.split(",") for line in (tmp_path / "run" / "reward.csv").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2], "the first one is the evaluation before any training"
     trained = records[1:]
     assert [(int(step), float(reward)) for step, reward in seen] == [(r["step"], r["reward/mean"]) for r in trained]
     assert all(record["optimizer/updates"] for record in trained)
-    shown = {record["step"]: record["completions"] for record in read_records(tmp_path / "run" / "completions.jsonl")}
+    shown = {record["step"]: record["completions"] for record in read_metrics(tmp_path / "run" / "completions.jsonl")}
     assert sorted(shown) == [1, 2]
     for completion in shown[1] + shown[2]:
         assert completion["reward"] == float("".join(completion["tokens"]) == f"{completion['answer']}<eos>")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dvp_rl.weights.folder import folder_name
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.resume.checkpoint import Checkpoints
 from dvp_trainer.resume.ledger import read_ledger
 from tests.kit.runs import config, replica, train, trainer_process
@@ -33,7 +33,7 @@ def outcomes(out: Path) -> list[str]:
 
 
 def num_steps(out: Path) -> int:
-    return max((record["step"] for record in read_records(out / "metrics.jsonl")), default=0)
+    return max((record["step"] for record in read_metrics(out / "metrics.jsonl")), default=0)
 
 
 @pytest.mark.slow
@@ -58,4 +58,4 @@ def test_a_killed_and_resumed_run_ends_with_the_same_parameters_bit_for_bit(
     assert not different, f"killed at step {kill_at}: {different}"
     assert any(not torch.equal(undisturbed[name], value) for name, value in parameters(tmp_path / "a", 4).items())
     assert outcomes(tmp_path / "a") == outcomes(tmp_path / "b")
-    assert [record["step"] for record in read_records(tmp_path / "b" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in read_metrics(tmp_path / "b" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

@@ -12,7 +12,7 @@ import pytest
 
 from dvp_rl.contract.weights import WeightVersion
 from dvp_rl.weights.folder import newest_seq, verify_folder
-from dvp_trainer.report.sinks import read_records
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit.processes import PYTHON, process
 from tests.kit.runs import config, replica, train
 from tests.kit.tokens import TOKEN
@@ -46,7 +46,7 @@ def test_what_was_trained_is_served_when_the_trainer_and_its_volume_are_gone(
         overrides |= {"weights__url": at, "weights__token": TOKEN}
         with replica(tmp_path, run_id, broker_url, *elsewhere(cache)):
             train(config(tmp_path, run_id, broker_url, **overrides))
-    assert [record["step"] for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     fetched = sorted((cache / run_id).glob("weights-*"))
     # With max_staleness 0 the last batch was drawn from the version before the last, so the replica fetched that.
     assert verify_folder(fetched[-1]).seq >= STEPS

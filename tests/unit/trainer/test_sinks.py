@@ -22,7 +22,7 @@ from dvp_trainer.report.sinks import (
     WandbSink,
     console_sink,
     headline,
-    read_records,
+    read_metrics,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +46,7 @@ def test_jsonl_has_one_object_per_step(tmp_path: Path) -> None:
 def test_each_line_is_on_disk_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.log(1, {"reward/mean": 1.0})
-    assert read_records(tmp_path / "metrics.jsonl")[0]["step"] == 1
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 1
     sink.close()
 
 
@@ -54,7 +54,7 @@ def test_a_resumed_file_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(path, 1, 2, 3, 4)
     log_steps(path, 3, 4, 5, resumed_step=2)
-    assert [record["step"] for record in read_records(path)] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -64,32 +64,32 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 3, "rew')
     log_steps(path, 3, resumed_step=2)
-    assert [record["step"] for record in read_records(path)] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_resume_without_a_file_starts_one(tmp_path: Path) -> None:
     log_steps(tmp_path / "metrics.jsonl", 8, resumed_step=7)
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [8]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [8]
 
 
 def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     log_steps(tmp_path / "metrics.jsonl", 1, 2)
     log_steps(tmp_path / "metrics.jsonl", 1)
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step\n{"step": 3}\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl: line 2 is not JSON"):
-        read_records(path)
+        read_metrics(path)
 
 
 def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.log(1, {"a/nan": math.nan, "a/inf": -math.inf, "a/one": 1.0})
     sink.close()
-    (record,) = read_records(tmp_path / "metrics.jsonl")
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (record["a/nan"], record["a/inf"], record["a/one"]) == (None, None, 1.0)
 
 

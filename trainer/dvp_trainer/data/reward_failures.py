@@ -26,8 +26,8 @@ class RewardFailures:
     def __init__(self, rules: RewardSection, out_dir: Path, source: str, *, patience: int) -> None:
         """`patience`: number of failures in a row, without a single success, that end the run. One row never does."""
         self._rules, self._file, self._source, self._patience = rules, out_dir / FILE, source, patience
-        self._in_a_row: list[int] = []
-        """Row numbers of the completions that failed since the last success."""
+        self._in_a_row, self._rows = 0, set[int]()
+        """Completions that failed since the last success, and their rows."""
         self._warned = False
         self.num_timed_out = 0
 
@@ -36,15 +36,15 @@ class RewardFailures:
         once `patience` completions in a row have failed, of two rows or more."""
         for completion, result in zip(completions, results, strict=True):
             if result.value is not None:
-                self._in_a_row.clear()
+                self._in_a_row, self._rows = 0, set()
                 continue
-            self._in_a_row.append(row.index)
+            self._in_a_row += 1
+            self._rows.add(row.index)
             self.num_timed_out += result.timed_out
             if self._rules.on_error is OnError.STOP:
                 raise self.fatal("failed, and reward.on_error is 'stop'", row, completion, result)
-            if len(self._in_a_row) >= self._patience and len(set(self._in_a_row)) > 1:
-                num = len(self._in_a_row)
-                raise self.fatal(f"failed for all of the last {num} completions", row, completion, result)
+            if self._in_a_row >= self._patience and len(self._rows) > 1:
+                raise self.fatal(f"failed for all of the last {self._in_a_row} completions", row, completion, result)
             if not self._warned:
                 self._warned = True
                 self._write(row, completion, result)

@@ -98,11 +98,14 @@ class RewardFunction:
     def _cancel_rest(self) -> None:
         """Ends what a failed call left running. The event loop stays: clients and locks of the user's module are bound
         to it."""
-        loop = self._runner.get_loop()
-        rest = asyncio.all_tasks(loop)
-        for task in rest:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+
+        async def cancelled() -> None:
+            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        self._runner.run(cancelled())
 
     def close(self) -> None:
         self._runner.close()

@@ -324,13 +324,11 @@ class Feeder:
         self._room.set()
 
     async def _waits_for(self) -> str:
-        missing = self.books.missing()
-        rewards = self.scorer.waiting()
-        if rewards and not missing:
-            return rewards
-        whom = await who_holds(self.groups.broker, missing)
-        jobs = f"{len(missing)} of {len(self.books.outstanding)} jobs in flight have no group: {whom}"
-        return f"{rewards}; {jobs}" if rewards else jobs
+        missing, found = self.books.missing(), [self.scorer.waiting()]
+        if missing or not found[0]:
+            whom = await who_holds(self.groups.broker, missing)
+            found.append(f"{len(missing)} of {len(self.books.outstanding)} jobs in flight have no group: {whom}")
+        return "; ".join(filter(None, found))
 
     # --- the end of an attempt --------------------------------------------------------------------------------------
 

@@ -143,7 +143,8 @@ def completions_table(step: int, completions: Sequence[Completion], *, width: in
         for name in ("reward", "advantage", "training"):
             table.add_column(name, justify="right")
     for completion in completions[:TERMINAL_ROWS]:
-        prompt = shown([(completion.prompt[-TERMINAL_CHARACTERS:], "dim")])
+        end = completion.prompt[-TERMINAL_CHARACTERS:].split("\n")[-TERMINAL_LINES:]
+        prompt = shown([("\n".join(end), "dim")])
         text = shown((piece, styles[mark]) for piece, mark in completion.marked())
         facts = (f"{completion.reward:.3g}", f"{completion.advantage:.3g}", completion.fate)
         if width >= WIDE:

@@ -16,7 +16,7 @@ from dvp_trainer.disk import write_private
 
 from .completions import FILE, PRUNED, Completion, completion_lines, read_completions
 from .drawing import MUTED, dress, ink, svg, variable
-from .sinks import read_records
+from .sinks import read_metrics
 
 TEMPLATE = "report.html.j2"
 
@@ -182,7 +182,7 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
     listed as not recorded. Only the owner can read it: it holds prompts."""
     import jinja2
 
-    records = read_records(metrics_jsonl)
+    records = read_metrics(metrics_jsonl)
     drawn = [(panel, _lines(panel, records)) for panel in PANELS]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined

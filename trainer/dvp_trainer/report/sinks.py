@@ -130,7 +130,7 @@ class JsonlSink(Sink):
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """`resumed_step`: keeps the lines up to this step and appends to them. None starts a new file."""
-        kept = [] if resumed_step is None else [r for r in read_records(path) if r["step"] <= resumed_step]
+        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
         self._file = AppendedFile(path)
         self._file.replace(json.dumps(record).encode() + b"\n" for record in kept)
 
@@ -159,8 +159,8 @@ class CompletionsSink(Sink):
         self._file.close()
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of steps; empty if there is no file. A last line that a crash cut short is skipped.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; empty if there is no file. A last line that a crash cut short is skipped.
 
     Raises ConfigError naming the line if any other line is damaged.
     """
