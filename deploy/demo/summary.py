@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +10,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from dvp_rl.contract.weights import WeightVersion
+from dvp_trainer.report.outcome import Outcome, outcome
 
-ENDS = 5
-"""Steps at each end of the run over which its first and last reward are averaged."""
 MIN_PRUNED = 0.05
 """Least share of positions that must prune for a run to demonstrate DVP."""
 
@@ -45,34 +43,15 @@ class Replica(NamedTuple):
         return WeightVersion.parse(self.last_version).seq if self.last_version else 0
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Contents of summary.json. Means are over all steps unless stated otherwise."""
+@dataclass(frozen=True, kw_only=True)
+class Summary(Outcome):
+    """Contents of summary.json."""
 
     seed: int
-    steps: int
-    reward_first: float
-    """Mean over the first ENDS steps."""
-    reward_last: float
-    heldout_first: float | None
-    """Score before the first step."""
-    heldout_last: float | None
     log_min_p: float
-    pruned_share: float
-    """Share of positions at which pruning took at least a thousandth of the probability."""
-    kl: float
-    """Mismatch KL(infer || train) per token."""
-    largest_log_ratio: float
-    """Largest |log pi_train - log pi_infer| of all tokens."""
-    veto: float
-    """Share of sequences vetoed."""
-    mis: float
-    """Share of sequences over the MIS bound."""
     samples_trained: int
     versions_published: int
     replicas: tuple[Replica, ...]
-    samples_per_second: float
-    """Throughput of training, with evaluation but without start-up."""
     lost: int
     duplicated: int
     wall_s: float
@@ -92,26 +71,13 @@ def summarize(
     wall_s: float,
 ) -> Summary:
     """`metrics`: one record per step, as in metrics.jsonl; `progress`: the newest checkpoint's."""
-    rewards = _values(metrics, "reward/mean")
-    heldout = _values(metrics, "heldout/score")
-    ratios = _values(metrics, "mismatch/ratio_min") + _values(metrics, "mismatch/ratio_max")
     return Summary(
+        **asdict(outcome(metrics)),
         seed=seed,
-        steps=progress["step"],
-        reward_first=_mean(rewards[:ENDS]),
-        reward_last=_mean(rewards[-ENDS:]),
-        heldout_first=heldout[0] if heldout else None,
-        heldout_last=heldout[-1] if heldout else None,
         log_min_p=log_min_p,
-        pruned_share=_mean(_values(metrics, "pruned/share")),
-        kl=_mean(_values(metrics, "mismatch/kl")),
-        largest_log_ratio=max((abs(math.log(ratio)) for ratio in ratios), default=0.0),
-        veto=_mean(_values(metrics, "veto/total")),
-        mis=_mean(_values(metrics, "mis/fraction")),
         samples_trained=progress["samples"],
         versions_published=progress["seq"],
         replicas=tuple(replicas),
-        samples_per_second=progress["samples"] / max(sum(_values(metrics, "time/step_s")), 1e-9),
         lost=len(books.lost),
         duplicated=len(books.duplicated),
         wall_s=wall_s,
@@ -122,15 +88,15 @@ def find_faults(summary: Summary, *, zero_mismatch: bool = False) -> list[str]:
     """Reasons why the run does not show what the demo promises; empty if it does."""
     idle = [replica.id for replica in summary.replicas if replica.seq == 0]
     checks = {
-        f"the reward did not rise: {summary.reward_first:.3f} to {summary.reward_last:.3f}": (
-            summary.reward_last <= summary.reward_first
+        f"the reward did not rise: {_shown(summary.reward_first, '.3f')} to {_shown(summary.reward_last, '.3f')}": (
+            (summary.reward_last or 0.0) <= (summary.reward_first or 0.0)
         ),
         f"{summary.lost} jobs were submitted and never came back": summary.lost > 0,
         f"{summary.duplicated} jobs were consumed more often than submitted": summary.duplicated > 0,
         f"never served weights that the trainer pushed: {', '.join(idle)}": bool(idle),
-        f"only {summary.pruned_share:.1%} of the positions prune, but at least {MIN_PRUNED:.0%} should: raise "
-        "sampling.log_min_p": summary.pruned_share < MIN_PRUNED,
-        f"log-probs differ by up to {summary.largest_log_ratio:.2g}, but should be identical": (
+        f"only {_shown(summary.pruned_share, '.1%')} of the positions prune, but at least {MIN_PRUNED:.0%} should: "
+        "raise sampling.log_min_p": (summary.pruned_share or 0.0) < MIN_PRUNED,
+        f"log-probs differ by up to {_shown(summary.largest_log_ratio, '.2g')}, but should be identical": (
             zero_mismatch and summary.largest_log_ratio != 0.0
         ),
     }
@@ -139,19 +105,20 @@ def find_faults(summary: Summary, *, zero_mismatch: bool = False) -> list[str]:
 
 def to_table(summary: Summary) -> Table:
     table = Table("", "first", "last", title=f"{summary.steps} steps, seed {summary.seed}", title_justify="left")
-    table.add_row("reward (training prompts)", f"{summary.reward_first:.3f}", f"{summary.reward_last:.3f}")
-    if summary.heldout_first is not None and summary.heldout_last is not None:
-        table.add_row("held-out score", f"{summary.heldout_first:.3f}", f"{summary.heldout_last:.3f}")
+    rewards, scores = (summary.reward_first, summary.reward_last), (summary.heldout_first, summary.heldout_last)
+    table.add_row("reward (training prompts)", *(_shown(value, ".3f") for value in rewards))
+    if summary.heldout_first is not None:
+        table.add_row("held-out score", *(_shown(value, ".3f") for value in scores))
     table.add_section()
     figures = {
         "rho (scaled up from e^-13)": f"e^{summary.log_min_p:g}",
-        "positions pruned": f"{summary.pruned_share:.1%}",
-        "KL(infer || train) per token": f"{summary.kl:.2e}",
-        "largest |log pi_train - log pi_infer|": f"{summary.largest_log_ratio:.2g}",
-        "sequences vetoed": f"{summary.veto:.2%}",
-        "sequences over the MIS bound": f"{summary.mis:.2%}",
+        "positions pruned": _shown(summary.pruned_share, ".1%"),
+        "KL(infer || train) per token": _shown(summary.kl, ".2e"),
+        "largest |log pi_train - log pi_infer|": _shown(summary.largest_log_ratio, ".2g"),
+        "sequences vetoed": _shown(summary.veto, ".2%"),
+        "sequences over the MIS bound": _shown(summary.mis, ".2%"),
         "samples trained": f"{summary.samples_trained:,}",
-        "samples per second": f"{summary.samples_per_second:.0f}",
+        "samples per second": _shown(summary.samples_per_second, ".0f"),
         "weight versions published": str(summary.versions_published),
         "jobs lost / duplicated": f"{summary.lost} / {summary.duplicated}",
         "wall time": f"{summary.wall_s:.0f} s",
@@ -163,10 +130,5 @@ def to_table(summary: Summary) -> Table:
     return table
 
 
-def _values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [record[key] for record in metrics if record.get(key) is not None]
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Mean; 0 for no values, so that a run without steps fails for its missing reward."""
-    return sum(values) / len(values) if values else 0.0
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

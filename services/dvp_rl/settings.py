@@ -22,7 +22,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,6 +41,9 @@ from pydantic_settings import (
 from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal
 
 NESTED = "__"
+MASK = "**********"
+"""Stands for a secret, as in pydantic."""
+MASKED_IN_URL = re.compile(rf"[:=]{re.escape(MASK)}")
 PASSWORDS = (
     re.compile(r"(:/+[^:@]*:).*(?=@)", re.DOTALL),
     re.compile(r"([^/:@\s'\"]+:)[^/@\s]+(?=@)"),
@@ -105,11 +108,18 @@ class Settings(BaseSettings):
         if settings.dry_run:
             sys.stdout.write(settings.to_toml())
             raise SystemExit(0)
+        _refuse_masks(cls, settings.model_dump(exclude={"config", "dry_run"}))
         return settings
 
     def to_toml(self) -> str:
-        """The resolved settings as a TOML file that `load` reads back, except that secrets are masked."""
-        return _to_toml(_masked(self.model_dump(mode="json", exclude={"config", "dry_run"})))
+        """The resolved settings as a TOML file. Secrets are masked in it; once they are given in the environment or on
+        the command line, `load` reads it back."""
+        return _to_toml(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved settings as plain values, with secrets masked."""
+        shown: dict[str, Any] = _masked(self.model_dump(mode="json", exclude={"config", "dry_run"}))
+        return shown
 
 
 def forget_variables() -> None:
@@ -180,6 +190,35 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
             raise ConfigError(f"unknown environment variable {name}{_closest(name.upper(), names)}")
 
 
+def _refuse_masks(cls: type[Settings], values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value in which `to_toml` masked a secret."""
+    for path, value in _leaves(values):
+        in_url = isinstance(value, str) and MASKED_IN_URL.search(value)
+        if in_url or (isinstance(value, SecretStr) and value.get_secret_value() == MASK):
+            raise ConfigError(_masked_before(cls, path))
+
+
+def _masked_before(cls: type[Settings], path: Sequence[str]) -> str:
+    return f"{'.'.join(path)}: its secret was masked when these settings were written; give it as {_ways(cls, path)}"
+
+
+def _ways(cls: type[Settings], path: Sequence[str]) -> str:
+    """How a setting can be given, other than in a file."""
+    return f"--{'.'.join(path).replace('_', '-')} or {cls.model_config['env_prefix']}{NESTED.join(path).upper()}"
+
+
+def _leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value inside nested dictionaries and lists, with the keys that lead to it."""
+    if isinstance(values, Mapping):
+        for key, inner in values.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(values, (list, tuple)):
+        for inner in values:
+            yield from _leaves(inner, path)
+    else:
+        yield path, values
+
+
 def _variables(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield name.upper()
@@ -220,8 +259,9 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {name}{_closest(path[-1], _siblings(cls, path))}")
         elif item["type"] == "missing":
-            flag, variable = name.replace("_", "-"), NESTED.join(path).upper()
-            lines.append(f"{name} is required: --{flag} or {cls.model_config['env_prefix']}{variable}")
+            lines.append(f"{name} is required: {_ways(cls, path)}")
+        elif path and _is_secret(cls, path) and MASK in str(item["input"]):
+            lines.append(_masked_before(cls, path))
         else:
             message = item["msg"].removeprefix("Value error, ")
             shown = path and not _is_secret(cls, path)
@@ -261,7 +301,7 @@ def _masked(value: Any) -> Any:
 def masked(text: str) -> str:
     """The text with the passwords of URLs masked."""
     for password in PASSWORDS:
-        text = password.sub(r"\1**********", text)
+        text = password.sub(rf"\1{MASK}", text)
     return text
 
 

@@ -270,7 +270,7 @@ def test_the_trainer_announces_copies_of_the_weights_that_it_serves(
     served = WeightServerSettings.load(given(rendered, "trainer", "weights", monkeypatch))
     copied = WeightServerSettings.load(given(rendered, "weights", "weights", monkeypatch))
     assert trainer.run_id == rendered.run["id"]
-    assert trainer.broker.redis_url.get_secret_value() == broker_url(rendered, "trainer")
+    assert trainer.broker.redis_url == broker_url(rendered, "trainer")
     assert trainer.weights_folder == served.folder
     assert copied.upstream.url == f"http://trainer:{served.port}"
     assert trainer.weights.url == f"http://weights:{copied.port}"

@@ -17,9 +17,10 @@ from statistics import mean
 import pytest
 
 from deploy.demo.run_folder import RunFolder
-from deploy.demo.summary import ENDS, reconcile
+from deploy.demo.summary import reconcile
 from dvp_rl.contract.errors import ConfigError, DvpError
 from dvp_rl.http.api_tokens import Scope
+from dvp_trainer.report.outcome import ENDS
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit import web
 from tests.kit.tokens import write_token

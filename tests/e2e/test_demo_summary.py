@@ -55,6 +55,7 @@ def write_run(folder: Path, *, consumed: list[str] = IDS, rewards: list[float] |
             "veto/total": 0.0,
             "mis/fraction": 0.0,
             "time/step_s": 0.5,
+            "throughput/samples_per_second": GROUPS * N / 0.5,
         }
         for step, reward in enumerate(rewards, 1)
     ]
@@ -102,6 +103,8 @@ def test_good_run_succeeds(finish: Callable[..., int], tmp_path: Path) -> None:
         "reward_last": pytest.approx(0.65),
         "heldout_first": 0.4,
         "heldout_last": 0.8,
+        "heldout_best": 0.8,
+        "heldout_best_step": 8,
         "log_min_p": -3.0,
         "pruned_share": pytest.approx(0.5),
         "kl": pytest.approx(1e-3),

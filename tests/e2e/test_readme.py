@@ -9,6 +9,7 @@ The words after the language in a fence's first line say how:
     file=NAME        the block is the contents of that file
     needs=gpu,hub    tried as far as possible: our commands and TOML files with --dry-run, other commands with --help
     needs=docker     likewise; skipped without docker compose; test_compose.py tests the effects of these commands
+    needs=demo       run by the slow tests, after a short demo
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ BIN = Path(sys.executable).parent
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DIAGRAMS = {"mermaid", "text"}
 NEEDS = {"gpu", "hub", "docker"}
+DEMO = {"needs": "demo"}
 SHORTER = {
     "make demo": "ARGS=--steps=12",  # test_demo.py runs it to its end
     "make test": "ARGS=--collect-only",  # a test that ran all tests would run itself
@@ -67,8 +69,8 @@ def read_blocks(markdown: str) -> list[Block]:
 
 
 BLOCKS = read_blocks((REPOSITORY / "README.md").read_text())
-FAST = [block for block in BLOCKS if "slow" not in block.marks]
-SLOW = [block for block in BLOCKS if "slow" in block.marks]
+SLOW = [block for block in BLOCKS if "slow" in block.marks or block.marks == DEMO]
+FAST = [block for block in BLOCKS if block not in SLOW]
 
 
 class Reader:
@@ -85,17 +87,24 @@ class Reader:
         (folder / ".venv").symlink_to(sys.prefix)
 
     def run(self, block: Block) -> None:
+        if block.marks == DEMO:
+            for earlier in SLOW[: SLOW.index(block) + 1]:
+                if earlier.marks == DEMO and earlier.name not in self._made:
+                    self._run(earlier)
+            return
         for earlier in FAST[: FAST.index(block)] if block in FAST else ():
             if {"file", "serve"} & earlier.marks.keys() and earlier.name not in self._made:
                 self._run(earlier)
         self._run(block)
 
     def _run(self, block: Block) -> None:
+        if block.marks == DEMO and not (self.folder / "runs/demo").exists():
+            self._succeed([sys.executable, "-m", "deploy.demo", "--steps=12"], prints=True)
         self._made.add(block.name)
         if "file" in block.marks:
             (self.folder / block.marks["file"]).write_text(block.text)
         match block:
-            case Block(marks={"needs": needs}):
+            case Block(marks={"needs": needs}) if needs != "demo":
                 assert set(needs.split(",")) <= NEEDS, f"{block.name}: unknown need in {needs!r}"
                 self._try(block)
             case Block(language="bash", marks={"serve": _}):

@@ -18,9 +18,9 @@ STALL_S = 600
 """Trainer's stall timeout in seconds; longer than any process of a test needs to start."""
 
 
-def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: str) -> list[str]:
-    """Command-line options of a small run; `section__key=value` overrides."""
-    options = {
+def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: str | None) -> list[str]:
+    """Command-line options of a small run; `section__key=value` overrides, with None by the trainer's own default."""
+    options: dict[str, str | None] = {
         "run_id": run_id,
         "out_dir": str(folder / out),
         "steps": "6",
@@ -36,10 +36,13 @@ def config(folder: Path, run_id: str, url: str, out: str = "run", **overrides: s
         "optimizer.lr": "1e-3",
         "checkpoint.interval": "2",
         "report.tensorboard": "false",
+        "report.html": "false",
         "threads": "1",
     } | {name.replace("__", "."): value for name, value in overrides.items()}
     flags = []
     for name, value in options.items():
+        if value is None:
+            continue
         switch = {"true": [f"--{name}"], "false": [f"--no-{name}"]}.get(value)
         flags += [part.replace("_", "-") for part in switch] if switch else [f"--{name.replace('_', '-')}={value}"]
     return flags

@@ -1,12 +1,12 @@
-"""`dvp-train CONFIG.toml [options]` trains; `dvp-train eval CONFIG.toml [options]` scores a checkpoint;
-`dvp-train check MODEL [options]` reports how a run would treat a model."""
+"""`dvp-train CONFIG [options]` trains, `dvp-train eval CONFIG` scores a checkpoint; CONFIG is a TOML file, or the
+out_dir of a run. `check`, `export`, `report` and `compare` need no broker."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from dvp_rl import tracing
 from dvp_rl.logs import configure
 from dvp_rl.settings import user_errors
 
-from .config import CheckSettings, EvalSettings, TrainSettings
+from .config import CheckSettings, CompareSettings, EvalSettings, ExportSettings, ReportSettings, TrainSettings
+from .report.starts import SETTINGS
 
 if TYPE_CHECKING:
     from .learn.world import World
@@ -26,28 +27,74 @@ RANK_TIMEOUT_S = 600.0
 def main() -> None:
     with user_errors("dvp-train"):
         argv = sys.argv[1:]
-        if argv[:1] == ["check"]:
-            check(argv[1:])
-            return
-        evaluating = argv[:1] == ["eval"]
-        if evaluating:
-            del argv[0]
-        file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
-        settings = (EvalSettings if evaluating else TrainSettings).load(argv, file)
-        configure(settings.log_format, settings.log_level).run = settings.run_id
-        run(settings)
+        if argv and (answer := ANSWERS.get(argv[0])):
+            for line in answer(argv[1:]):
+                sys.stdout.write(f"{line}\n")
+                sys.stdout.flush()
+        elif argv[:1] == ["eval"]:
+            start(EvalSettings, argv[1:])
+        else:
+            start(TrainSettings, argv)
 
 
-def check(argv: list[str]) -> None:
-    """Prints what `check_model` finds. Raises ConfigError if a run would."""
+def start(kind: type[TrainSettings], argv: list[str]) -> None:
+    """Trains or evaluates with the configuration that may come first: a TOML file, or the out_dir of a run."""
+    file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    if file is not None and file.is_dir():
+        argv = [f"--out-dir={file}", *argv]
+        file = file / SETTINGS
+    settings = kind.load(argv, file)
+    configure(settings.log_format, settings.log_level).run = settings.run_id
+    run(settings)
+
+
+def check(argv: list[str]) -> Iterator[object]:
+    """What `check_model` finds. Raises ConfigError if a run would."""
     if argv and not argv[0].startswith("-"):
         argv = ["--model.path", *argv]
     settings = CheckSettings.load(argv)
     from .check import check_model
 
-    for line in check_model(settings):
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+    yield from check_model(settings)
+
+
+def export(argv: list[str]) -> Iterator[str]:
+    """Writes a checkpoint's model, and describes it."""
+    settings = ExportSettings.load(argv)
+    from .export import export
+
+    yield from export(settings)
+
+
+def report(argv: list[str]) -> Iterator[str]:
+    """Writes a run's report, and describes the run."""
+    settings = ReportSettings.load(argv)
+    from .ending import draw_report, standing
+
+    draw_report(settings.run)
+    yield standing(settings.run).rstrip()
+
+
+def compare(argv: list[str]) -> Iterator[str]:
+    """Writes the page that compares runs, and prints its tables."""
+    settings = CompareSettings.load(argv)
+    from .report.compare import comparison, read_runs, to_text, write_comparison
+
+    runs = read_runs(settings.runs)
+    tables = comparison(runs)
+    for table in tables:
+        yield from to_text(table)
+    write_comparison(runs, tables, settings.to)
+    yield f"Curves: {settings.to}"
+
+
+ANSWERS: dict[str, Callable[[list[str]], Iterator[object]]] = {
+    "check": check,
+    "export": export,
+    "report": report,
+    "compare": compare,
+}
+"""Commands that print lines and need no broker."""
 
 
 def run(settings: TrainSettings) -> None:
@@ -66,12 +113,19 @@ def run(settings: TrainSettings) -> None:
 
 
 async def _train(settings: TrainSettings, world: World) -> None:
+    from .ending import conclude
     from .loop import train
     from .setup import open_run
 
-    with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
-        async with open_run(settings, world) as run:
-            await train(run)
+    opened = False
+    try:
+        with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
+            async with open_run(settings, world) as run:
+                opened = True
+                await train(run)
+    finally:
+        if opened:
+            conclude(settings.out_dir, html=settings.report.html)
 
 
 async def _evaluate(settings: EvalSettings, world: World) -> None:

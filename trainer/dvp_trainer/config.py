@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from dvp_rl.contract.job import MAX_GROUP_TOKENS
 from dvp_rl.contract.sampling import LOG_RHO, Sampling
@@ -20,8 +20,9 @@ from dvp_rl.http.settings import Listening, WeightReader
 from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.settings import Section, Settings
 from dvp_rl.tracing import TraceUrl
+from dvp_rl.transport.connection import RedisUrl
 
-from .options import OnError, Overlong, RewardName
+from .options import ExportForm, OnError, Overlong, RewardName
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -62,7 +63,8 @@ class LoraSection(Section):
 
 
 class BrokerSection(Section):
-    redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
+    redis_url: RedisUrl = "redis://127.0.0.1:6379/0"
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
     stall_timeout_s: Seconds = 3600.0
     """Longest wait for a group, in seconds; then the run stops, names the replicas that hold its jobs, and can be
     resumed. Also the longest wait for an unavailable broker, including at start."""
@@ -205,7 +207,12 @@ class EvaluateSection(Section):
 
 class ReportSection(Section):
     tensorboard: bool = True
+    html: bool = True
+    """Write out_dir/report.html when the run ends, however it ends. `dvp-train report OUT_DIR` does so at any time."""
     wandb_project: str | None = None
+    """Project in Weights & Biases; needs wandb."""
+    trackio_project: str | None = None
+    """Project in Trackio, a tracker that needs no account; needs trackio."""
     sinks: tuple[HookName, ...] = ()
     """Your own metric sinks, as module:function."""
     completions_interval: NonNegative = 10
@@ -313,8 +320,51 @@ class CheckSettings(Settings):
     """CPU threads; 0: one per CPU that it may use."""
 
 
-class EvalSettings(TrainSettings):
-    """Scores one checkpoint of a run; takes the run's own configuration file."""
+Which = Literal["best", "last"] | NonNegative
 
-    checkpoint_at: Literal["best", "last"] | NonNegative = "best"
-    """The checkpoint: that with the best held-out score, the newest, or that of a step."""
+
+class EvalSettings(TrainSettings):
+    """Scores one checkpoint of a run; takes the run's folder, or its configuration file."""
+
+    step: Which = "best"
+    """The checkpoint: that with the best held-out score (the newest if there are no scores), the newest, or that of a
+    step."""
+
+
+class ExportSettings(Settings):
+    """Writes the model of one checkpoint as a folder for Transformers, SGLang, vLLM and others."""
+
+    model_config = SettingsConfigDict(env_prefix="DVP_EXPORT__", cli_prog_name="dvp-train export")
+
+    run: CliPositionalArg[Path]
+    """out_dir of the run."""
+    to: Path
+    """Folder to write: a new or an empty one."""
+    step: Which = "best"
+    """The checkpoint: that with the best held-out score (the newest if there are no scores), the newest, or that of a
+    step."""
+    form: ExportForm = ExportForm.MERGED
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of a merged model's weights. None: that of the model that training started from."""
+    model: Path | None = None
+    """Where the model that training started from lies now. None: the run's model.path."""
+
+
+class ReportSettings(Settings):
+    """Writes the HTML report of a run, in progress or ended, and prints how the run stands."""
+
+    model_config = SettingsConfigDict(env_prefix="DVP_REPORT__", cli_prog_name="dvp-train report")
+
+    run: CliPositionalArg[Path]
+    """out_dir of the run."""
+
+
+class CompareSettings(Settings):
+    """Compares runs: the settings in which they differ, what they reached, and their curves in one HTML page."""
+
+    model_config = SettingsConfigDict(env_prefix="DVP_COMPARE__", cli_prog_name="dvp-train compare")
+
+    runs: CliPositionalArg[Annotated[tuple[Path, ...], Field(min_length=2, max_length=6)]]
+    """out_dirs of the runs, one per colour."""
+    to: Path = Path("compare.html")
+    """The page to write."""

@@ -33,3 +33,12 @@ class Overlong(StrEnum):
     """DAPO's overlong filtering: they give no gradient, but count in the baseline of the others."""
     DROP = "drop"
     """They give no gradient and do not count in the baseline."""
+
+
+class ExportForm(StrEnum):
+    """What `dvp-train export` writes."""
+
+    MERGED = "merged"
+    """A whole model; adapters are merged into its weights."""
+    ADAPTER = "adapter"
+    """The adapter alone, in PEFT's format."""

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -45,7 +44,19 @@ from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
 from .report import completions
 from .report.prometheus import PrometheusSink, exporting
-from .report.sinks import CompletionsSink, JsonlSink, OwnSink, Reporter, Sink, TensorboardSink, WandbSink, console_sink
+from .report.sinks import (
+    CompletionsSink,
+    JsonlSink,
+    OwnSink,
+    Reporter,
+    Sink,
+    TensorboardSink,
+    console_sink,
+    import_tracker,
+    trackio_sink,
+    wandb_sink,
+)
+from .report.starts import Start, describe_start, read_starts, write_start
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
 
@@ -60,11 +71,11 @@ async def open_run(settings: TrainSettings, world: World | None = None) -> Async
     """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running."""
     async with exporting(settings.metrics) as exporter, _assemble(settings, None, world or World()) as run:
         await run.feeder.restore(run.resumed_from)
-        resumed_step = run.step if run.step else None
-        run.reporter = open_reporter(settings, resumed_step, exporter)
+        start = await asyncio.to_thread(record_start, run)
+        run.reporter = open_reporter(settings, start, exporter)
         try:
             async with _beside(run.beat(), run.feeder.run(), *run.sending()):
-                if settings.evaluate.interval and resumed_step is None:
+                if settings.evaluate.interval and not start.step:
                     run.reporter.log(0, await run.evaluate())
                     await run.save()  # it is the best so far, and `dvp-train eval` may need it
                 yield run
@@ -78,7 +89,7 @@ async def open_evaluation(settings: EvalSettings, world: World | None = None) ->
     """A run with the weights of one checkpoint announced and no prompts submitted for training."""
     if settings.data.heldout is None:
         raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
-    async with _assemble(settings, settings.checkpoint_at, world or World()) as run:
+    async with _assemble(settings, settings.step, world or World()) as run:
         run.finished = run.step >= settings.steps
         async with _beside(run.beat(), *run.sending()):
             yield run
@@ -110,9 +121,9 @@ async def _assemble(
         scorer, heldout_scorer = await stack.enter_async_context(
             scoring(settings, tokenizer, prompts, heldout, trains=which is None)
         )
-        url = settings.broker.redis_url.get_secret_value()
+        url, patience_s = settings.broker.redis_url, settings.broker.stall_timeout_s
         broker = await stack.enter_async_context(
-            await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=settings.broker.stall_timeout_s)
+            await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=patience_s)
         )
         lease = TrainerLease(
             broker,
@@ -165,9 +176,12 @@ def follow(settings: TrainSettings, world: World) -> None:
 
 
 def check_hooks(settings: TrainSettings) -> None:
-    """Imports the functions that the settings name, so that a typo shows at once. Raises ConfigError. Data and reward
-    functions are imported when data and reward pool are opened."""
+    """Imports the functions and trackers that the settings name, so that a typo shows at once. Raises ConfigError. Data
+    and reward functions are imported when data and reward pool are opened."""
     correction = settings.correction
+    for library, project in (("trackio", settings.report.trackio_project), ("wandb", settings.report.wandb_project)):
+        if project is not None:
+            import_tracker(library, project)
     for setting, name in (
         (BASELINE, correction.baseline),
         (OBJECTIVE, correction.objective),
@@ -259,9 +273,7 @@ def restore(
 ) -> Progress:
     """Loads a checkpoint into the learner and returns its progress, or a fresh Progress if there is none and `which` is
     None. Raises ConfigError."""
-    found = checkpoints.load(which if isinstance(which, int) else None)
-    if found is not None and which == "best" and found[0].best is not None:
-        found = checkpoints.load(found[0].best[0])
+    found = checkpoints.load("last" if which is None else which)
     if found is None:
         if which is not None:
             raise ConfigError(f"out_dir {settings.out_dir} holds no checkpoint to evaluate")
@@ -271,6 +283,7 @@ def restore(
             )
         return Progress(data_fingerprint=prompts.fingerprint)
     progress, state = found
+    check_base(settings, learner)
     if not settings.resume:
         raise ConfigError(
             f"out_dir {settings.out_dir} holds a checkpoint of step {progress.step} and resume is off; "
@@ -292,8 +305,42 @@ def restore(
     return progress
 
 
-def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: PrometheusSink | None) -> Reporter:
-    out: Path = settings.out_dir
+def check_base(settings: TrainSettings, learner: Learner) -> None:
+    """Raises ConfigError if the adapters of the checkpoint were trained on another model: it holds only them."""
+    starts = read_starts(settings.out_dir)
+    if settings.lora.rank and starts and starts[-1].model != learner.base_digest:
+        raise ConfigError(
+            f"model.path {settings.model.path} has digest {learner.base_digest}, but the adapters in "
+            f"{settings.out_dir} were trained on a folder of digest {starts[-1].model}: restore it, or start a new run"
+        )
+
+
+def record_start(run: Run) -> Start:
+    """Writes down what this start is made from. Raises ConfigError (disk full)."""
+    settings, learner = run.settings, run.learner
+    device = torch.device(settings.model.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    start = describe_start(
+        settings,
+        step=run.step,
+        model=learner.base_digest,
+        machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
+    )
+    earlier = read_starts(settings.out_dir) if start.step else []
+    if earlier and earlier[-1].model != start.model:
+        logger.warning(
+            "model.path %s is not what it was at the last start (digest %s, then %s): its weights come from the "
+            "checkpoint, but its config and tokenizer are new",
+            settings.model.path,
+            start.model,
+            earlier[-1].model,
+        )
+    write_start(start, settings, settings.out_dir)
+    return start
+
+
+def open_reporter(settings: TrainSettings, start: Start, exporter: PrometheusSink | None) -> Reporter:
+    out, resumed_step = settings.out_dir, start.step or None
     sinks: list[Sink] = [
         JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step),
         CompletionsSink(out / completions.FILE, resumed_step=resumed_step),
@@ -301,9 +348,11 @@ def open_reporter(settings: TrainSettings, resumed_step: int | None, exporter: P
     if exporter is not None:
         sinks.append(exporter)
     if settings.report.tensorboard:
-        sinks.append(TensorboardSink(out / "tensorboard", resumed_step=resumed_step))
+        sinks.append(TensorboardSink(out / "tensorboard", start, resumed_step=resumed_step))
     if settings.report.wandb_project is not None:
-        sinks.append(WandbSink(settings.report.wandb_project, settings.run_id, out))
+        sinks.append(wandb_sink(settings.report.wandb_project, start, out))
+    if settings.report.trackio_project is not None:
+        sinks.append(trackio_sink(settings.report.trackio_project, start))
     sinks += [OwnSink(name, out, run_id=settings.run_id, resumed_step=resumed_step) for name in settings.report.sinks]
     sinks.append(console_sink(settings.steps))  # last: it takes the terminal, and a sink above may refuse
     return Reporter(sinks)

@@ -25,12 +25,21 @@ from dvp_rl.transport.failpoints import failpoint
 FOLDER_NAME = r"^weights-(\d{6,})$"
 MANIFEST_NAME = "dvp-manifest.json"
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def folder_name(seq: int) -> str:
     """`weights-000042`: name of a published folder, which `sweep` looks for. A folder is written as
     `.weights-000042.partial` in the same place."""
     return f"weights-{seq:06d}"
+
+
+def copy_companions(model: Path, folder: Path) -> None:
+    """Copies what belongs to a model besides its weights, such as config and tokenizer. Raises OSError (disk full)."""
+    for source in model.iterdir():
+        other = source.name.startswith(".") or source.name.endswith(WEIGHT_SUFFIXES) or source.name == MANIFEST_NAME
+        if source.is_file() and not other:
+            shutil.copyfile(source, folder / source.name)
 
 
 def write_manifest(folder: Path, run_id: str, seq: int, step: int) -> Manifest:

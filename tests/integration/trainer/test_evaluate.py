@@ -32,7 +32,7 @@ async def test_a_checkpoint_scores_what_training_said(tmp_path: Path, broker_url
     )
     with replica(tmp_path, run_id, broker_url, deterministic=True):
         train(flags)
-        printed = train(["eval", *flags, "--checkpoint-at=last"])
+        printed = train(["eval", *flags, "--step=last"])
         best = train(["eval", *flags])
     scores = {record["step"]: record for record in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert set(scores) == {0, 1, 2, 3}

@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import RolloutSettings
 from dvp_rl.settings import Section, Settings, masked, user_errors
 
@@ -150,9 +151,29 @@ def test_dry_run_prints_what_load_reads_back_without_secrets(
     assert "s3cret" not in printed
     assert "hunter2" not in printed
     assert tomllib.loads(printed)["queue"]["url"] == "redis://user:**********@host:1/0"
-    again = load(toml_file=write(tmp_path, printed))
-    secret = {"token", "queue", "config"}
-    assert again.model_dump(exclude=secret) == settings.model_dump(exclude=secret)
+    file = write(tmp_path, printed)
+    secrets = ["--token", "s3cret", "--queue.url", "redis://user:hunter2@host:1/0"]
+    again = load(*secrets, toml_file=file)
+    assert again.model_dump(exclude={"config"}) == settings.model_dump(exclude={"config"})
+    for given, missing in (
+        (secrets[:2], r"queue\.url: .* --queue\.url or DVP_EXAMPLE__QUEUE__URL"),
+        (secrets[2:], "token: "),
+    ):
+        with pytest.raises(ConfigError, match=missing):
+            load(*given, toml_file=file)
+
+
+def test_text_that_looks_like_a_mask_is_no_secret() -> None:
+    assert load("--model", "m", "--stop", "**********").stop == ("**********",)
+
+
+def test_tokens_that_were_masked_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "a-token-that-is-long-enough-for-this-service"
+    file = write(tmp_path, MonitorSettings.load(["--token", token]).to_toml())
+    with pytest.raises(ConfigError, match=r"token: its secret was masked .* --token or DVP_MONITOR__TOKEN"):
+        MonitorSettings.load([], file)
+    monkeypatch.setenv("DVP_MONITOR__TOKEN", token)
+    assert MonitorSettings.load([], file).token[0].get_secret_value() == token
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -13,19 +12,28 @@ import pytest
 from rich.console import Console
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.config import TrainSettings
 from dvp_trainer.report.sinks import (
     JsonlSink,
     PlainSink,
     ProgressSink,
     Reporter,
     TensorboardSink,
-    WandbSink,
     console_sink,
     headline,
     read_metrics,
+    trackio_sink,
+    wandb_sink,
 )
+from dvp_trainer.report.starts import Start, describe_start
 
 ROOT = Path(__file__).parents[3]
+
+
+def start() -> Start:
+    argv = ["--run-id=mine", "--out-dir=out", "--steps=6", "--model.path=m", "--data.train=d.jsonl"]
+    settings = TrainSettings.load([*argv, "--reward.name=math", "--optimizer.lr=3e-7", "--sampling.stop=x"])
+    return describe_start(settings, step=0, model="0123456789abcdef", machine={})
 
 
 def log_steps(path: Path, *steps: int, resumed_step: int | None = None) -> None:
@@ -97,7 +105,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, resumed in [((1, 2, 3), None), ((3, 4), 2)]:
-        sink = TensorboardSink(tmp_path, resumed_step=resumed)
+        sink = TensorboardSink(tmp_path, start(), resumed_step=resumed)
         for step in steps:
             sink.log(step, {"reward/mean": step / 8})
         sink.close()
@@ -105,10 +113,42 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert [(event.step, event.value) for event in events] == [(step, step / 8) for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
-def test_wandb_that_is_not_installed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"report\.wandb_project is 'mine', but wandb is not installed"):
-        WandbSink("mine", "run", tmp_path)
+def test_tensorboard_shows_the_settings(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    TensorboardSink(tmp_path, start()).close()
+    read = EventAccumulator(str(tmp_path)).Reload()
+    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    shown = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert shown["optimizer.lr"].number_value == 3e-7
+    assert shown["sampling.stop"].string_value == '["x"]'
+    assert shown["start.model"].string_value == "0123456789abcdef"
+    assert "trace_url" not in shown
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        ConfigError, match=r"report\.wandb_project is 'mine', but .* pip install wandb, or leave it unset"
+    ):
+        wandb_sink("mine", start(), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"report\.trackio_project is 'mine', but .* pip install trackio, or leave it"
+    ):
+        trackio_sink("mine", start())
+
+
+def test_a_tracker_that_refuses_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trackio
+
+    def refuse(**_: object) -> None:
+        raise RuntimeError("not logged in")
+
+    monkeypatch.setattr(trackio, "init", refuse)
+    with pytest.raises(ConfigError, match=r"report\.trackio_project 'mine': not logged in"):
+        trackio_sink("mine", start())
 
 
 def test_plain_lines_off_a_terminal() -> None:

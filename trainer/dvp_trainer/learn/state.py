@@ -85,6 +85,20 @@ def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> in
     """Restores model, optimizer and torch's random generator; returns the number of optimizer steps. Raises ConfigError
     if the checkpoint belongs to other settings, and other errors if the folder is damaged."""
     tensors = _tensors(model, optimizer, 0)
+    _read(folder, tensors, model)
+    settings = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    set_optimizer_state_dict(model, optimizer, {"state": tensors["optimizer"], "param_groups": settings})
+    torch.set_rng_state(tensors["rng"])
+    return int(tensors["updates"])
+
+
+def load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Loads the model from what `save_state` wrote, without the optimizer. Raises as `load_state` does."""
+    _read(folder, _weights(model), model)
+
+
+def _read(folder: Path, tensors: dict[str, Any], model: PreTrainedModel) -> None:
+    """Reads the named tensors of the checkpoint in place."""
     check_same(folder, tensors["model"])
     with _one_or_many() as no_dist:
         load(tensors, storage_reader=Reader(folder), no_dist=no_dist)
@@ -94,10 +108,6 @@ def load_state(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> in
             f"{folder}: adapters are scaled by {float(tensors['lora_scaling']):g} there, by {scaling:g} here: "
             "lora.alpha must be what this checkpoint was trained with"
         )
-    settings = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    set_optimizer_state_dict(model, optimizer, {"state": tensors["optimizer"], "param_groups": settings})
-    torch.set_rng_state(tensors["rng"])
-    return int(tensors["updates"])
 
 
 def check_same(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -119,15 +129,21 @@ def check_same(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _tensors(model: PreTrainedModel, optimizer: Optimizer, optimizer_steps: int) -> dict[str, Any]:
-    """Everything that is saved. The model's tensors are its own, so loading into them restores it; frozen parameters
-    come from model.path."""
+    """Everything that is saved."""
+    return {
+        **_weights(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
+        "updates": torch.tensor(optimizer_steps),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def _weights(model: PreTrainedModel) -> dict[str, Any]:
+    """The model's tensors are its own, so loading into them restores it; frozen parameters come from model.path."""
     scaling = lora_scaling(model)
     return {
         **({} if scaling is None else {"lora_scaling": torch.tensor(scaling, dtype=torch.float64)}),
         "model": get_model_state_dict(model, options=TRAINED),
-        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
-        "updates": torch.tensor(optimizer_steps),
-        "rng": torch.get_rng_state(),
     }
 
 

@@ -106,6 +106,11 @@ class Learner:
         self.advantages: Float[Tensor, " N"] = torch.empty(0)
         """Of the last batch."""
 
+    @cached_property
+    def base_digest(self) -> str:
+        """Digest of the folder that training starts from."""
+        return folder_digest(self.settings.model.path)
+
     @property
     def lr(self) -> float:
         """Learning rate of the next optimizer step: rises linearly during warm-up, then stays constant."""
@@ -128,7 +133,7 @@ class Learner:
         """Writes the current weights or adapter as safetensors. Raises OSError (disk full)."""
         self.world.order(Order("write_weights", bytes(folder)))
         if self.settings.lora.publish == "adapter":
-            write_adapter(self.model, folder, self._base_digest, self.world)
+            write_adapter(self.model, folder, self.base_digest, self.world)
         else:
             write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
 
@@ -246,10 +251,6 @@ class Learner:
         return self._whole(parts)
 
     # --- details ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _base_digest(self) -> str:
-        return folder_digest(self.settings.model.path)
 
     @property
     def _needs_first_pass(self) -> bool:

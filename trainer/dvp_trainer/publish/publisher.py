@@ -14,7 +14,7 @@ from dvp_rl.contract.group import Group
 from dvp_rl.contract.weights import INITIAL_SEQ, Announcement, Manifest, WeightVersion
 from dvp_rl.transport.replicas import ReplicaRegistry
 from dvp_rl.weights.download import await_published
-from dvp_rl.weights.folder import folder_name, newest_seq, publish_folder, sweep, write_manifest
+from dvp_rl.weights.folder import copy_companions, folder_name, newest_seq, publish_folder, sweep, write_manifest
 from dvp_rl.weights.registry import WeightRegistry
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.disk import unwritable, writing
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 KNOWN_VERSIONS = 4096
 """Number of versions to remember; samples of older ones are far too stale under any setting."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 class Publisher:
@@ -120,9 +119,7 @@ class Publisher:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            for source in self._model_folder.iterdir():
-                if source.is_file() and not source.name.startswith(".") and not source.name.endswith(WEIGHT_SUFFIXES):
-                    shutil.copyfile(source, partial / source.name)
+            copy_companions(self._model_folder, partial)
             self._write_weights(partial)
             manifest = write_manifest(partial, self._run_id, seq, step)
             publish_folder(partial, final)

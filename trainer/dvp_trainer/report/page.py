@@ -14,11 +14,17 @@ from numpy.typing import NDArray
 
 from dvp_trainer.disk import write_private
 
-from .completions import FILE, PRUNED, Completion, completion_lines, read_completions
+from .completions import FILE as COMPLETIONS
+from .completions import PRUNED, Completion, completion_lines, read_completions
 from .drawing import MUTED, dress, ink, svg, variable
 from .sinks import read_metrics
+from .starts import SETTINGS, Start, read_starts
 
 TEMPLATE = "report.html.j2"
+
+
+ORIGIN = ("code", "software", "machine")
+"""Fields of a Start that the page lists."""
 
 
 class Kind(StrEnum):
@@ -167,6 +173,13 @@ TILES = {
 """Summary keys shown as large tiles, if present, with their labels."""
 
 
+class Table(NamedTuple):
+    title: str
+    rows: Sequence[Sequence[str | Sequence[str]]]
+    """A row begins with its label; a cell is text, or a list of texts."""
+    head: Sequence[str] = ()
+
+
 class Line(NamedTuple):
     """A curve with its points from the metrics file; steps without a value are left out."""
 
@@ -178,26 +191,43 @@ class Line(NamedTuple):
 
 
 def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, title: str = "Training run") -> None:
-    """Writes the page to `out`, with the completions in completions.jsonl beside the metrics. Panels without data are
-    listed as not recorded. Only the owner can read it: it holds prompts."""
+    """Writes the page to `out`, with the completions and the newest start that lie beside the metrics. Panels without
+    data are listed as not recorded. Only the owner can read it: it holds prompts."""
+    folder, records = metrics_jsonl.parent, read_metrics(metrics_jsonl)
+    starts = read_starts(folder)
+    drawn = [(panel, lines_of(panel, records)) for panel in PANELS]
+    page = render(
+        title=title,
+        subtitle=_subtitle(records),
+        tiles=[
+            {"label": label, "value": _text(summary[key])}
+            for key, label in TILES.items()
+            if summary.get(key) is not None
+        ],
+        plots=[plot(panel, lines) for panel, lines in drawn if lines],
+        pruned=[f"{100 * share:g} %" for share in PRUNED],
+        completions=_completions(folder / COMPLETIONS),
+        missing=[panel.title for panel, lines in drawn if not lines],
+        tables=[
+            Table("Final figures", [(in_words(key), figure(value)) for key, value in summary.items()]),
+            *([Table("Origin", _origin(starts))] if starts else []),
+        ],
+        settings=(folder / SETTINGS).read_text() if starts else "",
+    )
+    write_private(out, page)
+
+
+def render(**content: Any) -> str:
+    """The page, in which `content` replaces what the template shows by default: nothing."""
     import jinja2
 
-    records = read_metrics(metrics_jsonl)
-    drawn = [(panel, _lines(panel, records)) for panel in PANELS]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    page = environment.get_template(TEMPLATE).render(
-        title=title,
-        subtitle=_subtitle(records),
-        tiles=[{"label": label, "value": _text(summary[key])} for key, label in TILES.items() if key in summary],
-        plots=[_plot(panel, lines) for panel, lines in drawn if lines],
-        pruned=[f"{100 * share:g} %" for share in PRUNED],
-        completions=_completions(metrics_jsonl.with_name(FILE)),
-        missing=[panel.title for panel, lines in drawn if not lines],
-        figures=[(_label(key), _figure(value)) for key, value in summary.items()],
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("tiles", "leading", "plots", "missing", "pruned", "completions", "tables", "settings"), ()
     )
-    write_private(out, page)  # it holds prompts
+    return environment.get_template(TEMPLATE).render(nothing | content)
 
 
 def _completions(file: Path) -> list[dict[str, Any]]:
@@ -223,7 +253,7 @@ def _card(completion: Completion) -> dict[str, Any]:
     return {"prompt": completion.prompt, "pieces": pieces, "facts": facts}
 
 
-def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+def lines_of(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
     lines = []
     for number, curve in enumerate(panel.curves):
         points = [(r["step"], r[curve.key]) for r in records if isinstance(r.get(curve.key), (int, float))]
@@ -239,7 +269,7 @@ def _subtitle(records: Sequence[Mapping[str, Any]]) -> str:
     return f"Steps {records[0]['step']} to {records[-1]['step']}, one record each."
 
 
-def _plot(panel: Panel, lines: Sequence[Line]) -> dict[str, Any]:
+def plot(panel: Panel, lines: Sequence[Line]) -> dict[str, Any]:
     from markupsafe import Markup
 
     legend = [
@@ -319,11 +349,21 @@ def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return averages
 
 
-def _label(key: str) -> str:
+def in_words(key: str) -> str:
     return key.replace("_", " ").replace("/", ": ")
 
 
-def _figure(value: Any) -> str | list[str]:
+def _origin(starts: Sequence[Start]) -> list[tuple[str, str | list[str]]]:
+    newest = starts[-1]
+    return [
+        ("started", [f"{start.at}, at step {start.step}" for start in starts]),
+        ("model", [str(newest.settings["model"]["path"]), f"digest {newest.model}"]),
+        ("working directory", newest.folder),
+        *((name, [f"{key} {value}" for key, value in newest.__dict__[name].items()]) for name in ORIGIN),
+    ]
+
+
+def figure(value: Any) -> str | list[str]:
     """The value as text, or a list of texts for a list."""
     return [_text(item) for item in value] if isinstance(value, (list, tuple)) and value else _text(value)
 
@@ -336,5 +376,5 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.3g}" if value else "0"
     if isinstance(value, Mapping):
-        return ", ".join(f"{_label(str(key))} {_text(item)}" for key, item in value.items())
+        return ", ".join(f"{in_words(str(key))} {_text(item)}" for key, item in value.items())
     return str(value)

@@ -32,6 +32,7 @@ Metrics of the trainer:
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import time
@@ -46,11 +47,14 @@ from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_trainer.disk import AppendedFile, writing
 
 from .completions import COLUMNS, Completion, completion_lines, completions_table
+from .starts import Start, flat
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+COMPARED = ("reward/mean", "heldout/score", "mismatch/kl", "throughput/samples_per_second")
+"""Metrics beside the settings in TensorBoard's table of hyperparameters."""
 HEADLINES = {
     "reward/mean": "reward",
     "heldout/score": "held-out",
@@ -175,13 +179,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorboardSink(Sink):
-    def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
+    """Scalars, and the settings as hyperparameters."""
+
+    def __init__(self, folder: Path, start: Start, *, resumed_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         purge_step = None if resumed_step is None else resumed_step + 1
         self._folder = folder
         with self._writing():
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+            # SummaryWriter.add_hparams would write them to a run of their own.
+            made = hparams(_scalars(start.config()), dict.fromkeys(COMPARED, 0.0))  # type: ignore[no-untyped-call]
+            file: Any = self._writer.file_writer
+            for summary in made:
+                file.add_summary(summary)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._writing():
@@ -197,29 +209,58 @@ class TensorboardSink(Sink):
         return writing(f"out_dir: {self._folder}", self._folder.parent)
 
 
-class WandbSink(Sink):
-    """Weights & Biases, if it is installed. W&B ignores the steps that a resumed run repeats. It writes to
-    out_dir/wandb."""
+def _scalars(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """The settings that have a value, flat, as TensorBoard takes them."""
+    return {
+        name: value if isinstance(value, (str, int, float)) else json.dumps(value)
+        for name, value in flat(config)
+        if value is not None
+    }
 
-    def __init__(self, project: str, run_id: str, folder: Path) -> None:
+
+def import_tracker(library: str, project: str) -> Any:
+    """The module `library`. Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise ConfigError(
+            f"report.{library}_project is {project!r}, but {library} cannot be imported ({error}): pip install "
+            f"{library}, or leave it unset"
+        ) from None
+
+
+class TrackerSink(Sink):
+    """A tracker of experiments with the interface of `wandb`. It gets the settings as the run's configuration."""
+
+    def __init__(self, library: str, project: str, start: Start, **options: object) -> None:
+        """`options` go to its `init`. Raises ConfigError if it is not installed, or refuses (not logged in)."""
+        self._library = import_tracker(library, project)
+        options |= {"project": project, "name": start.run_id, "resume": "allow", "config": start.config()}
         try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                f"report.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or leave it unset"
-            ) from None
-        folder.mkdir(parents=True, exist_ok=True)
-        self._wandb, self._run = wandb, wandb.init(project=project, id=run_id, resume="allow", dir=str(folder))
+            self._run = self._library.init(**options)
+        except Exception as error:
+            raise ConfigError(f"report.{library}_project {project!r}: {error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         rows = [[getattr(completion, name) for name in COLUMNS] for completion in completions]
-        self._run.log({"completions": self._wandb.Table(columns=list(COLUMNS), data=rows)}, step=step)
+        self._run.log({"completions": self._library.Table(columns=list(COLUMNS), data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def wandb_sink(project: str, start: Start, folder: Path) -> TrackerSink:
+    """Weights & Biases. It ignores the steps that a resumed run repeats, and writes to `folder`/wandb."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return TrackerSink("wandb", project, start, id=start.run_id, dir=str(folder), allow_val_change=True)
+
+
+def trackio_sink(project: str, start: Start) -> TrackerSink:
+    """Trackio, where `trackio show` looks. It shows the steps that a resumed run repeats twice."""
+    return TrackerSink("trackio", project, start)
 
 
 def headline(metrics: Mapping[str, float]) -> str:

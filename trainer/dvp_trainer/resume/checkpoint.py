@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from dvp_rl.contract.errors import ConfigError, LeaseLostError
 from dvp_rl.transport.failpoints import failpoint
@@ -149,15 +150,24 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
         _sync_folder(self.root)
 
-    def load(self, step: int | None = None) -> tuple[Progress, Path] | None:
-        """Progress and state folder of the newest checkpoint, or of that of `step`. None if there is no checkpoint at
-        all. Raises ConfigError if the checkpoint is missing or damaged."""
+    def load(self, which: Literal["best", "last"] | int = "last") -> tuple[Progress, Path] | None:
+        """Progress and state folder of the newest checkpoint, of that with the best held-out score (the newest if there
+        are no scores), or of that of a step. None if there is no checkpoint at all. Raises ConfigError if the one asked
+        for is missing or damaged."""
         steps = self.steps()
         if not steps:
             return None
-        if step is not None and step not in steps:
-            raise ConfigError(f"{self.root}: no checkpoint of step {step}; there are {steps}")
-        folder = self.folder(steps[-1] if step is None else step)
+        if which == "best":
+            newest, state = self._read(steps[-1])
+            return (newest, state) if newest.best is None else self.load(newest.best[0])
+        if which == "last":
+            return self._read(steps[-1])
+        if which not in steps:
+            raise ConfigError(f"{self.root}: no checkpoint of step {which}; there are {steps}")
+        return self._read(which)
+
+    def _read(self, step: int) -> tuple[Progress, Path]:
+        folder = self.folder(step)
         try:
             _check_sums(folder)
             fields = json.loads((folder / PROGRESS).read_text())

@@ -1,0 +1,214 @@
+"""The folder that `dvp-train export` writes: the same model for Transformers and PEFT, and every way to refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.dvp.policy import constrained_logprobs
+from dvp_rl.engines.reference import EAGER, attending
+from dvp_trainer.config import ExportSettings, TrainSettings
+from dvp_trainer.export import export
+from dvp_trainer.learn.model import load_model
+from dvp_trainer.learn.step import Learner
+from dvp_trainer.report.starts import describe_start, write_start
+from dvp_trainer.resume.checkpoint import Checkpoints, Progress
+from tests.kit.models import make_model
+from tests.unit.trainer.golden import make_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+IDS = torch.arange(2, 14).view(2, 6)
+LOG_MIN_P = -2.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model folder that samples in its own way, with a licence, a hidden file, and the manifest of a version."""
+    folder = make_model(tmp_path / "model", spread=2.0, tied=True)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6, "top_k": 20}')
+    for name in ("LICENSE", "README.md", ".hidden", "dvp-manifest.json"):
+        (folder / name).write_text("the model's own")
+    return folder
+
+
+def train(model: Path, out: Path, *, rank: int = 0, scores: bool = True, log_min_p: float = -13.0) -> dict[int, Tensor]:
+    """A run with checkpoints of steps 1, 2 and 3, the best of which is 2; the logits of each."""
+    settings = TrainSettings.model_validate(
+        {
+            "run_id": "mine",
+            "out_dir": out,
+            "steps": 3,
+            "model": {"path": model},
+            "lora": {"rank": rank},
+            "data": {"train": "d.jsonl"},
+            "reward": {"name": "exact_match"},
+            "sampling": {"n": 4, "log_min_p": log_min_p},
+            "correction": {"veto": None, "mode": "unit"},
+            "optimizer": {"lr": 0.01},
+        }
+    )
+    learner = Learner(load_model(settings.model), settings, pad_id=0)
+    checkpoints = Checkpoints(out / "checkpoints", keep=3)
+    checkpoints.claim(1)
+    write_start(describe_start(settings, step=0, model=learner.base_digest, machine={}), settings, out)
+    logits, rng = {}, np.random.default_rng(0)
+    for step in (1, 2, 3):
+        learner.step(make_batch(rng))
+        best = (min(step, 2), 0.5) if scores else None
+        checkpoints.save(Progress(step=step, samples=8 * step, best=best), learner.save)
+        with attending(learner.model, EAGER):  # plain, not packed
+            logits[step] = logits_of(learner.model)
+    (out / "metrics.jsonl").write_text('{"step": 2, "heldout/score": 0.5}\n')
+    return logits
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    found: Tensor = model.eval()(input_ids=IDS).logits.float()
+    return found
+
+
+def run_export(out: Path, to: Path, **options: str) -> list[str]:
+    return export(
+        ExportSettings.load([str(out), f"--to={to}", *(f"--{name}={text}" for name, text in options.items())])
+    )
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_transformers_loads_the_model_of_the_checkpoint(tmp_path: Path, model: Path, rank: int) -> None:
+    logits = train(model, tmp_path / "run", rank=rank)
+    for which, step in (("best", 2), ("last", 3), ("1", 1)):
+        (line, *_) = run_export(tmp_path / "run", tmp_path / which, step=which)
+        assert f"whole model in float32, 0.3 MB: mine at step {step}" in line
+        torch.testing.assert_close(logits_of(load(tmp_path / which)), logits[step], rtol=0, atol=1e-5)
+    assert (logits[2] - logits[3]).abs().max() > 1e-3
+
+
+def test_without_scores_the_best_is_the_newest(tmp_path: Path, model: Path) -> None:
+    train(model, tmp_path / "run", scores=False)
+    assert "mine at step 3" in run_export(tmp_path / "run", tmp_path / "to")[0]
+
+
+def test_a_lower_dtype_rounds_the_weights_and_says_so(tmp_path: Path, model: Path) -> None:
+    train(model, tmp_path / "run")
+    run_export(tmp_path / "run", tmp_path / "float32")
+    run_export(tmp_path / "run", tmp_path / "bfloat16", dtype="bfloat16")
+    exact, rounded = (load(tmp_path / dtype).state_dict() for dtype in ("float32", "bfloat16"))
+    assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in exact.items())
+
+
+def test_by_default_the_dtype_is_that_of_the_first_model(tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    train(model, tmp_path / "run")
+    assert "whole model in bfloat16" in run_export(tmp_path / "run", tmp_path / "to")[0]
+    assert load(tmp_path / "to").dtype is torch.bfloat16
+
+
+def test_peft_loads_the_adapter(tmp_path: Path, model: Path) -> None:
+    logits = train(model, tmp_path / "run", rank=4)
+    run_export(tmp_path / "run", tmp_path / "adapter", form="adapter")
+    assert not list((tmp_path / "adapter").glob("model*"))
+    adapted = PeftModel.from_pretrained(load(model), tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(adapted), logits[2], rtol=0, atol=1e-5)
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(named) == model
+
+
+def test_the_folder_is_complete(tmp_path: Path, model: Path) -> None:
+    train(model, tmp_path / "run")
+    run_export(tmp_path / "run", tmp_path / "to")
+    assert {path.name for path in (tmp_path / "to").iterdir()} == {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+        *("model.safetensors", "LICENSE", "README.md"),
+    }
+    assert (tmp_path / "to" / "LICENSE").read_text() == "the model's own"
+    card = (tmp_path / "to" / "README.md").read_text()
+    assert "| Run | `mine`, step 2, 16 samples |" in card
+    assert "| Held-out score | 0.5000 |" in card
+    assert AutoTokenizer.from_pretrained(tmp_path / "to").eos_token_id is not None
+
+
+def test_it_samples_from_the_policy_that_was_trained(tmp_path: Path, model: Path) -> None:
+    train(model, tmp_path / "run", log_min_p=LOG_MIN_P)
+    run_export(tmp_path / "run", tmp_path / "to")
+    torch.manual_seed(0)
+    exported = load(tmp_path / "to")
+    prompts = torch.arange(2, 34).view(-1, 1).repeat_interleave(32, 0)
+    drawn = exported.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=1)[:, 1]
+    with torch.no_grad():
+        logits = exported(input_ids=prompts).logits[:, -1]
+    inside = constrained_logprobs(logits, drawn, log_min_p=LOG_MIN_P, temperature=1.0).inside
+    assert inside.all()
+    likely = logits >= logits.amax(1, keepdim=True) + LOG_MIN_P
+    assert 1 < likely.sum(1).double().mean() < logits.shape[1] / 2, "pruning must matter, and leave a choice"
+    assert len(set(zip(prompts[:, 0].tolist(), drawn.tolist(), strict=True))) > len(set(prompts[:, 0].tolist()))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_code_on_the_card_runs(tmp_path: Path, model: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = train(model, tmp_path / "run", rank=rank)
+    run_export(tmp_path / "run", tmp_path / "to", form="adapter" if rank else "merged")
+    monkeypatch.chdir(tmp_path / "to")
+    (code,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    torch.testing.assert_close(logits_of(names["model"]), logits[2], rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, model: Path) -> None:
+    run, to = tmp_path / "run", tmp_path / "to"
+    with pytest.raises(ConfigError, match=r"is not the out_dir of a run"):
+        run_export(run, to)
+    train(model, run)
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 7; there are \[1, 2, 3\]"):
+        run_export(run, to, step="7")
+    with pytest.raises(ConfigError, match=r"this run trained the weights themselves"):
+        run_export(run, to, form="adapter")
+    with pytest.raises(ConfigError, match=r"is not an empty folder"):
+        run_export(run, model)
+    (model / "config.json").write_text((model / "config.json").read_text() + "\n")
+    with pytest.raises(ConfigError, match=r"the run started from a folder of digest .* --model"):
+        run_export(run, to)
+    (run / "checkpoints" / "step-00000002" / "progress.json").unlink()
+    with pytest.raises(ConfigError, match=r"unreadable checkpoint"):
+        run_export(run, to)
+    assert not to.exists()
+    assert not list(tmp_path.glob(".to*"))
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(model, tmp_path / "run")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dvp_trainer.export.write_weights", full)
+    with pytest.raises(ConfigError, match=r"to = .* could not be written .*No space left"):
+        run_export(tmp_path / "run", tmp_path / "to")
+    assert [path.name for path in tmp_path.glob("*to*")] == []
+
+
+def test_a_model_that_moved_is_named(tmp_path: Path, model: Path) -> None:
+    logits = train(model, tmp_path / "run")
+    moved = model.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"which is not there; name its place with --model"):
+        run_export(tmp_path / "run", tmp_path / "to")
+    run_export(tmp_path / "run", tmp_path / "to", model=str(moved))
+    torch.testing.assert_close(logits_of(load(tmp_path / "to")), logits[2], rtol=0, atol=1e-5)

@@ -1,0 +1,236 @@
+"""`dvp-train export RUN --to FOLDER`: the model of a checkpoint, as a Hugging Face folder or as an adapter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
+
+import torch
+from pydantic import BaseModel, ValidationError
+from transformers import GenerationConfig
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.record import describe
+from dvp_rl.engines.model_folder import FLOATS
+from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer
+from dvp_rl.weights.folder import copy_companions, folder_digest
+
+from .config import ExportSettings, LoraSection, ModelSection, SamplingSection
+from .disk import writing
+from .learn.lora import ADAPTER, add_lora
+from .learn.model import load_model
+from .learn.state import load_weights
+from .learn.weight_files import write_adapter, write_weights
+from .learn.world import World
+from .options import ExportForm
+from .report.sinks import read_metrics
+from .report.starts import FILE as STARTS
+from .report.starts import Start, flat, last_start
+from .resume.checkpoint import Checkpoints, Progress
+
+CARD = "README.md"
+CARD_SETTINGS = (
+    *("data.train", "reward.name", "sampling.n", "sampling.log_min_p", "sampling.temperature", "sampling.max_tokens"),
+    *("batch.groups", "batch.updates", "batch.max_staleness", "optimizer.lr", "lora.rank", "correction.mode", "seed"),
+)
+LOADED = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")
+```
+"""
+LOADED_ADAPTER = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = "{base}"  # the folder that training started from
+tokenizer = AutoTokenizer.from_pretrained(base)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), ".")
+```
+"""
+SERVED = """
+```sh
+{commands}
+```
+
+`generation_config.json` samples from the policy that was trained: temperature {temperature:g}, min-p
+{min_p:.6g}, nothing else. `generate` and vLLM take it as their default, SGLang only for chat: with its other
+endpoints, send both.
+"""
+
+
+class Recorded(BaseModel):
+    """The settings of a run that decide what its checkpoints hold."""
+
+    model: ModelSection
+    lora: LoraSection
+    sampling: SamplingSection
+
+
+def export(settings: ExportSettings) -> list[str]:
+    """Writes the folder and returns lines that describe it. Raises ConfigError if there is no such run or checkpoint,
+    if the folder holds anything, or if the model is not the one that the run started from."""
+    start = last_start(settings.run)
+    recorded, source = read_recorded(settings, start)
+    if settings.form is ExportForm.ADAPTER and not recorded.lora.rank:
+        raise ConfigError("form = 'adapter': this run trained the weights themselves (lora.rank 0); export 'merged'")
+    if settings.to.exists() and (not settings.to.is_dir() or any(settings.to.iterdir())):
+        raise ConfigError(f"to = {str(settings.to)!r} is not an empty folder; name a new one")
+    progress, state = open_checkpoint(settings)
+    digest = check_source(source, start)
+
+    model = load_model(ModelSection(path=source))
+    if recorded.lora.rank:
+        add_lora(model, recorded.lora, seed=0)
+    load_weights(state, model)
+    dtype = settings.dtype or dtype_of(source)
+    with _finished(settings.to) as partial:
+        if settings.form is ExportForm.ADAPTER:
+            model.peft_config[ADAPTER].base_model_name_or_path = str(source.absolute())
+            write_adapter(model, partial, digest, World())
+        else:
+            copy_companions(source, partial)
+            write_weights(model, partial, getattr(torch, dtype), World())
+            set_dtype(partial / "config.json", dtype)
+            vocab_size = model.get_output_embeddings().weight.shape[0]
+            generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
+        (partial / CARD).write_text(model_card(settings, start, progress, dtype))
+    return _described(settings, start, progress, dtype)
+
+
+def read_recorded(settings: ExportSettings, start: Start) -> tuple[Recorded, Path]:
+    """The run's settings, and the folder of the model that it started from. Raises ConfigError if another version of
+    this project wrote them."""
+    try:
+        recorded = Recorded.model_validate(start.settings)
+    except ValidationError as error:
+        raise ConfigError(describe(f"settings in {settings.run / STARTS}", error)) from None
+    path = settings.model or recorded.model.path
+    return recorded, path if path.exists() else Path(start.folder) / path
+
+
+@contextmanager
+def _finished(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` that takes its place at the end of the block. Raises ConfigError (disk full); then
+    nothing is left."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    with writing(f"to = {str(folder)!r}", folder.parent):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            if folder.exists():
+                folder.rmdir()
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def open_checkpoint(settings: ExportSettings) -> tuple[Progress, Path]:
+    """Progress and state folder of the checkpoint to export. Raises ConfigError if there is none."""
+    root = settings.run / "checkpoints"
+    found = Checkpoints(root, keep=1).load(settings.step) if root.is_dir() else None
+    if found is None:
+        raise ConfigError(f"{settings.run} holds no checkpoint to export yet")
+    return found
+
+
+def check_source(folder: Path, start: Start) -> str:
+    """The digest of the model folder. Raises ConfigError unless it is the folder that the run started from."""
+    if not folder.is_dir():
+        raise ConfigError(f"the run started from {folder}, which is not there; name its place with --model")
+    digest = folder_digest(folder)
+    if digest != start.model:
+        raise ConfigError(
+            f"model folder {folder} has digest {digest}, but the run started from a folder of digest {start.model}; "
+            "name that one with --model"
+        )
+    return digest
+
+
+def dtype_of(folder: Path) -> str:
+    """The dtype that config.json names, if weights can be rounded to it, otherwise float32."""
+    config = load_config(folder)
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return str(dtype).removeprefix("torch.") if dtype in FLOATS else "float32"
+
+
+def set_dtype(config_file: Path, dtype: str) -> None:
+    """Names the dtype in config.json, also in parts of a model that name their own."""
+    config = json.loads(config_file.read_text())
+    for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
+        for key in ("torch_dtype", "dtype"):
+            if key in part or (part is config and key == "dtype"):
+                part[key] = dtype
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def generation_config(tokenizer: Tokenizer, sampling: SamplingSection, vocab_size: int) -> GenerationConfig:
+    """Samples from the policy that was trained."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        min_p=math.exp(sampling.log_min_p),
+        top_p=1.0,
+        top_k=vocab_size,  # all: Transformers writes that as 0, SGLang as -1, and each refuses the other's
+        eos_token_id=sorted(tokenizer.eos_ids),
+        pad_token_id=tokenizer.pad_id,
+    )
+
+
+def model_card(settings: ExportSettings, start: Start, progress: Progress, dtype: str) -> str:
+    """README.md of the folder: what the model is, how to load it, what it was trained with."""
+    adapter, base = settings.form is ExportForm.ADAPTER, start.settings["model"]["path"]
+    sampling = start.settings["sampling"]
+    served = SERVED.format(
+        commands="\n".join(serve_commands(".", dtype)),
+        temperature=sampling["temperature"],
+        min_p=math.exp(sampling["log_min_p"]),
+    )
+    loaded = LOADED_ADAPTER.format(base=base) if adapter else LOADED + served
+    facts = {
+        "Run": f"`{start.run_id}`, step {progress.step}, {progress.samples:,} samples",
+        "Held-out score": _score(settings.run, progress.step),
+        "Started from": f"`{base}`, digest `{start.model}`",
+        "Weights": "LoRA adapter, float32" if adapter else dtype,
+        **{f"`{name}`": f"`{value}`" for name, value in flat(start.settings) if name in CARD_SETTINGS},
+        "Code": ", ".join(f"`{commit}`" for commit in start.code.values()) or "unknown",
+        "Software": ", ".join(f"{name} {version}" for name, version in start.software.items()),
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return (
+        f"---\nlibrary_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\n"
+        f"tags: [reinforcement-learning, dvp-rl]\n---\n\n# {start.run_id}\n\nTrained by reinforcement learning with "
+        f"Dynamic Vocabulary Pruning ([arXiv 2512.23087](https://arxiv.org/abs/2512.23087)).\n\n"
+        f"{loaded}\n| | |\n| --- | --- |\n{rows}\n"
+    )
+
+
+def _score(run: Path, step: int) -> str:
+    scores = (record.get("heldout/score") for record in read_metrics(run / "metrics.jsonl") if record["step"] == step)
+    score = next(scores, None)
+    return "not measured at this step" if score is None else f"{score:.4f}"
+
+
+def serve_commands(folder: str, dtype: str) -> tuple[str, str]:
+    """How vLLM and SGLang serve the folder in the dtype it has; left to themselves, both lower float32."""
+    return (
+        f"vllm serve {folder} --dtype {dtype}",
+        f"python -m sglang.launch_server --model-path {folder} --dtype {dtype}",
+    )
+
+
+def _described(settings: ExportSettings, start: Start, progress: Progress, dtype: str) -> list[str]:
+    to = quote(str(settings.to))
+    size = sum(file.stat().st_size for file in settings.to.iterdir()) / 1e6
+    what = "adapter in float32" if settings.form is ExportForm.ADAPTER else f"whole model in {dtype}"
+    lines = [f"{to}: {what}, {size:,.1f} MB: {start.run_id} at step {progress.step}"]
+    if settings.form is ExportForm.MERGED:
+        lines += [f"  serve  {command}" for command in serve_commands(to, dtype)]
+    return [*lines, f"  read   {to}/{CARD}: how to load it, what it was trained with"]

@@ -1,0 +1,74 @@
+"""What a run has reached, from the files in its out_dir."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ENDS = 5
+"""Steps at each end of the run over which its first and last reward are averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Figures of a run. Means are over all steps unless stated otherwise; None without a value to take them from."""
+
+    steps: int
+    reward_first: float | None
+    """Mean over the first ENDS steps."""
+    reward_last: float | None
+    heldout_first: float | None
+    """Score before the first step."""
+    heldout_last: float | None
+    heldout_best: float | None
+    heldout_best_step: int | None
+    """The first step with that score."""
+    pruned_share: float | None
+    """Share of positions at which pruning took at least a thousandth of the probability."""
+    kl: float | None
+    """Mismatch KL(infer || train) per token."""
+    largest_log_ratio: float | None
+    """Largest |log pi_train - log pi_infer| of all tokens."""
+    veto: float | None
+    """Share of sequences vetoed."""
+    mis: float | None
+    """Share of sequences over the MIS bound."""
+    samples_per_second: float | None
+    """Throughput of training, with evaluation but without start-up."""
+
+
+def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
+    """`metrics`: one record per step, as in metrics.jsonl."""
+    rewards, heldout = values(metrics, "reward/mean"), values(metrics, "heldout/score")
+    ratios = values(metrics, "mismatch/ratio_min") + values(metrics, "mismatch/ratio_max")
+    best = max(heldout, default=None)
+    timed = [record for record in metrics if {"time/step_s", "throughput/samples_per_second"} <= record.keys()]
+    seconds = sum(record["time/step_s"] for record in timed)
+    samples = sum(record["time/step_s"] * record["throughput/samples_per_second"] for record in timed)
+    return Outcome(
+        steps=metrics[-1]["step"] if metrics else 0,
+        reward_first=mean(rewards[:ENDS]),
+        reward_last=mean(rewards[-ENDS:]),
+        heldout_first=heldout[0] if heldout else None,
+        heldout_last=heldout[-1] if heldout else None,
+        heldout_best=best,
+        heldout_best_step=next(
+            (r["step"] for r in metrics if best is not None and r.get("heldout/score") == best), None
+        ),
+        pruned_share=mean(values(metrics, "pruned/share")),
+        kl=mean(values(metrics, "mismatch/kl")),
+        largest_log_ratio=max((abs(math.log(ratio)) if ratio else math.inf for ratio in ratios), default=None),
+        veto=mean(values(metrics, "veto/total")),
+        mis=mean(values(metrics, "mis/fraction")),
+        samples_per_second=samples / seconds if seconds else None,
+    )
+
+
+def values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [record[key] for record in metrics if record.get(key) is not None]
+
+
+def mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
