@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import signal
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +45,16 @@ from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal
 NESTED = "__"
 MASK = "**********"
 """Stands for a secret, as in pydantic."""
+UNSET = "None"
+"""Stands for None in a TOML file, as on the command line, where leaving a key out means something else."""
 MASKED_IN_URL = re.compile(rf"[:=]{re.escape(MASK)}")
 PASSWORDS = (
     re.compile(r"(:/+[^:@]*:).*(?=@)", re.DOTALL),
     re.compile(r"([^/:@\s'\"]+:)[^/@\s]+(?=@)"),
-    re.compile(r"([?&]\w*pass\w*=)[^&\s]*", re.IGNORECASE),
+    re.compile(r"([?&]\w*(?:pass|token|secret|api_?key)\w*=)[^&\s]*", re.IGNORECASE),
 )
 """Passwords in URLs, also malformed ones and those without a scheme: the part between user and host, and query
-parameters with "pass" in their name."""
+parameters that are named like secrets."""
 
 
 class Section(BaseModel):
@@ -114,7 +118,7 @@ class Settings(BaseSettings):
     def to_toml(self) -> str:
         """The resolved settings as a TOML file. Secrets are masked in it; once they are given in the environment or on
         the command line, `load` reads it back."""
-        return _to_toml(self.to_json())
+        return _to_toml(self.to_json(), type(self))
 
     def to_json(self) -> dict[str, Any]:
         """The resolved settings as plain values, with secrets masked."""
@@ -131,10 +135,14 @@ def forget_variables() -> None:
 
 @contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turns this project's errors and refusals by the operating system into one message on stderr and exit code 2;
-    turns Ctrl-C into exit code 130."""
+    """Turns this project's errors and refusals by the operating system into one message on stderr and exit code 2, and
+    Ctrl-C into exit code 130. If nobody reads its output any more (`| head`), the program ends silently."""
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except (DvpError, OSError) as error:
         if isinstance(error, OSError) and not is_refusal(error):
             raise
@@ -176,7 +184,31 @@ def _read_toml(cls: type[Settings], file: Path | None) -> dict[str, Any]:
     for key in values:
         if key not in cls.model_fields:
             raise ConfigError(f"configuration file {file}: unknown key {key!r}{_closest(key, cls.model_fields)}")
-    return values
+    return _without_unset(cls, values)
+
+
+def _without_unset(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None for UNSET, where that is what it stands for."""
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        section = _section_of(model, name)
+        if section is not None and isinstance(value, dict):
+            read[name] = _without_unset(section, value)
+        else:
+            read[name] = None if value == UNSET and _needs_unset(model, name) else value
+    return read
+
+
+def _needs_unset(model: type[BaseModel] | None, name: str) -> bool:
+    """Whether the field may be None, but is not if it is left out."""
+    if model is None or name not in model.model_fields:
+        return False
+    field = model.model_fields[name]
+    return type(None) in get_args(field.annotation) and field.default is not None
+
+
+def _section_of(model: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
+    return _section(model.model_fields[name]) if model is not None and name in model.model_fields else None
 
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:
@@ -265,7 +297,10 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         else:
             message = item["msg"].removeprefix("Value error, ")
             shown = path and not _is_secret(cls, path)
-            lines.append(f"{name}: {message}" + (f", got {masked(repr(item['input'])):.120}" if shown else ""))
+            text = masked(repr(item["input"]))
+            if path and path[-1].endswith("url"):  # may be too malformed to find its password
+                text = re.sub(r"^'(\w+://)?.*@", rf"'\1{MASK}@", text)
+            lines.append(f"{name}: {message}" + (f", got {text:.120}" if shown else ""))
     return "\n".join(lines)
 
 
@@ -295,7 +330,7 @@ def _masked(value: Any) -> Any:
         return {key: _masked(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_masked(inner) for inner in value]
-    return masked(value) if isinstance(value, str) else value
+    return masked(value) if isinstance(value, str) and "://" in value else value
 
 
 def masked(text: str) -> str:
@@ -305,21 +340,26 @@ def masked(text: str) -> str:
     return text
 
 
-def _to_toml(table: dict[str, Any], path: str = "") -> str:
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    lines = [
-        f"# {key} is not set" if value is None else f"{_key(key)} = {_literal(value)}" for key, value in plain.items()
-    ]
-    text = "".join(f"{line}\n" for line in lines)
+def _to_toml(table: dict[str, Any], model: type[BaseModel] | None, path: str = "") -> str:
+    """`model`: the settings or section that the table shows; None for a free-form dictionary."""
+    text = ""
+    for key, value in table.items():
+        if value is None and not _needs_unset(model, key):
+            text += f"# {key} is not set\n"
+        elif not isinstance(value, dict):
+            text += f"{_key(key)} = {_literal(UNSET if value is None else value)}\n"
     for key, inner in table.items():
         if isinstance(inner, dict):
             name = f"{path}{_key(key)}"
-            text += f"\n[{name}]\n{_to_toml(inner, f'{name}.')}"
+            text += f"\n[{name}]\n{_to_toml(inner, _section_of(model, key), f'{name}.')}"
     return text
 
 
 def _literal(value: Any) -> str:
-    """The value as TOML, which writes strings, numbers, booleans and arrays as JSON does; only objects differ."""
+    """The value as TOML, which writes strings, numbers, booleans and arrays as JSON does, but not objects, nor numbers
+    that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_key(k)} = {_literal(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list):

@@ -28,6 +28,7 @@ def main() -> None:
     with user_errors("dvp-train"):
         argv = sys.argv[1:]
         if argv and (answer := ANSWERS.get(argv[0])):
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is half-written is removed
             for line in answer(argv[1:]):
                 sys.stdout.write(f"{line}\n")
                 sys.stdout.flush()
@@ -72,7 +73,7 @@ def report(argv: list[str]) -> Iterator[str]:
     from .ending import draw_report, standing
 
     draw_report(settings.run)
-    yield standing(settings.run).rstrip()
+    yield from standing(settings.run)
 
 
 def compare(argv: list[str]) -> Iterator[str]:
@@ -82,9 +83,9 @@ def compare(argv: list[str]) -> Iterator[str]:
 
     runs = read_runs(settings.runs)
     tables = comparison(runs)
+    write_comparison(runs, tables, settings.to)
     for table in tables:
         yield from to_text(table)
-    write_comparison(runs, tables, settings.to)
     yield f"Curves: {settings.to}"
 
 
@@ -113,19 +114,12 @@ def run(settings: TrainSettings) -> None:
 
 
 async def _train(settings: TrainSettings, world: World) -> None:
-    from .ending import conclude
     from .loop import train
     from .setup import open_run
 
-    opened = False
-    try:
-        with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
-            async with open_run(settings, world) as run:
-                opened = True
-                await train(run)
-    finally:
-        if opened:
-            conclude(settings.out_dir, html=settings.report.html)
+    with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
+        async with open_run(settings, world) as run:
+            await train(run)
 
 
 async def _evaluate(settings: EvalSettings, world: World) -> None:

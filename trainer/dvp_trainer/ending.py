@@ -28,14 +28,17 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 
 
-def conclude(out_dir: Path, *, html: bool) -> None:
-    """Writes the report if `html`, and prints how the run stands. Failures are only logged: they must not hide what
-    ended the run, nor fail a run that has trained."""
+def conclude(start: Start, out_dir: Path, *, html: bool) -> None:
+    """Ends what `start` began: writes the report if `html`, and prints how the run stands. Does nothing if another
+    trainer has started the run since. Failures are only logged: they must not hide what ended the run, nor fail a run
+    that has trained."""
     with _logged(out_dir):
+        if last_start(out_dir) != start:
+            return
         if html:
             draw_report(out_dir)
     with _logged(out_dir):
-        sys.stdout.write(standing(out_dir))
+        sys.stdout.write("".join(f"{line}\n" for line in standing(out_dir, ended=True)))
         sys.stdout.flush()
 
 
@@ -55,56 +58,52 @@ def draw_report(out_dir: Path) -> Path:
     return out_dir / REPORT
 
 
-def standing(out_dir: Path) -> str:
-    """What the run has reached, where its model is and how to go on, as lines of text. Raises ConfigError if `out_dir`
-    holds no run."""
+def standing(out_dir: Path, *, ended: bool = False) -> Iterator[str]:
+    """Lines that tell what the run has reached, where its model is and how to go on. `ended`: it is known not to be in
+    progress. Raises ConfigError if `out_dir` holds no run."""
     start = last_start(out_dir)
     reached = outcome(read_metrics(out_dir / "metrics.jsonl"))
-    lines = [_headline(start, reached), *(f"  {name:<13} {text}" for name, text in _facts(out_dir, start, reached))]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _headline(start: Start, reached: Outcome) -> str:
     planned, done = start.settings["steps"], max(reached.steps, start.step)
     if done < planned:
-        return f"{start.run_id}: stopped at step {done} of {planned}"
-    again = ", all before this start" if start.step >= planned else ""
-    return f"{start.run_id}: finished, {done} of {planned} steps{again}"
+        yield f"{start.run_id}: {'stopped at' if ended else 'at'} step {done} of {planned}"
+    else:
+        again = ", all before this start" if start.step >= planned else ""
+        yield f"{start.run_id}: finished, {done} of {planned} steps{again}"
+    for name, text in _facts(out_dir, start, reached):
+        yield f"  {name:<13} {text}"
 
 
 def _facts(out_dir: Path, start: Start, reached: Outcome) -> Iterator[tuple[str, str]]:
     yield from _scores(reached)
-    out, command = _short(out_dir), _command()
-    checkpoints = Checkpoints(out_dir / "checkpoints", keep=1)
-    steps = checkpoints.steps()
+    out, root = shown(out_dir, start), out_dir / "checkpoints"
+    checkpoints = Checkpoints(root, keep=1, create=False)
+    steps = checkpoints.steps() if root.is_dir() else []
     if steps:
         named = (f"{step} (best)" if step == reached.heldout_best_step else str(step) for step in steps)
         yield "checkpoints", f"{out}/checkpoints, of step{'s' * (len(steps) > 1)} {', '.join(named)}"
         yield from _weights(checkpoints.folder(steps[-1]) / PROGRESS, out_dir, start)
     if (out_dir / REPORT).exists():
         yield "report", f"{out}/{REPORT}"
-    planned = start.settings["steps"]
-    again = " (set its secrets again: they are not kept)" if MASK in (out_dir / SETTINGS).read_text() else ""
+    program, train, planned = _program(start), _train(start), start.settings["steps"]
+    kept = out_dir / SETTINGS
+    again = " (set its secrets again: they are not kept)" if kept.exists() and MASK in kept.read_text() else ""
     if steps and steps[-1] >= planned:
-        yield "train on", f"{command} {out} --steps {2 * planned}{again}"
+        yield "train on", f"{train} {out} --steps {2 * steps[-1]}{again}"
     else:
-        how = f"{command} {out}" if start.machine.get("ranks") == "1" else "the command that started it"
         since = f"continues after step {steps[-1]}" if steps else "starts over: there is no checkpoint yet"
-        yield "resume", f"{how}; it {since}{again}"
+        yield "resume", f"{train} {out}; it {since}{again}"
     if steps:
         which = "last" if reached.heldout_best is None else "best"
         if start.settings["data"]["heldout"] is not None:
-            yield "evaluate", f"{command} eval {out} --step {which}, with its broker and a replica running"
-        yield "export", f"{command} export {out} --step {which} --to {out}/model"
+            yield "evaluate", f"{train} eval {out} --step {which}, with its broker and a replica running{again}"
+        yield "export", f"{program} export {out} --step {which} --to {out}/model"
         yield "serve", f"with Transformers, vLLM or SGLang, as {out}/model/README.md then shows"
 
 
 def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
     if reached.reward_first is not None:
-        yield (
-            "reward",
-            f"{reached.reward_first:.3f} in the first {ENDS} steps, {reached.reward_last:.3f} in the last {ENDS}",
-        )
+        ends = min(ENDS, reached.steps)
+        yield "reward", f"first {reached.reward_first:.3f}, last {reached.reward_last:.3f}, over {ends} steps each"
     if reached.heldout_best is not None:
         best = f"best {reached.heldout_best:.3f} at step {reached.heldout_best_step}"
         yield "held-out", f"{best}, first {reached.heldout_first:.3f}, last {reached.heldout_last:.3f}"
@@ -115,17 +114,34 @@ def _weights(progress: Path, out_dir: Path, start: Start) -> Iterator[tuple[str,
     root = Path(start.settings["weights"]["folder"] or out_dir / "weights") / start.run_id
     folder = root / folder_name(json.loads(progress.read_text())["seq"])
     if any(folder.glob("model*.safetensors")):
-        yield "weights", f"{_short(folder)}, as replicas load them"
+        yield "weights", f"{shown(folder, start)}, as replicas load them"
 
 
-def _command() -> str:
-    """The program, so that the lines can be copied: by its name if a shell finds it, otherwise by its path."""
+def _train(start: Start) -> str:
+    """The command that trains and evaluates. It runs in the working directory of the start, for relative paths."""
+    ranks = start.machine.get("ranks", "1")
+    torchrun = f"torchrun --nproc-per-node {ranks} -m dvp_trainer"
+    command = _program(start) if ranks == "1" else torchrun
+    return command if _is_here(start) else f"cd {quote(start.folder)} && {command}"
+
+
+def _program(start: Start) -> str:
+    """This program: by its name if a shell finds it, otherwise by its path."""
     program = Path(sys.executable).with_name("dvp-train")
     found = shutil.which(program.name)
-    return program.name if (found and Path(found).samefile(program)) or not program.exists() else _short(program)
+    is_found = found is not None and program.exists() and Path(found).samefile(program)
+    return program.name if is_found or not program.exists() else shown(program, start)
 
 
-def _short(path: Path) -> str:
-    """The path as a shell takes it: relative if it lies in the working directory."""
+def shown(path: Path, start: Start) -> str:
+    """The path as a shell takes it: relative if it lies in the working directory, and the run was started there."""
     absolute, here = Path(os.path.abspath(path)), Path.cwd()
-    return quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
+    if not _is_here(start) or not absolute.is_relative_to(here):
+        return quote(str(absolute))
+    relative = str(absolute.relative_to(here))
+    # One that looks like an option or a command must not be taken for it.
+    return quote(relative if "/" in relative and relative[0] != "-" else f"./{relative}")
+
+
+def _is_here(start: Start) -> bool:
+    return Path(start.folder) == Path.cwd()

@@ -32,7 +32,7 @@ from .options import ExportForm
 from .report.sinks import read_metrics
 from .report.starts import FILE as STARTS
 from .report.starts import Start, flat, last_start
-from .resume.checkpoint import Checkpoints, Progress
+from .resume.checkpoint import Checkpoints, Progress, unreadable
 
 CARD = "README.md"
 CARD_SETTINGS = (
@@ -50,7 +50,7 @@ LOADED_ADAPTER = """```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = "{base}"  # the folder that training started from
+base = {base!r}  # the folder that training started from
 tokenizer = AutoTokenizer.from_pretrained(base)
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), ".")
 ```
@@ -81,7 +81,7 @@ def export(settings: ExportSettings) -> list[str]:
     recorded, source = read_recorded(settings, start)
     if settings.form is ExportForm.ADAPTER and not recorded.lora.rank:
         raise ConfigError("form = 'adapter': this run trained the weights themselves (lora.rank 0); export 'merged'")
-    if settings.to.exists() and (not settings.to.is_dir() or any(settings.to.iterdir())):
+    if settings.to.exists() and not (settings.to.is_dir() and not any(settings.to.iterdir())):
         raise ConfigError(f"to = {str(settings.to)!r} is not an empty folder; name a new one")
     progress, state = open_checkpoint(settings)
     digest = check_source(source, start)
@@ -89,7 +89,14 @@ def export(settings: ExportSettings) -> list[str]:
     model = load_model(ModelSection(path=source))
     if recorded.lora.rank:
         add_lora(model, recorded.lora, seed=0)
-    load_weights(state, model)
+    try:
+        load_weights(state, model)
+    except Exception as error:  # PyTorch raises many types for a damaged folder
+        if not state.exists():
+            raise ConfigError(
+                f"{state.parent} was replaced by newer checkpoints while it was read; export again"
+            ) from None
+        raise error if isinstance(error, ConfigError) else unreadable(state.parent, error) from error
     dtype = settings.dtype or dtype_of(source)
     with _finished(settings.to) as partial:
         if settings.form is ExportForm.ADAPTER:
@@ -101,7 +108,7 @@ def export(settings: ExportSettings) -> list[str]:
             set_dtype(partial / "config.json", dtype)
             vocab_size = model.get_output_embeddings().weight.shape[0]
             generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
-        (partial / CARD).write_text(model_card(settings, start, progress, dtype))
+        (partial / CARD).write_text(model_card(settings, start, progress, dtype, source))
     return _described(settings, start, progress, dtype)
 
 
@@ -112,22 +119,25 @@ def read_recorded(settings: ExportSettings, start: Start) -> tuple[Recorded, Pat
         recorded = Recorded.model_validate(start.settings)
     except ValidationError as error:
         raise ConfigError(describe(f"settings in {settings.run / STARTS}", error)) from None
-    path = settings.model or recorded.model.path
-    return recorded, path if path.exists() else Path(start.folder) / path
+    return recorded, settings.model or Path(start.folder) / recorded.model.path
 
 
 @contextmanager
 def _finished(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its place at the end of the block. Raises ConfigError (disk full); then
+    """A folder whose content becomes that of `folder` at the end of the block. Raises ConfigError (disk full); then
     nothing is left."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    folder = folder.resolve()
+    there = folder.exists()  # perhaps a mount point, or somebody's working directory: not to be replaced
+    partial = folder / ".partial" if there else folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     with writing(f"to = {str(folder)!r}", folder.parent):
         try:
             partial.mkdir(parents=True)
             yield partial
-            if folder.exists():
-                folder.rmdir()
-            partial.rename(folder)
+            if there:
+                for file in partial.iterdir():
+                    file.rename(folder / file.name)
+            else:
+                partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -135,7 +145,7 @@ def _finished(folder: Path) -> Iterator[Path]:
 def open_checkpoint(settings: ExportSettings) -> tuple[Progress, Path]:
     """Progress and state folder of the checkpoint to export. Raises ConfigError if there is none."""
     root = settings.run / "checkpoints"
-    found = Checkpoints(root, keep=1).load(settings.step) if root.is_dir() else None
+    found = Checkpoints(root, keep=1, create=False).load(settings.step) if root.is_dir() else None
     if found is None:
         raise ConfigError(f"{settings.run} holds no checkpoint to export yet")
     return found
@@ -184,20 +194,20 @@ def generation_config(tokenizer: Tokenizer, sampling: SamplingSection, vocab_siz
     )
 
 
-def model_card(settings: ExportSettings, start: Start, progress: Progress, dtype: str) -> str:
+def model_card(settings: ExportSettings, start: Start, progress: Progress, dtype: str, source: Path) -> str:
     """README.md of the folder: what the model is, how to load it, what it was trained with."""
-    adapter, base = settings.form is ExportForm.ADAPTER, start.settings["model"]["path"]
+    adapter = settings.form is ExportForm.ADAPTER
     sampling = start.settings["sampling"]
     served = SERVED.format(
         commands="\n".join(serve_commands(".", dtype)),
         temperature=sampling["temperature"],
         min_p=math.exp(sampling["log_min_p"]),
     )
-    loaded = LOADED_ADAPTER.format(base=base) if adapter else LOADED + served
+    loaded = LOADED_ADAPTER.format(base=str(source.absolute())) if adapter else LOADED + served
     facts = {
         "Run": f"`{start.run_id}`, step {progress.step}, {progress.samples:,} samples",
         "Held-out score": _score(settings.run, progress.step),
-        "Started from": f"`{base}`, digest `{start.model}`",
+        "Started from": f"`{start.settings['model']['path']}`, digest `{start.model}`",
         "Weights": "LoRA adapter, float32" if adapter else dtype,
         **{f"`{name}`": f"`{value}`" for name, value in flat(start.settings) if name in CARD_SETTINGS},
         "Code": ", ".join(f"`{commit}`" for commit in start.code.values()) or "unknown",

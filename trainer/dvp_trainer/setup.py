@@ -33,6 +33,7 @@ from .data.reward_failures import RewardFailures
 from .data.reward_pool import RewardPool
 from .data.rewards import needs_answer
 from .data.scoring import PromptTokens, Scorer, encode_prompt
+from .ending import conclude
 from .learn.hooks import BASELINE, OBJECTIVE
 from .learn.step import Learner, open_learner
 from .learn.world import World
@@ -68,10 +69,16 @@ TRIAL_ROWS = 4
 
 @asynccontextmanager
 async def open_run(settings: TrainSettings, world: World | None = None) -> AsyncIterator[Run]:
-    """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running."""
-    async with exporting(settings.metrics) as exporter, _assemble(settings, None, world or World()) as run:
+    """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running. When
+    it is closed, whatever the reason, its report is written, and how it stands is printed."""
+    async with (
+        AsyncExitStack() as after,
+        exporting(settings.metrics) as exporter,
+        _assemble(settings, None, world or World()) as run,
+    ):
         await run.feeder.restore(run.resumed_from)
         start = await asyncio.to_thread(record_start, run)
+        after.callback(conclude, start, settings.out_dir, html=settings.report.html)
         run.reporter = open_reporter(settings, start, exporter)
         try:
             async with _beside(run.beat(), run.feeder.run(), *run.sending()):
@@ -326,8 +333,8 @@ def record_start(run: Run) -> Start:
         model=learner.base_digest,
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
-    earlier = read_starts(settings.out_dir) if start.step else []
-    if earlier and earlier[-1].model != start.model:
+    earlier = read_starts(settings.out_dir)
+    if start.step and earlier and earlier[-1].model != start.model:
         logger.warning(
             "model.path %s is not what it was at the last start (digest %s, then %s): its weights come from the "
             "checkpoint, but its config and tokenizer are new",

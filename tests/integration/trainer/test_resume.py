@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from tests.kit.wait import until
 DETERMINISTIC = {"deterministic": "true", "batch__max_staleness": "0"}
 
 
-def parameters(out: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """The weights announced with the newest checkpoint, or with that of `step`."""
+def parameters(out: Path, step: Literal["last"] | int = "last") -> dict[str, torch.Tensor]:
+    """The weights announced with the newest checkpoint, or with that of a step."""
     found = Checkpoints(out / "checkpoints", keep=2).load(step)
     assert found is not None
     (folder,) = (out / "weights").glob(f"*/{folder_name(found[0].seq)}")

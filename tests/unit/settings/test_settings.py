@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +20,18 @@ from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import RolloutSettings
 from dvp_rl.settings import Section, Settings, masked, user_errors
 
+SERVICES = Path(__file__).parents[3] / "services"
+
 
 class Queue(Section):
     url: str = "redis://localhost"
     batch: Annotated[int, Field(ge=1, le=64)] = 8
     password: SecretStr | None = None
+
+
+class Rule(Section):
+    veto: Annotated[float, Field(gt=0)] | None = 1e-4
+    name: str | None = None
 
 
 class Example(Settings):
@@ -35,6 +45,7 @@ class Example(Settings):
     token: SecretStr | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     queue: Queue = Queue()
+    rule: Rule = Rule()
 
 
 @pytest.fixture(autouse=True)
@@ -163,8 +174,30 @@ def test_dry_run_prints_what_load_reads_back_without_secrets(
             load(*given, toml_file=file)
 
 
-def test_text_that_looks_like_a_mask_is_no_secret() -> None:
-    assert load("--model", "m", "--stop", "**********").stop == ("**********",)
+@pytest.mark.parametrize("text", ["**********", "a:b@c", "?pass=x"])
+def test_text_that_looks_like_a_secret_is_kept(tmp_path: Path, text: str) -> None:
+    settings = load("--model", f"/models/{text}", "--stop", text)
+    assert load(toml_file=write(tmp_path, settings.to_toml())) == settings
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--rule.veto=None"],
+        ["--rule.veto=None", "--rule.name=None "],
+        ["--learning-rate=inf", "--rule.veto=inf"],
+        ["--learning-rate=-inf", "--stop=a\u0085b\u2028"],
+        ["--learning-rate=1e-300"],
+    ],
+)
+def test_a_file_gives_back_every_value(tmp_path: Path, argv: list[str]) -> None:
+    settings = load("--model", "m", *argv)
+    assert load(toml_file=write(tmp_path, settings.to_toml())) == settings
+
+
+def test_a_setting_can_be_unset_in_a_file(tmp_path: Path) -> None:
+    settings = load("--model", "m", toml_file=write(tmp_path, '[rule]\nveto = "None"\nname = "None"\n'))
+    assert settings.rule == Rule(veto=None, name="None")
 
 
 def test_tokens_that_were_masked_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +235,8 @@ def test_a_bad_secret_is_not_repeated(name: str, text: str, tmp_path: Path) -> N
         ("redis://us/er:hun ter2@host", "redis://us/er:**********@host"),
         ("user:hunter2@host", "user:**********@host"),
         ("rediss://host/0?ssl_password=hun'ter2&db=1", "rediss://host/0?ssl_password=**********&db=1"),
+        ("http://host:1/traces?api_key=hunter2&x=1", "http://host:1/traces?api_key=**********&x=1"),
+        ("rediss://host:1/0?ssl_keyfile=key.pem", "rediss://host:1/0?ssl_keyfile=key.pem"),
         ("redis://host:1/0", "redis://host:1/0"),
         ("http://host:8000/path", "http://host:8000/path"),
     ],
@@ -213,7 +248,11 @@ def test_passwords_of_urls_are_masked(url: str, shown: str) -> None:
 def test_a_refused_url_is_shown_without_its_password() -> None:
     with pytest.raises(ConfigError) as caught:
         RolloutSettings.load(["--model", "m", "--redis-url", "http://:hunter2@host:1"])
-    assert "got 'http://:**********@host:1'" in str(caught.value)
+    assert "got 'http://**********@host:1'" in str(caught.value)
+    for url in (":hunter2@host:1", "user:hun/ter2@host", "//:hunter2@host", "redis//:hunter2@host", "a@hunter2@host"):
+        with pytest.raises(ConfigError) as caught:
+            RolloutSettings.load(["--model", "m", f"--redis-url={url}"])
+        assert "ter2" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"unrecognized arguments: redis://:\*+@host"):
         RolloutSettings.load(["--model", "m", "redis://:hunter2@host"])
 
@@ -240,6 +279,19 @@ def test_what_the_machine_refuses_is_said_in_one_line(capsys: pytest.CaptureFixt
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "weights")
     assert caught.value.code == 2
     assert capsys.readouterr().err == "dvp-example: error: [Errno 24] Too many open files: 'weights'\n"
+
+
+def test_output_that_nobody_reads_ends_the_program_silently() -> None:
+    program = "from dvp_rl.settings import user_errors\nwith user_errors('x'):\n    for i in range(10**6): print(i)"
+    ended = subprocess.run(
+        f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -1; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        env=os.environ | {"PYTHONPATH": str(SERVICES)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("0\n", "", 141)
 
 
 def test_a_mistake_keeps_its_traceback(tmp_path: Path) -> None:

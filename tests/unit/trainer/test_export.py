@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,35 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, model: Path) -> None
     assert not list(tmp_path.glob(".to*"))
 
 
+def test_an_empty_folder_is_filled_where_it_is(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = train(model, tmp_path / "run")
+    empty, link = tmp_path / "empty", tmp_path / "link"
+    empty.mkdir()
+    link.symlink_to(empty)
+    inode = empty.stat().st_ino
+    monkeypatch.chdir(empty)
+    run_export(tmp_path / "run", Path("."))
+    assert empty.stat().st_ino == inode, "it may be somebody's working directory, or a mount point"
+    torch.testing.assert_close(logits_of(load(link)), logits[2], rtol=0, atol=1e-5)
+    assert not list(empty.glob(".*"))
+    with pytest.raises(ConfigError, match=r"is not an empty folder"):
+        run_export(tmp_path / "run", link)
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_named(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(model, tmp_path / "run")
+
+    def swept(state: Path, _: object) -> None:
+        shutil.rmtree(state.parent)
+        raise FileNotFoundError(state)
+
+    monkeypatch.setattr("dvp_trainer.export.load_weights", swept)
+    with pytest.raises(ConfigError, match=r"step-00000002 was replaced by newer checkpoints .* export again"):
+        run_export(tmp_path / "run", tmp_path / "to")
+
+
 def test_a_disk_that_is_full_leaves_nothing_behind(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,4 +241,5 @@ def test_a_model_that_moved_is_named(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"which is not there; name its place with --model"):
         run_export(tmp_path / "run", tmp_path / "to")
     run_export(tmp_path / "run", tmp_path / "to", model=str(moved))
+    moved.rename(model)
     torch.testing.assert_close(logits_of(load(tmp_path / "to")), logits[2], rtol=0, atol=1e-5)

@@ -53,13 +53,52 @@ def test_no_secret_is_kept(tmp_path: Path) -> None:
     assert not any(secret in text for secret in (PASSWORD, TOKEN) for text in kept)
 
 
-def test_a_resumed_run_adds_its_start_and_a_new_one_begins_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--correction.veto=None"],
+        ["--optimizer.max-grad-norm=inf", "--evaluate.correct-from=-inf"],
+        ["--sampling.stop=a\u0085b\u2028c"],
+        ["--sampling.stop=a:b@c", "--data.heldout=/data/qwen:v1@abc"],
+    ],
+)
+def test_unusual_settings_are_kept_as_they_are(tmp_path: Path, argv: list[str]) -> None:
+    start, settings = make(tmp_path, *argv)
+    assert TrainSettings.load([], tmp_path / SETTINGS) == settings
+    assert last_start(tmp_path) == start
+    make(tmp_path, *argv, step=4)
+    assert len(read_starts(tmp_path)) == 2
+
+
+def test_every_setting_that_may_be_unset_is_kept_so(tmp_path: Path) -> None:
+    _, settings = make(tmp_path)
+    unset: list[str] = []
+    for name, section in settings:
+        for key in getattr(type(section), "model_fields", {}):
+            flag = f"--{name}.{key}=None".replace("_", "-")
+            try:
+                changed = make(tmp_path, flag)[1]
+            except ConfigError:
+                continue  # it cannot be None
+            assert TrainSettings.load([], tmp_path / SETTINGS) == changed, flag
+            unset.append(f"{name}.{key}")
+    assert {"correction.veto", "report.wandb_project", "weights.url", "data.limit"} <= set(unset)
+
+
+def test_a_run_keeps_its_newest_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starts, "MAX_STARTS", 3)
+    for step in range(5):
+        make(tmp_path, step=step)
+    assert [each.step for each in read_starts(tmp_path)] == [2, 3, 4]
+
+
+def test_every_start_is_added(tmp_path: Path) -> None:
     for step, lr in ((0, 1e-6), (4, 2e-6)):
         make(tmp_path, f"--optimizer.lr={lr}", step=step)
     assert [(each.step, each.settings["optimizer"]["lr"]) for each in read_starts(tmp_path)] == [(0, 1e-6), (4, 2e-6)]
     assert tomllib.loads((tmp_path / SETTINGS).read_text())["optimizer"]["lr"] == 2e-6
     make(tmp_path)
-    assert [each.step for each in read_starts(tmp_path)] == [0]
+    assert [each.step for each in read_starts(tmp_path)] == [0, 4, 0]
 
 
 def test_a_damaged_line_is_named_and_other_folders_are_refused(tmp_path: Path) -> None:

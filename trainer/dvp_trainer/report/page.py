@@ -212,7 +212,7 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
             Table("Final figures", [(in_words(key), figure(value)) for key, value in summary.items()]),
             *([Table("Origin", _origin(starts))] if starts else []),
         ],
-        settings=(folder / SETTINGS).read_text() if starts else "",
+        settings=(folder / SETTINGS).read_text() if (folder / SETTINGS).exists() else "",
     )
     write_private(out, page)
 

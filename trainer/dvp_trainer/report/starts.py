@@ -26,12 +26,14 @@ from dvp_trainer.disk import AppendedFile
 FILE, SETTINGS = "starts.jsonl", "settings.toml"
 SOFTWARE = ("dvp-rl", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy", "redis")
 GIT_TIMEOUT_S = 5.0
+MAX_STARTS = 100
+"""Starts kept in the file: the newest."""
 
 
 class Start(BaseModel):
     """One start of a run. Unknown fields are ignored: a later version may have written them."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     at: str
     """UTC, ISO 8601."""
@@ -74,9 +76,8 @@ def describe_start(settings: Settings, *, step: int, model: str, machine: Mappin
 
 
 def write_start(start: Start, settings: Settings, out_dir: Path) -> None:
-    """Adds the start to those of the run, of which it is the first if its step is 0. Raises ConfigError (disk full,
-    damaged file)."""
-    earlier = read_starts(out_dir) if start.step else []
+    """Adds the start to those of the run. Raises ConfigError (disk full, damaged file)."""
+    earlier = read_starts(out_dir)[-MAX_STARTS + 1 :]
     _replace(out_dir / FILE, "".join(f"{each.model_dump_json()}\n" for each in (*earlier, start)))
     _replace(
         out_dir / SETTINGS, f"# Settings of {start.run_id} when it was started at {start.at}.\n{settings.to_toml()}"
@@ -87,7 +88,10 @@ def read_starts(out_dir: Path) -> list[Start]:
     """The starts of the run, oldest first; none if there is no file. Raises ConfigError naming a damaged line."""
     path = out_dir / FILE
     starts = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    lines = (
+        path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    )  # splitlines() splits inside JSON
+    for number, line in enumerate(lines, start=1):
         try:
             starts.append(Start.model_validate_json(line))
         except ValidationError as error:

@@ -58,9 +58,12 @@ class Progress:
 class Checkpoints:
     """The folder of a run's checkpoints. Keeps the last `keep`, and the best one."""
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, *, create: bool = True) -> None:
+        """`create`: makes the folder, for its owner only. Readers leave it as it is."""
         self.root, self.keep = root, keep
         self._work = root / ".work"
+        if not create:
+            return
         with writing(f"out_dir: {root}", root):
             root.mkdir(parents=True, exist_ok=True)
             root.chmod(0o700)
