@@ -47,7 +47,7 @@ def _logged(out_dir: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        trace = None if isinstance(error, ConfigError) else error
+        trace = None if isinstance(error, (ConfigError, OSError)) else error
         logger.error("%s; dvp-train report %s reports on the run again", error, out_dir, exc_info=trace)
 
 

@@ -105,6 +105,19 @@ def test_a_failure_is_logged_and_hides_nothing(
     assert "stopped at step 0" in capsys.readouterr().out
 
 
+def test_a_folder_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", "starts.jsonl")
+
+    start = begin(tmp_path)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    conclude(start, tmp_path, html=True)
+    assert all(record.exc_info is None for record in caplog.records)
+    assert "Permission denied: 'starts.jsonl'; dvp-train report" in caplog.text
+
+
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     begin(tmp_path)
     save(tmp_path, 2)
