@@ -51,11 +51,10 @@ def _logged(out_dir: Path) -> Iterator[None]:
         logger.error("%s; dvp-train report %s reports on the run again", error, out_dir, exc_info=trace)
 
 
-def draw_report(out_dir: Path) -> Path:
+def draw_report(out_dir: Path) -> None:
     """Writes out_dir/report.html from what the run has recorded. Raises ConfigError if `out_dir` holds no run."""
     start, file = last_start(out_dir), out_dir / "metrics.jsonl"
     write_report(file, asdict(outcome(read_metrics(file))), out_dir / REPORT, title=start.run_id)
-    return out_dir / REPORT
 
 
 def standing(out_dir: Path, *, ended: bool = False) -> Iterator[str]:

@@ -56,7 +56,7 @@ def comparison(runs: Sequence[RecordedRun]) -> list[Table]:
 def write_comparison(runs: Sequence[RecordedRun], tables: Sequence[Table], out: Path) -> None:
     """Writes the page with the tables, and a chart for each metric with a curve per run. Raises ConfigError (disk
     full)."""
-    drawn = [(panel, lines) for panel in _panels() if (lines := list(_of_runs(panel.curves[0], panel, runs)))]
+    drawn = [(panel, lines) for panel in _panels() if (lines := list(_of_runs(panel, runs)))]
     page = render(
         title=" and ".join(run.name for run in runs),
         subtitle=f"{len(runs)} runs, by step.",
@@ -80,7 +80,9 @@ def _panels() -> Iterator[Panel]:
             yield replace(panel, title=title, caption="", curves=(curve,), kind=Kind.LINES)
 
 
-def _of_runs(curve: Curve, panel: Panel, runs: Sequence[RecordedRun]) -> Iterator[Line]:
+def _of_runs(panel: Panel, runs: Sequence[RecordedRun]) -> Iterator[Line]:
+    """The panel's only curve, for every run that recorded it."""
+    (curve,) = panel.curves
     for number, run in enumerate(runs):
         for line in lines_of(replace(panel, curves=(Curve(curve.key, run.name),)), run.metrics):
             yield line._replace(number=number)

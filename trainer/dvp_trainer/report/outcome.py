@@ -20,7 +20,7 @@ class Outcome:
     """Mean over the first ENDS steps."""
     reward_last: float | None
     heldout_first: float | None
-    """Score before the first step."""
+    """The first score, usually from before the first step."""
     heldout_last: float | None
     heldout_best: float | None
     heldout_best_step: int | None
@@ -41,9 +41,10 @@ class Outcome:
 
 def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
     """`metrics`: one record per step, as in metrics.jsonl."""
-    rewards, heldout = values(metrics, "reward/mean"), values(metrics, "heldout/score")
+    rewards = values(metrics, "reward/mean")
+    scored = [record for record in metrics if record.get("heldout/score") is not None]
+    best = max(scored, key=lambda record: record["heldout/score"], default=None)
     ratios = values(metrics, "mismatch/ratio_min") + values(metrics, "mismatch/ratio_max")
-    best = max(heldout, default=None)
     timed = [record for record in metrics if {"time/step_s", "throughput/samples_per_second"} <= record.keys()]
     seconds = sum(record["time/step_s"] for record in timed)
     samples = sum(record["time/step_s"] * record["throughput/samples_per_second"] for record in timed)
@@ -51,12 +52,10 @@ def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
         steps=metrics[-1]["step"] if metrics else 0,
         reward_first=mean(rewards[:ENDS]),
         reward_last=mean(rewards[-ENDS:]),
-        heldout_first=heldout[0] if heldout else None,
-        heldout_last=heldout[-1] if heldout else None,
-        heldout_best=best,
-        heldout_best_step=next(
-            (r["step"] for r in metrics if best is not None and r.get("heldout/score") == best), None
-        ),
+        heldout_first=scored[0]["heldout/score"] if scored else None,
+        heldout_last=scored[-1]["heldout/score"] if scored else None,
+        heldout_best=best["heldout/score"] if best else None,
+        heldout_best_step=best["step"] if best else None,
         pruned_share=mean(values(metrics, "pruned/share")),
         kl=mean(values(metrics, "mismatch/kl")),
         largest_log_ratio=max((abs(math.log(ratio)) if ratio else math.inf for ratio in ratios), default=None),

@@ -359,7 +359,7 @@ def _origin(starts: Sequence[Start]) -> list[tuple[str, str | list[str]]]:
         ("started", [f"{start.at}, at step {start.step}" for start in starts]),
         ("model", [str(newest.settings["model"]["path"]), f"digest {newest.model}"]),
         ("working directory", newest.folder),
-        *((name, [f"{key} {value}" for key, value in newest.__dict__[name].items()]) for name in ORIGIN),
+        *((name, [f"{key} {value}" for key, value in getattr(newest, name).items()]) for name in ORIGIN),
     ]
 
 
