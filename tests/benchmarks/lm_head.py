@@ -1,5 +1,6 @@
 """Time and memory of the LM head under the constrained policy, forward and backward, by kept share.
 
+unfused   ours without its Triton kernels; on a GPU
 plain     logits of all tokens at once, then the same constrained log-probs
 chunked   the same in chunks of rows, logits computed again in the backward (torch.utils.checkpoint)
 floor     only the three dense products: hidden W', G W, G' hidden
@@ -35,12 +36,12 @@ from torch.utils.checkpoint import checkpoint
 from dvp_rl.dvp.lm_head import head_logprobs
 from dvp_rl.dvp.policy import constrained_logprobs
 
-RESULTS = Path(__file__).parent / "results" / "lm_head.json"
+RESULTS = Path(__file__).parent / "results"
 SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)
 AROUND_CROSSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
 GOALS = {"ours / floor where at most 0.1 % is kept": 0.6, "ours / chunked": 1.1, "memory, ours / plain": 1 / 8}
-CHUNK = 2**23
-"""Number of logits that `chunked` has in memory at a time: 32 MiB."""
+CHUNKS = {"cpu": 2**23, "cuda": 2**27}
+"""Number of logits that `chunked` has in memory at a time: 32 MiB of float32 on a CPU, 512 MiB on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def make_inputs(size: Size, share: float) -> Inputs:
     )
 
 
-def ours(x: Inputs, max_share: float | None = None) -> None:
+def ours(x: Inputs, max_share: float | None = None, *, kernels: bool = True) -> None:
     settings = {"log_min_p": x.log_min_p, "temperature": 1.0}
-    own = head_logprobs(x.hidden, x.weight, None, x.token_ids, **settings, max_share=max_share)
+    own = head_logprobs(x.hidden, x.weight, None, x.token_ids, **settings, max_share=max_share, kernels=kernels)
     own.logprobs.backward(x.upstream)
 
 
@@ -94,7 +95,7 @@ def plain(x: Inputs) -> None:
 
 
 def chunked(x: Inputs) -> None:
-    rows = max(1, CHUNK // len(x.weight))
+    rows = max(1, CHUNKS[x.hidden.device.type] // len(x.weight))
     parts = zip(x.hidden.split(rows), x.token_ids.split(rows), x.log_min_p.split(rows), strict=True)
     logprobs = [checkpoint(_logprobs, h, x.weight, ids, limit, use_reentrant=False) for h, ids, limit in parts]
     torch.cat(logprobs).backward(x.upstream)
@@ -132,15 +133,16 @@ def _logprobs(hidden: Tensor, weight: Tensor, token_ids: Tensor, log_min_p: Tens
 
 Side = Callable[[Inputs], None]
 SIDES: dict[str, Side] = {"ours": ours, "plain": plain, "chunked": chunked, "floor": floor}
-FUSED: dict[str, Side] = {"liger": liger, "cce": cce}
-"""Kernels for GPUs."""
-PACKAGES = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}
+FUSED: dict[str, Side] = {"unfused": partial(ours, kernels=False), "liger": liger, "cce": cce}
+"""For GPUs."""
+PACKAGES = {"unfused": "triton", "liger": "liger_kernel", "cce": "cut_cross_entropy"}
 KINDS: dict[str, Side] = {"sparse": partial(ours, max_share=1.0), "dense": partial(ours, max_share=0.0)}
 
 
 def sides_for(size: Size) -> dict[str, Side]:
     """SIDES, and those of FUSED that are installed and run on this device."""
-    fits = {"liger": size.device != "cpu", "cce": size.device != "cpu" and size.dtype != "float32"}
+    on_gpu = size.device != "cpu"
+    fits = {"unfused": on_gpu, "liger": on_gpu, "cce": on_gpu and size.dtype != "float32"}
     return SIDES | {name: FUSED[name] for name, package in PACKAGES.items() if fits[name] and find_spec(package)}
 
 
@@ -189,7 +191,7 @@ def run_case(size: Size, share: float, repeats: int) -> dict[str, Any]:
     memory = {name: measure_memory(side, inputs) for name, side in sides.items()}
     return {
         "share": share,
-        "seconds": {side: round(median(values), 4) for side, values in seconds.items()},
+        "seconds": {side: round(median(values), 5) for side, values in seconds.items()},
         "memory_mib": {side: round(value, 1) for side, value in memory.items()},
         **{f"ours / {side}": ratio(seconds["ours"], seconds[side]) for side in sides if side != "ours"},
         "memory, ours / plain": round(memory["ours"] / memory["plain"], 3),
@@ -203,7 +205,7 @@ def run_all(size: Size, shares: tuple[float, ...], repeats: int) -> list[dict[st
     for share in shares:
         result = run_case(size, share, repeats)
         results.append(result)
-        times = " ".join(f"{result['seconds'][side]:>8.3f}" for side in sides)
+        times = " ".join(f"{result['seconds'][side]:>8.4f}" for side in sides)
         print(
             f"{share:>7.2%} {times}   {result['ours / floor']:>6.2f} {result['ours / chunked']:>8.2f} "
             f"{result['memory_mib']['ours']:>7.1f} {result['memory, ours / plain']:>7.3f}",
@@ -244,9 +246,12 @@ def main() -> None:
         return
     results = run_all(size, shares, arguments.repeats)
     if not arguments.quick and arguments.share is None:
-        facts = {"size": asdict(size), "threads": torch.get_num_threads(), "torch": torch.__version__, "goals": GOALS}
-        name = RESULTS if size == Size() else RESULTS.with_suffix(f".{size.device}-{size.dtype}.json")
-        name.write_text(json.dumps(facts | {"results": results}, indent=2) + "\n")
+        on = {"threads": torch.get_num_threads()} if size.device == "cpu" else {"card": torch.cuda.get_device_name()}
+        facts = {"size": asdict(size), **on, "torch": torch.__version__, "goals": GOALS}
+        name = "lm_head" if size == Size() else f"lm_head.{size.dtype}-{size.hidden}"
+        folder = RESULTS if size.device == "cpu" else RESULTS / "gpu"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(facts | {"results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the results as tables into README.md beside the JSON files, each of which has the name of its benchmark.
+"""Writes the results as tables into a README.md beside the JSON files, each of which has the name of its benchmark.
 
 python -m tests.benchmarks.tables
 """
@@ -13,7 +13,11 @@ from typing import Any, TypeGuard
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-README = RESULTS / "README.md"
+PAGES = {
+    RESULTS: "the last run of each benchmark, on a machine with two cores and no GPU ([with one](gpu)).",
+    RESULTS / "gpu": "the last run of each benchmark on a GPU, whose name they hold.",
+}
+"""Folders of results, and what they are."""
 MODULES = {"trl": "against_trl"}
 """Modules of results with another name."""
 WIDE = 9
@@ -22,14 +26,13 @@ WIDE = 9
 Row = dict[str, str]
 
 
-def page() -> str:
+def page(folder: Path) -> str:
     parts = [
         "# What the benchmarks showed",
-        "Written by `python -m tests.benchmarks.tables` from the JSON files beside it: the last run of each benchmark, "
-        "on a machine with two cores and no GPU. The docstrings of the modules in `tests/benchmarks` say what is "
-        "measured and what the names mean.",
+        f"Written by `python -m tests.benchmarks.tables` from the JSON files beside it: {PAGES[folder]} The docstrings "
+        "of the modules in `tests/benchmarks` say what is measured and what the names mean.",
     ]
-    for file in sorted(RESULTS.glob("*.json")):
+    for file in sorted(folder.glob("*.json")):
         name = file.name.split(".")[0]
         module = MODULES.get(name, name)
         about = (ast.get_docstring(ast.parse((HERE / f"{module}.py").read_text())) or "").split("\n\n")[0]
@@ -102,4 +105,5 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(page())
+    for place in PAGES:
+        (place / "README.md").write_text(page(place))

@@ -15,8 +15,10 @@ Shapes: r rows of a block, c columns of a tile, k entries of the sparse matrix.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,11 +31,15 @@ if TYPE_CHECKING:
 
     from jaxtyping import Bool, Float, Int
 
-MAX_SHARE, MAX_SHARE_HALF = 0.1, 0.03
-"""Kept share of the vocabulary above which a row is dense: the point where both ways take about equally long on a CPU,
-measured by `python -m tests.benchmarks.lm_head --crossing`. Half precision speeds up only dense products."""
-CPU_CHUNK, DEVICE_CHUNK = 2**21, 2**27
-"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device."""
+logger = logging.getLogger(__name__)
+
+MAX_SHARE, MAX_SHARE_KERNELS = (0.1, 0.03), (0.05, 0.0075)
+"""Kept share of the vocabulary above which a row is dense, in float32 and in half precision, which speeds up only dense
+products: the point where both ways take about equally long on a CPU, and in the kernels on an H200, measured by
+`python -m tests.benchmarks.lm_head --crossing`; the kernels' value in float32 is an estimate."""
+CPU_CHUNK, DEVICE_CHUNK, KERNEL_CHUNK = 2**21, 2**27, 2**28
+"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, which have to
+wait for the device once per tile, and half of it in their backward."""
 GROUP = 16
 """Number of logits that share one comparison in the search for S."""
 CROWDED = 2
@@ -50,22 +56,55 @@ def head_logprobs(
     temperature: Setting,
     max_share: float | None = None,
     chunk: int | None = None,
+    kernels: bool = True,
 ) -> Constrained:
     """`constrained_logprobs(hidden @ weight.T + bias, ...)`, differentiable (once) in hidden, weight and bias.
 
     Logits have the dtype of `hidden`, as under autocast; a float32 weight gets a float32 gradient. Memory: a few times
-    `chunk` logits, and 8 bytes for every kept logit of a sparse row.
+    `chunk` logits, and 8 bytes for every kept logit of a sparse row. On a CUDA device it runs in Triton kernels
+    (lm_head_cuda.py), which need `weight` in the dtype of `hidden` as well, unless `kernels` is False or they do not
+    work here.
     """
+    half = hidden.dtype not in (torch.float32, torch.float64)
+    function = _on_kernels(hidden.device, hidden.dtype) if kernels and hidden.device.type == "cuda" else None
     if max_share is None:
-        max_share = MAX_SHARE if hidden.dtype in (torch.float32, torch.float64) else MAX_SHARE_HALF
+        max_share = (MAX_SHARE if function is None else MAX_SHARE_KERNELS)[half]
     if chunk is None:
-        chunk = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
+        chunk = KERNEL_CHUNK if function else CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
     _, threshold, tau = as_rows(hidden, log_min_p, temperature)
     rules = (setting.to(hidden.device).expand(len(hidden), 1) for setting in (threshold, tau))
-    outputs = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+    outputs = (function or _HeadLogprobs).apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk, torch.is_grad_enabled()
     )
     return Constrained(*outputs)
+
+
+@cache
+def _on_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
+    """The same function in Triton kernels; None, with a warning, where a trial of them fails: without Triton, which
+    PyTorch brings along for CUDA on Linux, or without what Triton needs to compile."""
+    try:
+        from .lm_head_cuda import KernelHeadLogprobs
+
+        with torch.enable_grad():
+            hidden, weight = (torch.zeros(n, 16, dtype=dtype, device=device, requires_grad=True) for n in (2, 32))
+            token_ids = torch.zeros(2, 1, dtype=torch.long, device=device)
+            setting = torch.zeros(2, 1, dtype=torch.promote_types(dtype, torch.float32), device=device)
+            for max_share in (0.0, 1.0):
+                outputs = KernelHeadLogprobs.apply(  # type: ignore[no-untyped-call]
+                    hidden, weight, None, token_ids, setting, setting + 1, max_share, 1024, True
+                )
+                outputs[0].sum().backward()
+        float(outputs[0].sum())  # waits for the device
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises, the other way works
+        logger.warning(
+            "the LM head runs without its Triton kernels and takes several times as long: %s: %s (Triton needs a C "
+            "compiler, and a folder TRITON_CACHE_DIR in which files may be executed)",
+            type(error).__name__,
+            str(error).strip().partition("\n")[0],
+        )
+        return None
+    return KernelHeadLogprobs
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -345,5 +384,5 @@ def _accumulate(into: Tensor, left: Tensor, right: Tensor) -> None:
 def _csr(count: Tensor, columns: Tensor, values: Tensor, width: int) -> Tensor:
     starts = torch.cat([count.new_zeros(1), count.cumsum(0)]).int()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, and unchecked as asked for
         return torch.sparse_csr_tensor(starts, columns, values, (len(count), width), check_invariants=False)

@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.kit.devices import device
+
+__all__ = ["device", "one_thread"]
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

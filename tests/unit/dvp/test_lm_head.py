@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from dvp_rl.dvp.lm_head import head_logprobs
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
 from dvp_rl.engines.model_folder import has_linear_head
+from tests.kit.devices import DEVICES
 from tests.kit.models import make_model
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97
@@ -31,6 +32,7 @@ class Case:
     log_min_p: Tensor
     temperature: Tensor
     upstream: Tensor
+    kernels: bool
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -46,6 +48,7 @@ class Case:
             temperature=self.temperature,
             max_share=max_share,
             chunk=chunk,
+            kernels=self.kernels,
         )
 
     def plain(self) -> Constrained:
@@ -58,8 +61,14 @@ class Case:
         return torch.autograd.grad(policy.logprobs, self.leaves, self.upstream)
 
 
+@pytest.fixture(params=[True, False] if "cuda" in DEVICES else [False])
+def kernels(request: pytest.FixtureRequest) -> bool:
+    """Whether the Triton kernels compute; they do so only on a GPU."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def make_case() -> Callable[..., Case]:
+def make_case(device: torch.device, kernels: bool) -> Callable[..., Case]:
     def make(dtype: torch.dtype = torch.float64, *, master: torch.dtype | None = None, bias: bool = True) -> Case:
         generator = torch.Generator().manual_seed(0)
 
@@ -68,13 +77,14 @@ def make_case() -> Callable[..., Case]:
 
         working = torch.float64 if dtype is torch.float64 else torch.float32
         return Case(
-            hidden=normal(TOKENS, HIDDEN).to(dtype).requires_grad_(),
-            weight=(normal(VOCAB, HIDDEN) / 2).to(master or dtype).requires_grad_(),
-            bias=normal(VOCAB).to(master or dtype).requires_grad_() if bias else None,
-            token_ids=torch.randint(VOCAB, (TOKENS,), generator=generator),
-            log_min_p=-6 * torch.rand(TOKENS, generator=generator, dtype=torch.float64),
-            temperature=0.5 + torch.rand(TOKENS, generator=generator, dtype=torch.float64),
-            upstream=normal(TOKENS).to(working),
+            hidden=normal(TOKENS, HIDDEN).to(device, dtype).requires_grad_(),
+            weight=(normal(VOCAB, HIDDEN) / 2).to(device, master or dtype).requires_grad_(),
+            bias=normal(VOCAB).to(device, master or dtype).requires_grad_() if bias else None,
+            token_ids=torch.randint(VOCAB, (TOKENS,), generator=generator).to(device),
+            log_min_p=-6 * torch.rand(TOKENS, generator=generator, dtype=torch.float64).to(device),
+            temperature=0.5 + torch.rand(TOKENS, generator=generator, dtype=torch.float64).to(device),
+            upstream=normal(TOKENS).to(device, working),
+            kernels=kernels,
         )
 
     return make
@@ -133,6 +143,7 @@ def test_the_gradient_is_that_of_finite_differences(make_case: Callable[..., Cas
             temperature=case.temperature[inside],
             max_share=max_share,
             chunk=4 * VOCAB,
+            kernels=case.kernels,
         ).logprobs
 
     leaves = [case.hidden.detach()[inside].requires_grad_(), case.weight, case.bias]
@@ -143,7 +154,7 @@ def test_the_gradient_is_that_of_finite_differences(make_case: Callable[..., Cas
 def test_rows_without_slope_are_not_touched_by_the_backward(make_case: Callable[..., Case], max_share: float) -> None:
     """Otherwise a NaN in the hidden states of a dropped sequence would spread over the head's gradient."""
     case = make_case(bias=False)
-    dropped = torch.arange(TOKENS) % 3 == 0
+    dropped = torch.arange(TOKENS, device=case.hidden.device) % 3 == 0
     case.upstream[dropped] = 0
     _, expected = case.gradients(case.plain())
     with torch.no_grad():
@@ -188,11 +199,11 @@ def test_no_tokens(make_case: Callable[..., Case]) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_trains_alike_through_either_route(tmp_path: Path, tied: bool) -> None:
+def test_a_model_trains_alike_through_either_route(device: torch.device, tmp_path: Path, tied: bool) -> None:
     folder = make_model(tmp_path, tied=tied, spread=2.0)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).to(device)
     twin = copy.deepcopy(model)
-    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
     settings = {"log_min_p": -2.0, "temperature": 0.9}
     targets = ids[:, 1:].flatten()
 

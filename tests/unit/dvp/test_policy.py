@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dvp_rl.dvp.policy import constrained_logprobs, entropy, full_logprobs, safe_set
+from dvp_rl.dvp.policy import Constrained, constrained_logprobs, entropy, full_logprobs, safe_set
 from tests.unit.dvp import oracle
 
 TEMPERATURES = (0.7, 1.0, 1.3)
@@ -24,19 +24,20 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed:
 
 
 def as_numpy(logits: Tensor) -> np.ndarray:
-    return (logits if logits.dtype == torch.float64 else logits.float()).detach().numpy()
+    return (logits if logits.dtype == torch.float64 else logits.float()).detach().cpu().numpy()
 
 
 def assert_agrees(logits: Tensor, log_min_p: float, temperature: float) -> None:
     """Compares set, count, mass and the log-prob of every token, member or not, with the oracle."""
     expected = oracle.policy(as_numpy(logits), log_min_p, temperature)
     vocab = logits.shape[-1]
-    ids = torch.arange(vocab).repeat(len(logits), 1)
+    ids = torch.arange(vocab, device=logits.device).repeat(len(logits), 1)
     wide = logits.unsqueeze(1).expand(-1, vocab, -1)
     got = constrained_logprobs(wide, ids, log_min_p=log_min_p, temperature=temperature)
     keep = safe_set(logits, log_min_p=log_min_p, temperature=temperature)
-    assert np.array_equal(keep.numpy(), expected.keep)
+    assert np.array_equal(keep.cpu().numpy(), expected.keep)
     assert torch.equal(got.inside, keep)
+    got = Constrained(*(output.cpu() for output in got))
     stand_in = np.where(expected.keep, expected.logprobs, expected.outside_logprob[:, None])
     np.testing.assert_allclose(got.logprobs.numpy(), stand_in, atol=TOLERANCE, rtol=0)
     np.testing.assert_allclose(got.kept_mass[:, 0].numpy(), expected.kept_mass, atol=1e-6)
@@ -47,8 +48,10 @@ def assert_agrees(logits: Tensor, log_min_p: float, temperature: float) -> None:
 @pytest.mark.parametrize("log_min_p", LOG_MIN_PS)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_agrees_with_the_oracle(dtype: torch.dtype, temperature: float, log_min_p: float, shift: float) -> None:
-    logits = (make_logits(16, 101) + shift).to(dtype)
+def test_agrees_with_the_oracle(
+    device: torch.device, dtype: torch.dtype, temperature: float, log_min_p: float, shift: float
+) -> None:
+    logits = (make_logits(16, 101) + shift).to(device, dtype)
     assert_agrees(logits, log_min_p, temperature)
     assert not safe_set(logits, log_min_p=log_min_p, temperature=temperature).all()
 
@@ -56,10 +59,12 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, temperature: float, log_min_
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("log_min_p", [-13.0, -6.0])
-def test_exact_ties_at_the_threshold_are_members(log_min_p: float, temperature: float, shift: float) -> None:
+def test_exact_ties_at_the_threshold_are_members(
+    device: torch.device, log_min_p: float, temperature: float, shift: float
+) -> None:
     edge = temperature * log_min_p
     tail = edge + torch.arange(-8, 9).repeat(40) / 2  # a grid that bf16 holds at any of these shifts
-    logits = (torch.cat([torch.zeros(1), tail]) + shift).to(torch.bfloat16).unsqueeze(0)
+    logits = (torch.cat([torch.zeros(1), tail]) + shift).to(device, torch.bfloat16).unsqueeze(0)
     gap = logits.double() - logits.double().max()
     assert (gap == edge).sum() == 40
     keep = safe_set(logits, log_min_p=log_min_p, temperature=temperature)
@@ -69,10 +74,12 @@ def test_exact_ties_at_the_threshold_are_members(log_min_p: float, temperature: 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("log_min_p", LOG_MIN_PS)
-def test_threshold_is_the_float64_product_rounded_once(log_min_p: float, temperature: float) -> None:
+def test_threshold_is_the_float64_product_rounded_once(
+    device: torch.device, log_min_p: float, temperature: float
+) -> None:
     edge = np.float32(np.float64(temperature) * np.float64(log_min_p))
     neighbours = [np.nextafter(edge, np.float32(-99)), edge, np.nextafter(edge, np.float32(0))]
-    logits = torch.tensor([0.0, *neighbours])
+    logits = torch.tensor([0.0, *neighbours], device=device)
     keep = safe_set(logits, log_min_p=log_min_p, temperature=temperature)
     assert keep.tolist() == [True, False, True, True]
 
@@ -85,11 +92,11 @@ def test_float32_set_differs_from_float64_only_in_the_rounding_band() -> None:
     assert distance[exact != single].numel() == 0 or distance[exact != single].max() < 1e-5
 
 
-def test_rows_may_have_their_own_settings() -> None:
-    logits = make_logits(12, 50).view(4, 3, 50)
+def test_rows_may_have_their_own_settings(device: torch.device) -> None:
+    logits = make_logits(12, 50).view(4, 3, 50).to(device)
     ids = logits.argsort(-1)[..., -2]
-    temperature = torch.tensor(TEMPERATURES, dtype=torch.float64)
-    log_min_p = torch.tensor([-1.0, -3.0, -6.0, -13.0], dtype=torch.float64).unsqueeze(-1)
+    temperature = torch.tensor(TEMPERATURES, dtype=torch.float64, device=device)
+    log_min_p = torch.tensor([-1.0, -3.0, -6.0, -13.0], dtype=torch.float64, device=device).unsqueeze(-1)
     got = constrained_logprobs(logits, ids, log_min_p=log_min_p, temperature=temperature)
     keep = safe_set(logits, log_min_p=log_min_p, temperature=temperature)
     for i, j in np.ndindex(4, 3):
@@ -115,9 +122,9 @@ def test_any_leading_shape(leading: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_gradient_is_that_of_the_masked_softmax(temperature: float) -> None:
-    logits = make_logits(300, 2001, torch.float64).requires_grad_()  # several blocks of rows
-    slope = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def test_gradient_is_that_of_the_masked_softmax(device: torch.device, temperature: float) -> None:
+    logits = make_logits(300, 2001, torch.float64).to(device).requires_grad_()  # several blocks of rows on a CPU
+    slope = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
     keep = safe_set(logits, log_min_p=-6.0, temperature=temperature)
     ids = keep.int().argmax(-1)  # the first member, likely or not
     plain = (logits / temperature).masked_fill(~keep, -math.inf).log_softmax(-1).gather(-1, ids[:, None])[:, 0]

@@ -15,6 +15,7 @@ from tests.unit.dvp import oracle
 
 REJECT = 1e-4
 CHUNK = 512
+CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
@@ -42,21 +43,28 @@ CASES = [
 ]
 
 
-def draw(case: Case, *, log_min_p: float | None = None, temperature: float | None = None, seed: int = 0) -> np.ndarray:
+def draw(
+    case: Case,
+    device: torch.device = CPU,
+    *,
+    log_min_p: float | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+) -> np.ndarray:
     """case.draws token ids, from the case's own policy or from a wrong one."""
     generator = torch.Generator().manual_seed(seed)
-    logits = case.logits()
+    logits = case.logits().to(device)
     rows = []
     for start in range(0, case.draws, CHUNK):
         size = min(CHUNK, case.draws - start)
         uniforms = torch.rand(size, dtype=torch.float64, generator=generator)
         out = sample(
             logits.expand(size, -1),
-            uniforms,
+            uniforms.to(device),
             log_min_p=case.log_min_p if log_min_p is None else log_min_p,
             temperature=case.temperature if temperature is None else temperature,
         )
-        rows.append(out.token_ids.numpy())
+        rows.append(out.token_ids.cpu().numpy())
     return np.concatenate(rows)
 
 
@@ -86,9 +94,9 @@ def chi_square_p(case: Case, token_ids: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_follow_the_constrained_distribution(case: Case) -> None:
+def test_draws_follow_the_constrained_distribution(device: torch.device, case: Case) -> None:
     assert 0.05 < 1 - oracle.policy(case.logits().numpy(), case.log_min_p, case.temperature).kept_mass < 0.30
-    assert chi_square_p(case, draw(case)) > REJECT
+    assert chi_square_p(case, draw(case, device)) > REJECT
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,9 +120,9 @@ def make_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("vocab", [5, 3000])
-def test_log_probs_are_those_of_constrained_logprobs(vocab: int, dtype: torch.dtype) -> None:
-    logits = make_logits(200, vocab).to(dtype)
-    uniforms = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def test_log_probs_are_those_of_constrained_logprobs(device: torch.device, vocab: int, dtype: torch.dtype) -> None:
+    logits = make_logits(200, vocab).to(device, dtype)
+    uniforms = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
     got = sample(logits, uniforms, log_min_p=-6.0, temperature=0.7)
     expected = constrained_logprobs(logits, got.token_ids, log_min_p=-6.0, temperature=0.7)
     assert expected.inside.all()
@@ -125,10 +133,10 @@ def test_log_probs_are_those_of_constrained_logprobs(vocab: int, dtype: torch.dt
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53, 1.0])
 @pytest.mark.parametrize("log_min_p", [-13.0, -2.0, 0.0])
-def test_never_outside_the_set_even_at_the_ends(log_min_p: float, uniform: float) -> None:
-    logits = make_logits(500, 97)
+def test_never_outside_the_set_even_at_the_ends(device: torch.device, log_min_p: float, uniform: float) -> None:
+    logits = make_logits(500, 97).to(device)
     logits[:, 0] = logits[:, -1] = -90.0  # both ends of the CDF are outside
-    uniforms = torch.full((500,), uniform, dtype=torch.float64)
+    uniforms = torch.full((500,), uniform, dtype=torch.float64, device=device)
     got = sample(logits, uniforms, log_min_p=log_min_p, temperature=1.0)
     keep = safe_set(logits, log_min_p=log_min_p, temperature=1.0)
     assert keep.gather(-1, got.token_ids[:, None]).all()
@@ -154,12 +162,12 @@ def assert_greedy(draw: Draw, rows: Tensor, logits: Tensor) -> None:
     assert (draw.kept_count[rows] == 1).all()
 
 
-def test_temperature_zero_is_greedy_alone_and_among_others() -> None:
-    logits = make_logits(6, 40)
+def test_temperature_zero_is_greedy_alone_and_among_others(device: torch.device) -> None:
+    logits = make_logits(6, 40).to(device)
     logits[0, 3] = logits[0, 9] = 30.0
-    uniforms = torch.full((6,), 0.99, dtype=torch.float64)
+    uniforms = torch.full((6,), 0.99, dtype=torch.float64, device=device)
     assert_greedy(sample(logits, uniforms, log_min_p=-13.0, temperature=0.0), torch.arange(6), logits)
-    temperature = torch.tensor([0.0, 0.7, 0.0, 1.3, 0.0, 1.0], dtype=torch.float64)
+    temperature = torch.tensor([0.0, 0.7, 0.0, 1.3, 0.0, 1.0], dtype=torch.float64, device=device)
     mixed = sample(logits, uniforms, log_min_p=-13.0, temperature=temperature)
     assert_greedy(mixed, torch.tensor([0, 2, 4]), logits)
     for row in (1, 3, 5):
@@ -169,11 +177,12 @@ def test_temperature_zero_is_greedy_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_finite_are_detected(temperature: float) -> None:
-    logits = make_logits(5, 8)
+def test_rows_that_are_not_finite_are_detected(device: torch.device, temperature: float) -> None:
+    logits = make_logits(5, 8).to(device)
     logits[0, 2], logits[1, 3], logits[2], logits[3, 1] = math.nan, math.inf, -math.inf, -math.inf
     assert finite_rows(logits).tolist() == [False, False, False, True, True]
-    got = sample(logits, torch.rand(5, dtype=torch.float64), log_min_p=-6.0, temperature=temperature)
+    uniforms = torch.rand(5, dtype=torch.float64, device=device)
+    got = sample(logits, uniforms, log_min_p=-6.0, temperature=temperature)
     assert got.logprobs.isnan().tolist() == [True, True, True, False, False]
     assert ((got.token_ids >= 0) & (got.token_ids < 8)).all()
 

@@ -1,0 +1,135 @@
+"""Runs the LM head's Triton kernels without a GPU, in an environment with Triton and without pytest:
+
+    interpreter   forward and backward in Triton's interpreter, against the plain implementation
+    compiler      each kernel compiled for compute capability 9.0
+
+`python interpreted.py interpreter|compiler`, with services on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import product
+from typing import Any
+
+if "interpreter" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read at import
+
+import torch
+from torch import Tensor
+
+from dvp_rl.dvp import lm_head, lm_head_cuda
+from dvp_rl.dvp.policy import Constrained, as_rows, constrained_logprobs
+
+ROWS, HIDDEN, VOCAB = 23, 24, 1301
+SHARES = {"sparse": 1.0, "mixed": 0.05, "dense": 0.0}
+CHUNKS = {"one block": 2**20, "blocks of rows": 10 * VOCAB}
+PRECISIONS = {
+    "float64": (torch.float64, torch.float64, 1e-12),
+    "float32": (torch.float32, torch.float32, 2e-5),
+    "bfloat16, weight in float32": (torch.bfloat16, torch.float32, 5e-2),
+}
+"""Dtype of hidden states and of the weight; largest error, relative to the largest number."""
+
+
+class Case:
+    def __init__(self, dtype: torch.dtype, master: torch.dtype, *, bias: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.hidden = normal(ROWS, HIDDEN).to(dtype).requires_grad_()
+        self.weight = (normal(VOCAB, HIDDEN) / 2).to(master).requires_grad_()
+        self.bias = normal(VOCAB).to(master).requires_grad_() if bias else None
+        logits = torch.nn.functional.linear(self.hidden.double(), self.weight.double())
+        logits = logits if self.bias is None else logits + self.bias
+        self.token_ids = torch.randint(VOCAB, (ROWS,), generator=generator)
+        self.token_ids[::2] = logits[::2].argmax(-1)  # inside; few of the others are
+        self.rule = {
+            "log_min_p": -4 * torch.rand(ROWS, generator=generator, dtype=torch.float64),
+            "temperature": 0.5 + torch.rand(ROWS, generator=generator, dtype=torch.float64),
+        }
+        self.upstream = normal(ROWS).to(torch.promote_types(dtype, torch.float32))
+
+    def ours(self, share: float, chunk: int) -> Constrained:
+        _, threshold, tau = as_rows(self.hidden, **self.rule)
+        apply: Any = lm_head_cuda.KernelHeadLogprobs.apply
+        ids = self.token_ids[:, None]
+        return Constrained(*apply(self.hidden, self.weight, self.bias, ids, threshold, tau, share, chunk, True))
+
+    def plain(self) -> Constrained:
+        dtype = self.hidden.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = torch.nn.functional.linear(self.hidden, self.weight.to(dtype), bias)
+        return constrained_logprobs(logits, self.token_ids, **self.rule)
+
+    def gradients(self, policy: Constrained) -> tuple[Tensor, ...]:
+        leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf is not None]
+        return torch.autograd.grad(policy.logprobs, leaves, self.upstream)
+
+
+def compare(precision: str, share: str, chunk: str, *, bias: bool) -> None:
+    dtype, master, tolerance = PRECISIONS[precision]
+    case = Case(dtype, master, bias=bias)
+    ours, plain = case.ours(SHARES[share], CHUNKS[chunk]), case.plain()
+    assert 0 < int(plain.inside.sum()) < ROWS, "both kinds of row occur"
+    assert torch.equal(ours.inside, plain.inside)
+    if dtype is not torch.bfloat16:  # there, a sum may round to the other side of the threshold
+        assert torch.equal(ours.kept_count, plain.kept_count)
+    pairs = [(ours.logprobs, plain.logprobs), (ours.kept_mass, plain.kept_mass)]
+    for actual, expected in pairs + list(zip(case.gradients(ours), case.gradients(plain), strict=True)):
+        assert actual.dtype is expected.dtype
+        error = float((actual.double() - expected.double()).abs().max())
+        assert error <= tolerance * max(1.0, float(expected.abs().max())), (precision, share, chunk, bias, error)
+
+
+def check_rows_without_a_result() -> None:
+    """NaN, +inf and no finite logit; a piece of -inf among others."""
+    case = Case(torch.float64, torch.float64, bias=True)
+    assert case.bias is not None
+    with torch.no_grad():
+        case.bias[:700] = -torch.inf
+        case.hidden[3], case.hidden[4] = torch.nan, torch.inf
+    for share in SHARES.values():
+        ours = case.ours(share, CHUNKS["blocks of rows"])
+        assert ours.logprobs.isnan().nonzero()[:, 0].tolist() == [3, 4]
+        for actual, expected in zip(ours, case.plain(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12, equal_nan=True)
+    case.upstream.zero_()
+    assert not any(gradient.any() for gradient in case.gradients(case.ours(1.0, 2**20)))
+
+
+def interpret() -> None:
+    for precision, share, chunk, bias in product(PRECISIONS, SHARES, CHUNKS, (True, False)):
+        compare(precision, share, chunk, bias=bias)
+    check_rows_without_a_result()
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert lm_head._on_kernels(torch.device("cpu"), dtype) is lm_head_cuda.KernelHeadLogprobs
+
+
+def compile_all() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for logit, number in (("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*fp64", "*fp64")):
+        types = {"logits": logit, "tile": logit, "source": logit, "into": logit, "value": number, "column": "*i32"}
+        types |= dict.fromkeys(
+            ("tau", "tops", "masses", "peak", "total", "threshold", "weight", "slope", "share"), number
+        )
+        types |= dict.fromkeys(("counts", "index"), "*i32") | dict.fromkeys(("ends", "lengths", "places"), "*i64")
+        types |= {"token_ids": "*i64"} | dict.fromkeys(("vocab", "parts", "width", "first"), "i32")
+        sizes = {"PIECES": 8, "PIECE": 512, "PARTS": 512, "ENTRIES": 8, "HIDDEN": 1024, "BLOCK": 1024}
+        for name in ("tops", "peak", "count", "list", "gather", "gradient"):
+            kernel = getattr(lm_head_cuda, f"_{name}_kernel")
+            names = kernel.arg_names
+            fixed = {(names.index(key),): value for key, value in sizes.items() if key in names}
+            source = ASTSource(kernel, {key: types.get(key, "constexpr") for key in names}, fixed)
+            assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"], name
+
+
+if __name__ == "__main__":
+    {"interpreter": interpret, "compiler": compile_all}[sys.argv[1]]()
+    sys.stdout.write("ok\n")
