@@ -73,6 +73,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the run; an earlier one is moved aside.")] = Path("runs/demo"),
     engine: Annotated[EngineName, typer.Option(help="Engine of the replicas.")] = EngineName.TRANSFORMERS,
     replicas: Annotated[int, typer.Option(min=1, max=16)] = 2,
+    device: Annotated[str, typer.Option(help="Device of the trainer and of every replica: cpu, cuda.")] = "cpu",
     zero_mismatch: Annotated[
         bool, typer.Option("--zero-mismatch", help="Bit-identical log-probs on both sides, at one forward per token.")
     ] = False,
@@ -81,7 +82,7 @@ def main(
     """Trains a small language model on sums, with two rollout replicas, a broker and a trainer on this machine."""
     with user_errors("demo"), interruptible():
         forget_variables()
-        options = ZERO_MISMATCH if zero_mismatch else {}
+        options = {"model.device": device} | (ZERO_MISMATCH if zero_mismatch else {})
         settings = load_settings(seed, steps, out, options=options)
         demo = Demo(settings, engine, replicas, timeout_s, Console(), options=options)
         raise SystemExit(demo.run())
@@ -168,6 +169,7 @@ class Demo:
             port=0,
             port_file=port_file,
             dtype=self.dtype,
+            device=self.settings.model.device,
             threads=1,
             max_batch=MAX_BATCH,
             **({"fixed_shape": self.settings.model.fixed_shape} if self.zero_mismatch else {}),

@@ -4,7 +4,8 @@ A float32 sum depends on the order of its terms, the order depends on the kernel
 a forward of [rows, length] token ids, padded at the end and without a cache, a hidden state depends only on the tokens
 up to it in its own row: not on other rows, later tokens or gradient mode. The LM head processes `rows` states at a
 time. Log-probs of both sides are then equal, given the same weights, dtype, number of threads, machine and PyTorch
-version, and each source of mismatch can be switched on separately.
+version, and each source of mismatch can be switched on separately. On a GPU, sums over the vocabulary are in float64:
+there, the order of the terms depends on how many rows are summed.
 
 This costs a whole forward per token, so it is for diagnosis, not for speed. Shapes: R rows, L length.
 """
@@ -64,8 +65,15 @@ class FixedDecoder:
         token_ids = whole_blocks(batch.history(rows, self._shape.length), self._shape.rows)
         states = self._model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         last = states[torch.arange(len(states), device=states.device), whole_blocks(newest, len(states))]
-        logits: Tensor = self._model.get_output_embeddings()(last)
-        return logits[: len(rows)]
+        return summable(self._model.get_output_embeddings()(last))[: len(rows)]
+
+
+def summable(logits: Tensor) -> Tensor:
+    """Logits whose sums do not depend on the number of rows, once they are rounded to float32.
+
+    On a GPU, PyTorch's sums do: on an H200, some log-probs of 1 or 8 rows differed in the last bit from those of many.
+    """
+    return logits if logits.device.type == "cpu" else logits.double()
 
 
 def whole_blocks(values: Tensor, rows: int) -> Tensor:

@@ -78,7 +78,7 @@ class TransformersEngine:
         self.capacity = max_batch
         check_full_attention(config, self.context_length)
         self._folder = model
-        self._device = _device(device)
+        self._device = usable_device(device)
         self.job_by_job = deterministic
         self._fixed_shape = fixed_shape
         self._threads = num_threads(threads, reproducible=deterministic or fixed_shape is not None)
@@ -171,7 +171,8 @@ def _context_length(folder: Path, config: Any, max_context: int | None) -> int:
     return longest
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """Raises ConfigError if PyTorch cannot use the device of that name here."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -44,7 +44,8 @@ def shared_server() -> Iterator[SharedServer]:
 
 @pytest.fixture
 def engine_kind() -> str:
-    """The kind of engine that `make_engine` makes; test_conformance.py tries every kind."""
+    """The kind of engine that `make_engine` makes: transformers, cuda (the same on a GPU) or sglang.
+    test_conformance.py tries every kind."""
     return "transformers"
 
 
@@ -62,13 +63,16 @@ async def make_engine(
     def transformers(folder: Path, **settings: Any) -> Engine:
         return TransformersEngine(folder, **({"threads": 1} | settings))
 
+    def cuda(folder: Path, **settings: Any) -> Engine:
+        return transformers(folder, **({"device": "cuda"} | settings))
+
     def sglang(folder: Path, *, max_batch: int = 0, **settings: Any) -> Engine:
         if folder in folders.values():
             return SglangEngine(folder, request.getfixturevalue("shared_server").remote(folder), **settings)
         return SglangEngine(folder, Launch(python=sglang_python(), threads=1), **settings)
 
     async def make(folder: Path, **settings: Any) -> Engine:
-        engine = {"transformers": transformers, "sglang": sglang}[engine_kind](folder, **settings)
+        engine = {"transformers": transformers, "cuda": cuda, "sglang": sglang}[engine_kind](folder, **settings)
         started.append(engine)
         await engine.start()
         return engine

@@ -23,6 +23,7 @@ from dvp_rl.contract.job import Job
 from dvp_rl.engines.protocol import Engine
 from dvp_rl.engines.seeds import sample_seed
 from dvp_rl.engines.tokenizer import load_tokenizer
+from tests.kit.devices import DEVICES
 from tests.kit.models import EOS_ID, FAMILIES, make_model
 
 from .conftest import MakeEngine
@@ -31,15 +32,16 @@ from .oracle import Oracle
 
 MIN_PS = (-13.0, -6.0, math.log(0.1))
 TEMPERATURES = (0.7, 1.0, 1.3)
+IN_PROCESS = ["transformers", "cuda"] if "cuda" in DEVICES else ["transformers"]
 # SGLang is restarted for each family: one is enough for CI.
 ENGINES_AND_FAMILIES = [
-    *(("transformers", family) for family in FAMILIES),
+    *((kind, family) for kind in IN_PROCESS for family in FAMILIES),
     pytest.param("sglang", "qwen3", marks=pytest.mark.slow),
     *(pytest.param("sglang", family, marks=pytest.mark.long) for family in ("llama", "qwen2")),
 ]
 
 
-@pytest.fixture(params=["transformers", pytest.param("sglang", marks=[pytest.mark.slow])])
+@pytest.fixture(params=[*IN_PROCESS, pytest.param("sglang", marks=[pytest.mark.slow])])
 def engine_kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind

@@ -23,10 +23,14 @@ from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
+from tests.kit.devices import device
 from tests.kit.models import FAMILIES, make_model
 
 DEMO = Path(__file__).parents[3] / "deploy/demo"
 LOG_MIN_P = -3.0
+CPU = torch.device("cpu")
+
+__all__ = ["device"]
 
 
 class Setup(NamedTuple):
@@ -34,19 +38,19 @@ class Setup(NamedTuple):
     learner: Learner
 
     @classmethod
-    async def start(cls, folder: Path, shape: Shape, *, trained: Shape | None = None) -> Setup:
+    async def start(cls, folder: Path, shape: Shape, device: torch.device, *, trained: Shape | None = None) -> Setup:
         torch.set_num_threads(1)
         settings = TrainSettings(
             run_id="zero",
             out_dir=folder,
             steps=1,
-            model={"path": folder, "fixed_shape": str(trained or shape)},
+            model={"path": folder, "fixed_shape": str(trained or shape), "device": str(device)},
             data={"train": "unused.jsonl"},
             reward={"name": "exact_match"},
             sampling={"log_min_p": LOG_MIN_P},
             optimizer={"lr": 1e-3},
         )
-        engine = TransformersEngine(folder, max_batch=2 * shape.rows + 1, fixed_shape=shape)
+        engine = TransformersEngine(folder, device=str(device), max_batch=2 * shape.rows + 1, fixed_shape=shape)
         await engine.start()
         return cls(engine, Learner(load_model(settings.model), settings, pad_id=0))
 
@@ -98,9 +102,11 @@ def agree(seen: Evidence) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_both_sides_agree_to_the_last_bit_also_after_a_step(family: str, tmp_path: Path) -> None:
+async def test_both_sides_agree_to_the_last_bit_also_after_a_step(
+    family: str, device: torch.device, tmp_path: Path
+) -> None:
     folder = make_model(tmp_path / "model", family, spread=2.0)
-    setup = await Setup.start(folder, Shape(5, 24))
+    setup = await Setup.start(folder, Shape(5, 24), device)
     prompts = [list(range(5, 6 + 2 * i)) for i in range(4)]
     before = await setup.draw(prompts, n=6, max_tokens=12)
     assert agree(setup.look(before))
@@ -117,16 +123,16 @@ async def test_both_sides_agree_to_the_last_bit_also_after_a_step(family: str, t
     await setup.engine.close()
 
 
-async def test_another_shape_is_another_computation(tmp_path: Path) -> None:
+async def test_another_shape_is_another_computation(device: torch.device, tmp_path: Path) -> None:
     """Shows that the test above can fail."""
     folder = make_model(tmp_path / "model", spread=2.0)
-    setup = await Setup.start(folder, Shape(1, 31), trained=Shape(8, 32))
+    setup = await Setup.start(folder, Shape(1, 31), device, trained=Shape(8, 32))
     assert 0.0 < largest_difference(setup.look(await setup.draw([[5, 6], [7, 8, 9]], n=6, max_tokens=20))) < 1e-4
     await setup.engine.close()
 
 
 async def test_sequences_too_long_for_the_shape_are_refused(tmp_path: Path) -> None:
-    setup = await Setup.start(make_model(tmp_path / "model", endless=True), Shape(2, 16), trained=Shape(2, 12))
+    setup = await Setup.start(make_model(tmp_path / "model", endless=True), Shape(2, 16), CPU, trained=Shape(2, 12))
     batch = await setup.draw([[5, 6]], n=2, max_tokens=14)
     with pytest.raises(ConfigError, match=r"model.fixed_shape 2x12: got a sequence of 2 \+ 14 tokens"):
         setup.learner.step(batch)
@@ -134,8 +140,8 @@ async def test_sequences_too_long_for_the_shape_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_fifty_thousand_tokens_of_the_demo_model() -> None:
-    setup = await Setup.start(DEMO / "model", Shape(64, 16))
+async def test_fifty_thousand_tokens_of_the_demo_model(device: torch.device) -> None:
+    setup = await Setup.start(DEMO / "model", Shape(64, 16), device)
     encode = load_tokenizer(DEMO / "model").encode
     prompts = [encode(json.loads(line)["prompt"]) for line in (DEMO / "train.jsonl").read_text().splitlines()]
     tokens = 0

@@ -33,13 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_learner(folder: Path, tmp_path: Path) -> Callable[..., Learner]:
+def make_learner(device: torch.device, folder: Path, tmp_path: Path) -> Callable[..., Learner]:
     def make(**sections: dict[str, Any]) -> Learner:
         values: dict[str, Any] = {
             "run_id": "unit",
             "out_dir": tmp_path,
             "steps": 1,
-            "model": {"path": folder},
+            "model": {"path": folder, "device": str(device)},
             "data": {"train": "unused.jsonl"},
             "reward": {"name": "exact_match"},
             "sampling": {"n": 3, "log_min_p": LOG_MIN_P, "temperature": TEMPERATURE},
@@ -123,7 +123,7 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     scale = max(float(g.abs().max()) for g in expected.values())
     assert scale > 1e-4
     for name, gradient in expected.items():
-        error = float((actual[name].double() - gradient).abs().max())
+        error = float((actual[name].cpu().double() - gradient).abs().max())
         assert error < 1e-5 * max(scale, 1), (name, error, scale)
 
 
@@ -138,8 +138,8 @@ def test_the_train_logprobs_equal_the_oracle(
     pairs = [(s.group.prompt_ids, sample) for s in batch.groups for sample in s.group.samples]
     for row, (prompt, sample) in enumerate(pairs):
         expected = oracle_logprobs(oracle, prompt.tolist(), sample.token_ids.tolist(), log_min_p, temperature).detach()
-        inside = seen.train.inside[row][seen.mask[row]]
-        actual = seen.train.logprobs[row][seen.mask[row]].double()
+        inside = seen.train.inside[row][seen.mask[row]].cpu()
+        actual = seen.train.logprobs[row][seen.mask[row]].cpu().double()
         assert torch.equal(inside, expected.isfinite())
         assert bool(inside.any())
         assert float((actual - expected)[inside].abs().max()) < 5e-5

@@ -20,7 +20,7 @@ from dvp_rl.dvp.lm_head import head_logprobs
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs, split_rows
 from dvp_rl.engines.compute_dtype import compute_in, rounded
 from dvp_rl.engines.context import rope_limit
-from dvp_rl.engines.fixed_shape import check_fixed_shape, whole_blocks
+from dvp_rl.engines.fixed_shape import check_fixed_shape, summable, whole_blocks
 from dvp_rl.engines.kv_cache import ATTENTION
 from dvp_rl.engines.model_folder import complete_model, has_linear_head
 from dvp_rl.engines.reference import EAGER, attend_by, attending, gap, some_tokens, takes_attention, tolerance
@@ -175,9 +175,10 @@ class Policy(torch.nn.Module):
         head = self.model.get_output_embeddings()
 
         def block(states: Tensor, token_ids: Tensor) -> Constrained:
-            return constrained_logprobs(
-                head(states), token_ids, log_min_p=self._log_min_p, temperature=self._temperature
+            own = constrained_logprobs(
+                summable(head(states)), token_ids, log_min_p=self._log_min_p, temperature=self._temperature
             )
+            return own._replace(logprobs=own.logprobs.float(), kept_mass=own.kept_mass.float())
 
         whole = (whole_blocks(values, rows) for values in (states, token_ids))
         parts = [checkpoint(block, *part, use_reentrant=False) for part in split_rows(*whole, size=rows)]
