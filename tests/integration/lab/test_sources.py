@@ -12,11 +12,11 @@ from dvp_lab.engines import Engine
 from dvp_lab.mismatch import EDGES, measure
 from dvp_lab.overlap import RULES, overlap
 from dvp_lab.page import write_page
-from dvp_lab.precision import Format, rounded
+from dvp_lab.precision import Format, multiplies_fp8, rounded
 from dvp_lab.rho import FIXED, MATCHED, SLOPES, rho
 from dvp_lab.rules import NOTHING_PRUNED, Rule
 from dvp_lab.signature import signature
-from dvp_lab.sources import Trainer, opened, traces, until_end
+from dvp_lab.sources import CPU, Trainer, opened, traces, until_end
 from dvp_lab.study import Study
 from dvp_lab.subject import Subject, file_subject
 from dvp_rl.contract.errors import ConfigError
@@ -24,7 +24,7 @@ from dvp_rl.dvp.policy import constrained_logprobs
 from tests.kit.models import EOS_ID, make_model
 
 EVERY = len(EDGES) - 1
-HERE = [engine for engine in Engine if not engine.is_sglang]
+HERE = [engine for engine in Engine if not engine.is_sglang and (engine is not Engine.FP8 or multiplies_fp8(CPU))]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,50 @@ def test_overlap_of_several_engines(subject: Subject) -> None:
     assert [what for what in said if "," not in what] == [Engine.BF16, Engine.FP8_KV]
     assert [row[0] for row in study.tables[0].rows] == [rule.label for rule in RULES]
     assert study.findings[0].holds
+
+
+def test_the_cpu_named_is_the_default(subject: Subject, tmp_path: Path) -> None:
+    for study in (signature, overlap):
+        default, named = (
+            study(subject, [Engine.BF16, Engine.GAUSSIAN], 8, seed=0, progress=lambda *_: None, **options)
+            for options in ({}, {"device": torch.device("cpu")})
+        )
+        assert default.save(tmp_path / "default").read_bytes() == named.save(tmp_path / "named").read_bytes()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_on_a_gpu_float32_agrees_with_the_trainer_on_the_cpu_and_low_precision_does_not(subject: Subject) -> None:
+    """Float32 logits agree within 1e-4 nats, some 20 times the rounding of logits of this size. The control's noise
+    is that of the CPU."""
+    cuda = torch.device("cuda")
+    trainers, s = [Trainer(subject.folder, device) for device in (CPU, cuda)], {}
+    engines = [
+        engine for engine in Engine if not engine.is_sglang and (engine is not Engine.FP8 or multiplies_fp8(cuda))
+    ]
+    for engine in engines:
+        with opened(engine, subject.folder, cuda) as source:
+            samples = source.sample(subject.prompts[0], NOTHING_PRUNED, 12, seed=3)
+            s[engine] = measure(traces(source, trainers[1], subject.prompts, NOTHING_PRUNED, 12, seed=0)).s
+        assert samples.logits is not None
+        on_cpu, on_gpu = (trainer.logits(subject.prompts[0], samples.token_ids) for trainer in trainers)
+        torch.testing.assert_close(on_gpu, on_cpu, atol=1e-4, rtol=0)
+        if engine is Engine.FP32:
+            torch.testing.assert_close(samples.logits, on_cpu, atol=1e-4, rtol=0)
+        if engine is Engine.GAUSSIAN:
+            with opened(engine, subject.folder) as here:
+                logits = here.sample(subject.prompts[0], NOTHING_PRUNED, 1, seed=3).logits
+            torch.testing.assert_close(samples.logits[:, :1], logits, atol=1e-4, rtol=0)
+    assert s[Engine.FP32] < 1e-5
+    assert min(s[engine] for engine in engines if engine is not Engine.FP32) > 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_study_says_which_gpu_it_ran_on(subject: Subject) -> None:
+    for study in (signature, overlap):
+        found = study(subject, [Engine.BF16], 8, seed=0, progress=lambda *_: None, device=torch.device("cuda"))
+        said = found.settings["trainer and transformers engines"]
+        assert torch.cuda.get_device_name() in said
+        assert torch.__version__ in said
 
 
 def test_rho_of_an_engine(subject: Subject) -> None:

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from dvp_lab.__main__ import app
+from dvp_lab.__main__ import app, available
+from dvp_lab.engines import Engine
 from dvp_lab.training import Run
 from dvp_rl.contract.errors import ConfigError
 
@@ -20,6 +22,8 @@ from dvp_rl.contract.errors import ConfigError
         (["signature", "--model", "deploy/demo/model"], "--model and --prompts belong together"),
         (["overlap", "--prompts", "deploy/demo/heldout.jsonl"], "--model and --prompts belong together"),
         (["signature", "--model", "absent", "--prompts", "absent.jsonl"], "absent"),
+        (["signature", "--device", "abacus"], "device 'abacus': cannot be used here"),
+        (["overlap", "--device", "cuda:99"], "device 'cuda:99': cannot be used here"),
         (["signature", "--run", "absent"], "train it with --report.tokens-interval 1"),
         (["page", "absent.json"], "absent.json: No such file"),
         (["page", "deploy/demo/model/config.json"], "config.json: not the JSON of a study"),
@@ -46,3 +50,25 @@ def test_an_engine_that_is_none_is_refused() -> None:
     result = CliRunner().invoke(app, ["signature", "--engine", "vllm"])
     assert result.exit_code == 2
     assert "transformers-bf16" in result.output
+
+
+@pytest.mark.parametrize("command", ["signature", "overlap"])
+def test_fp8_products_are_refused_before_any_work_where_pytorch_has_none(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9")
+
+    monkeypatch.setattr(torch, "_scaled_mm", none)
+    result = CliRunner().invoke(app, [command, "--engine", "transformers-fp8", "--out", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "transformers-fp8: PyTorch" in str(result.exception)
+    assert "no fp8 matrix products on cpu: choose another --engine, or a CUDA --device" in str(result.exception)
+    assert Engine.FP8 not in available(torch.device("meta"))
+
+
+def test_by_default_sglang_runs_only_for_the_cpu_and_fp8_products_only_elsewhere() -> None:
+    cpu, elsewhere = (available(torch.device(name)) for name in ("cpu", "meta"))
+    plain = [engine for engine in Engine if not engine.is_sglang and engine is not Engine.FP8]
+    assert [engine for engine in cpu if not engine.is_sglang] == plain
+    assert [engine for engine in elsewhere if engine is not Engine.FP8] == plain

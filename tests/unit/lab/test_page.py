@@ -63,9 +63,8 @@ def test_json_png_and_page_say_the_same(tmp_path: Path) -> None:
         assert words in page
 
 
-@pytest.mark.parametrize("name", ["collapse", "overlap", "rho", "signature"])
-def test_the_stored_results_are_what_a_study_saves(name: str, tmp_path: Path) -> None:
-    file = RESULTS / f"{name}.json"
+@pytest.mark.parametrize("file", sorted(RESULTS.rglob("*.json")), ids=lambda file: str(file.relative_to(RESULTS)))
+def test_the_stored_results_are_what_a_study_saves(file: Path, tmp_path: Path) -> None:
     assert Study.load(file).save(tmp_path).read_bytes() == file.read_bytes()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,8 @@ from .study import Study
 
 # torch and transformers load inside the commands, so that --help and a mistyped option do not wait for them.
 if TYPE_CHECKING:
+    import torch
+
     from .subject import Progress as Tell
     from .subject import Subject
 
@@ -29,7 +31,7 @@ CPUS = usable_cpus()
 DEFAULT_OUT = Path("runs/lab")
 TEXT_MODEL = DEFAULT_OUT / "text-model"
 COLLAPSE_RUNS, RHO_RUNS = DEFAULT_OUT / "collapse", DEFAULT_OUT / "rho"
-TYPICAL = (Engine.BF16, Engine.FP8_WEIGHTS, Engine.SGLANG_BF16)
+TYPICAL = (Engine.BF16, Engine.FP8, Engine.FP8_WEIGHTS, Engine.SGLANG_BF16)
 """Default engines of `overlap`, which takes minutes for each."""
 
 app = typer.Typer(
@@ -42,8 +44,10 @@ app = typer.Typer(
 Model = Annotated[Path | None, typer.Option(help="Hugging Face folder. Default: a small language model, made once.")]
 Prompts = Annotated[Path | None, typer.Option(help="JSONL file with a prompt per row; requires --model.")]
 Engines = Annotated[
-    list[Engine] | None, typer.Option("--engine", help="Repeatable. Default: all available; overlap: typical ones.")
+    list[Engine] | None,
+    typer.Option("--engine", help="Repeatable. Default: all that suit the device; overlap: typical ones."),
 ]
+Device = Annotated[str, typer.Option(help="Device of the trainer's side and of all engines but SGLang, e.g. cuda.")]
 Sequences = Annotated[int, typer.Option(min=2, help="Number of prompts; each is sampled once.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Longest sample, in tokens.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts, samples and noise.")]
@@ -72,6 +76,7 @@ def signature_command(
     model: Model = None,
     prompts: Prompts = None,
     engine: Engines = None,
+    device: Device = "cpu",
     sequences: Sequences = 96,
     tokens: Tokens = 160,
     seed: Seed = 0,
@@ -86,8 +91,9 @@ def signature_command(
         if run is not None:
             study = recorded_signature(run)
         else:
+            where = _usable(device, engine or ())
             subject = _subject(model, prompts, sequences, seed, tell)
-            study = signature(subject, engine or available(), tokens, seed, tell)
+            study = signature(subject, engine or available(where), tokens, seed, tell, where)
     _write(study, out)
 
 
@@ -97,6 +103,7 @@ def overlap_command(
     model: Model = None,
     prompts: Prompts = None,
     engine: Engines = None,
+    device: Device = "cpu",
     sequences: Sequences = 96,
     tokens: Tokens = 96,
     seed: Seed = 0,
@@ -107,9 +114,10 @@ def overlap_command(
 
     _use_threads(context)
     with progress() as tell:
+        where = _usable(device, engine or ())
         subject = _subject(model, prompts, sequences, seed, tell)
-        engines = engine or [e for e in available() if e in TYPICAL]
-        study = overlap(subject, engines, tokens, seed, tell)
+        engines = engine or [e for e in available(where) if e in TYPICAL]
+        study = overlap(subject, engines, tokens, seed, tell, where)
     _write(study, out)
 
 
@@ -169,11 +177,28 @@ def page_command(
         Console().print(f"written: {write_page(study, out)}", highlight=False, soft_wrap=True)
 
 
-def available() -> list[Engine]:
-    """All engines that can run here: SGLang only where `make sglang-cpu` has built one."""
+def available(device: torch.device) -> list[Engine]:
+    """The default engines on the device: on the CPU, SGLang if `make sglang-cpu` has built one; elsewhere, fp8 products
+    if the device has them."""
     from dvp_rl.engines.sglang_server import CHECKOUT_PYTHON
 
-    return [engine for engine in Engine if CHECKOUT_PYTHON.exists() or not engine.is_sglang]
+    from .precision import multiplies_fp8
+
+    on_cpu = device.type == "cpu"
+    sglang, fp8 = on_cpu and CHECKOUT_PYTHON.exists(), not on_cpu and multiplies_fp8(device)
+    return [engine for engine in Engine if (sglang or not engine.is_sglang) and (fp8 or engine is not Engine.FP8)]
+
+
+def _usable(name: str, engines: Sequence[Engine]) -> torch.device:
+    """The device. Raises ConfigError before any work if it or an engine on it cannot be used."""
+    from dvp_rl.engines.transformers import usable_device
+
+    from .precision import check_fp8
+
+    device = usable_device(name)
+    if Engine.FP8 in engines:
+        check_fp8(device)
+    return device
 
 
 def _use_threads(context: typer.Context) -> None:

@@ -10,6 +10,8 @@ class Engine(StrEnum):
     BF16 = "transformers-bf16"
     BF16_FP32_HEAD = "transformers-bf16-fp32-head"
     """bfloat16 with the LM head in float32."""
+    FP8 = "transformers-fp8"
+    """Linear layers, except the LM head, as products of fp8 matrices; the rest in bfloat16."""
     FP8_WEIGHTS = "transformers-fp8-weights"
     FP8_KV = "transformers-fp8-kv"
     GAUSSIAN = "gaussian"

@@ -13,7 +13,7 @@ from .engines import Engine
 from .mismatch import SIGMAS, Estimate
 from .rules import NOTHING_PRUNED, Rule
 from .sets import Outcome, Seen, Sets, joined, seen_of, sets_of
-from .sources import Source, Trainer, opened, traces
+from .sources import CPU, Source, Trainer, device_setting, opened, traces
 from .study import Chart, Finding, Series, Study, Table
 from .subject import Progress, Subject
 
@@ -43,11 +43,18 @@ class Row(NamedTuple):
         return abs(self.outcome.veto_outside.value - expected) <= allowed
 
 
-def overlap(subject: Subject, engines: Sequence[Engine], num_tokens: int, seed: int, progress: Progress) -> Study:
-    trainer, found = Trainer(subject.folder), dict[Engine, list[Row]]()
+def overlap(
+    subject: Subject,
+    engines: Sequence[Engine],
+    num_tokens: int,
+    seed: int,
+    progress: Progress,
+    device: torch.device = CPU,
+) -> Study:
+    trainer, found = Trainer(subject.folder, device), dict[Engine, list[Row]]()
     for number, engine in enumerate(engines):
         progress(number * len(RULES), len(engines) * len(RULES), engine)
-        with opened(engine, subject.folder) as source:
+        with opened(engine, subject.folder, device) as source:
             rows = _rows(source, trainer, subject, num_tokens, seed)
             found[engine] = []
             for done, row in enumerate(rows, start=number * len(RULES) + 1):
@@ -55,6 +62,7 @@ def overlap(subject: Subject, engines: Sequence[Engine], num_tokens: int, seed: 
                 found[engine].append(row)
     settings: dict[str, object] = {
         "model": subject.words,
+        **device_setting(device),
         "sequences of each engine and rho": subject.num_prompts,
         "tokens of a sequence, at most": num_tokens,
         "seed": seed,

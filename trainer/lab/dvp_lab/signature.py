@@ -14,7 +14,7 @@ from dvp_rl.dvp.metrics import mis_health
 from .engines import Engine
 from .mismatch import EDGES, NUM_TAIL, SIGMAS, TAIL, Bucket, Estimate, Mismatch, measure, ratio
 from .rules import NOTHING_PRUNED
-from .sources import NOISE, Trainer, opened, traces
+from .sources import CPU, NOISE, Trainer, device_setting, opened, traces
 from .study import Chart, Finding, Series, Study, Table
 from .subject import Progress, Subject
 
@@ -25,15 +25,23 @@ NEXT_TO_NOTHING = 1e-9
 BUCKETS = tuple((f"{low:g}–{high:g}" if low else f"< {high:g}").replace("e-0", "e-") for low, high in pairwise(EDGES))
 
 
-def signature(subject: Subject, engines: Sequence[Engine], num_tokens: int, seed: int, progress: Progress) -> Study:
+def signature(
+    subject: Subject,
+    engines: Sequence[Engine],
+    num_tokens: int,
+    seed: int,
+    progress: Progress,
+    device: torch.device = CPU,
+) -> Study:
     """Samples each engine in turn, unpruned, from the same prompts."""
-    trainer, found = Trainer(subject.folder), dict[Engine, Mismatch]()
+    trainer, found = Trainer(subject.folder, device), dict[Engine, Mismatch]()
     for number, engine in enumerate(engines):
         progress(number, len(engines), engine)
-        with opened(engine, subject.folder) as source:
+        with opened(engine, subject.folder, device) as source:
             found[engine] = measure(traces(source, trainer, subject.prompts, NOTHING_PRUNED, num_tokens, seed))
     settings = {
         "model": subject.words,
+        **device_setting(device),
         "sequences of each engine": subject.num_prompts,
         "tokens of a sequence, at most": num_tokens,
         "seed": seed,

@@ -27,19 +27,20 @@ from dvp_trainer.learn.model import load_model as trainer_model
 
 from .decoding import decode, new_cache
 from .engines import Engine
-from .precision import Format, round_weights
+from .precision import Format, multiply_in_fp8, round_weights
 from .rules import Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+CPU = torch.device("cpu")
 SERVED_CONTEXT = 1024
 NOISE = 0.1
 """s of the Gaussian control, in nats."""
 
 
 class Samples(NamedTuple):
-    """An engine's samples. Entries off the mask are meaningless."""
+    """An engine's samples, in host memory. Entries off the mask are meaningless."""
 
     token_ids: Int[Tensor, "N T"]
     mask: Bool[Tensor, "N T"]
@@ -63,21 +64,21 @@ class Source(Protocol):
 class Trainer:
     """pi_train: the trainer's own model, one full forward pass in float32."""
 
-    def __init__(self, folder: Path) -> None:
-        self._model = trainer_model(ModelSection(path=folder))
+    def __init__(self, folder: Path, device: torch.device = CPU) -> None:
+        self._model = trainer_model(ModelSection(path=folder, device=str(device)))
 
     @torch.inference_mode()
     def logits(self, prompts: Int[Tensor, "N P"], token_ids: Int[Tensor, "N T"]) -> Float[Tensor, "N T V"]:
-        ids, T = torch.cat((prompts, token_ids), 1), token_ids.shape[1]
+        ids, T = torch.cat((prompts, token_ids), 1).to(self._model.device), token_ids.shape[1]
         logits: Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=T + 1).logits[:, :-1]
-        return logits
+        return logits.cpu()
 
 
 class Transformers:
     """The transformers engine's model, attention and sampler, token by token over a KV cache; rows in lockstep.
 
-    `weights` and `kv` are the formats that these are rounded to. `noise` is the s of fresh N(0, s^2) on every logit:
-    the control, whose effect is known.
+    `weights` and `kv` are the formats that these are rounded to; `fp8_products` requires bfloat16. `noise` is the s of
+    fresh N(0, s^2) on every logit: the control, whose effect is known.
     """
 
     def __init__(
@@ -86,39 +87,44 @@ class Transformers:
         folder: Path,
         dtype: torch.dtype = torch.float32,
         *,
+        device: torch.device = CPU,
         fp32_head: bool = False,
+        fp8_products: bool = False,
         weights: Format | None = None,
         kv: Format | None = None,
         noise: float = 0.0,
     ) -> None:
         self.name, self._noise = name, noise
-        self._model = load_model(folder, dtype=dtype, device=torch.device("cpu"))
+        self._model = load_model(folder, dtype=dtype, device=device)
         self._eos_ids = torch.tensor(sorted(load_tokenizer(folder).eos_ids))
         self._kv = kv
         if fp32_head:
             compute_in(self._model.get_output_embeddings(), torch.float32)
         if weights is not None:
             round_weights(self._model, weights)
+        if fp8_products:
+            multiply_in_fp8(self._model)
 
     def close(self) -> None:
         """Does nothing: there is nothing to release."""
 
     @torch.inference_mode()
     def sample(self, prompts: Int[Tensor, "N P"], rule: Rule, num_tokens: int, seed: int) -> Samples:
-        random = torch.Generator().manual_seed(seed)
+        random, device = torch.Generator().manual_seed(seed), self._model.device
         uniforms = torch.rand(len(prompts), num_tokens, dtype=torch.float64, generator=random)
         cache = new_cache(self._kv)
 
         def next_logits(ids: Tensor) -> Tensor:
             z = self._step(ids, cache)
-            return z + self._noise * torch.randn(z.shape, generator=random)
+            return z + self._noise * torch.randn(z.shape, generator=random).to(device)
 
-        drawn, logits = decode(next_logits, prompts, rule, uniforms.unbind(1))
-        return Samples(drawn.token_ids, until_end(drawn.token_ids, self._eos_ids), drawn.logprobs, logits)
+        drawn, logits = decode(next_logits, prompts.to(device), rule, uniforms.to(device).unbind(1))
+        token_ids = drawn.token_ids.cpu()
+        return Samples(token_ids, until_end(token_ids, self._eos_ids), drawn.logprobs.cpu(), logits.cpu())
 
     def _step(self, ids: Tensor, cache: DynamicCache) -> Float[Tensor, "N V"]:
         start = cache.get_seq_length()
-        positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape)
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape)
         out = self._model(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
@@ -211,32 +217,42 @@ def until_end(token_ids: Int[Tensor, "N T"], eos_ids: Int[Tensor, " E"]) -> Bool
 
 
 @contextmanager
-def opened(engine: Engine, folder: Path) -> Iterator[Source]:
-    """Opens the engine with the folder's model and closes it afterwards."""
-    source = _open(engine, folder)
+def opened(engine: Engine, folder: Path, device: torch.device = CPU) -> Iterator[Source]:
+    """Opens the engine with the folder's model and closes it afterwards. SGLang always runs on the CPU."""
+    source = _open(engine, folder, device)
     try:
         yield source
     finally:
         source.close()
 
 
-def _open(engine: Engine, folder: Path) -> Source:
+def _open(engine: Engine, folder: Path, device: torch.device) -> Source:
     match engine:
         case Engine.FP32:
-            return Transformers(engine, folder)
+            return Transformers(engine, folder, device=device)
         case Engine.BF16:
-            return Transformers(engine, folder, torch.bfloat16)
+            return Transformers(engine, folder, torch.bfloat16, device=device)
         case Engine.BF16_FP32_HEAD:
-            return Transformers(engine, folder, torch.bfloat16, fp32_head=True)
+            return Transformers(engine, folder, torch.bfloat16, device=device, fp32_head=True)
+        case Engine.FP8:
+            return Transformers(engine, folder, torch.bfloat16, device=device, fp8_products=True)
         case Engine.FP8_WEIGHTS:
-            return Transformers(engine, folder, weights=Format.FP8)
+            return Transformers(engine, folder, device=device, weights=Format.FP8)
         case Engine.FP8_KV:
-            return Transformers(engine, folder, kv=Format.FP8)
+            return Transformers(engine, folder, device=device, kv=Format.FP8)
         case Engine.GAUSSIAN:
-            return Transformers(engine, folder, noise=NOISE)
+            return Transformers(engine, folder, device=device, noise=NOISE)
         case Engine.SGLANG_FP32:
             return Sglang(engine, folder, "float32")
         case Engine.SGLANG_BF16_KV:
             return Sglang(engine, folder, "float32", "--kv-cache-dtype", "bfloat16")
         case Engine.SGLANG_BF16:
             return Sglang(engine, folder, "bfloat16")
+
+
+def device_setting(device: torch.device) -> dict[str, object]:
+    """What a study's settings say of a device other than the CPU."""
+    if device.type == "cpu":
+        return {}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"trainer and transformers engines": f"on {name}, PyTorch {torch.__version__}"}
