@@ -52,11 +52,11 @@ Load = Callable[[], Awaitable[int]]
 """Generates once and returns the number of tokens."""
 
 
-def jobs(run_id: str, name: str) -> list[Job]:
+def jobs(run_id: str, name: str, number: int = JOBS) -> list[Job]:
     sampling = Sampling(max_tokens=NEW)
     return [
         Job(job_id=f"{name}:{i}", run_id=run_id, prompt_ids=range_of(i), n=N, sampling=sampling, sink=Sink.TRAIN)
-        for i in range(JOBS)
+        for i in range(number)
     ]
 
 
@@ -64,10 +64,14 @@ def range_of(i: int) -> list[int]:
     return list(range(5 + i, 21 + i))
 
 
+def on_cpu() -> Launch:
+    return Launch(python=default_python(), threads=1)
+
+
 @asynccontextmanager
-async def serving(folder: Path, *, plugin: bool = True) -> AsyncIterator[SglangClient]:
+async def serving(folder: Path, launch: Launch | None = None, *, plugin: bool = True) -> AsyncIterator[SglangClient]:
     with variable("SGLANG_PLUGINS", None if plugin else "none"):
-        server = LocalServer(Launch(python=default_python(), threads=1), CONTEXT)
+        server = LocalServer(launch or on_cpu(), CONTEXT)
         await server.start(folder, "bench:0:aa")
     try:
         yield server.client
@@ -86,11 +90,12 @@ def variable(name: str, value: str | None) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def direct(client: SglangClient) -> Load:
-    """Sends the engine's requests directly from this loop."""
+def direct(client: SglangClient, number: int = JOBS) -> Load:
+    """Sends the engine's requests of so many jobs directly from this loop."""
 
     async def load() -> int:
-        bodies = [request_body(job, [os.urandom(8).hex() for _ in range(N)], NEW, {EOS_ID}) for job in jobs("b", "d")]
+        asked = jobs("b", "d", number)
+        bodies = [request_body(job, [os.urandom(8).hex() for _ in range(N)], NEW, {EOS_ID}) for job in asked]
         answers = await asyncio.gather(*(client.generate(body) for body in bodies))
         return sum(len(sample["output_ids"]) for answer in answers for sample in answer)
 
@@ -121,7 +126,7 @@ def over_queue(broker: Broker, fence: int) -> Load:
     return load
 
 
-async def compare(repeats: int, **loads: Load) -> dict[str, float]:
+async def compare(repeats: int, number: int = JOBS, **loads: Load) -> dict[str, float]:
     """Best tokens per second of each load."""
     for load in loads.values():
         await load()
@@ -130,7 +135,7 @@ async def compare(repeats: int, **loads: Load) -> dict[str, float]:
         for name, load in loads.items():
             start = time.perf_counter()
             tokens = await load()
-            assert tokens == JOBS * N * NEW, f"{name}: {tokens} tokens"
+            assert tokens == number * N * NEW, f"{name}: {tokens} tokens"
             best[name] = max(best[name], tokens / (time.perf_counter() - start))
     return best
 
@@ -157,10 +162,10 @@ async def replica(folder: Path, repeats: int) -> dict[str, float]:
     return speeds | {f"ratio_{name}": speeds[name] / speeds["direct"] for name in loads}
 
 
-async def swap(folders: list[Path], repeats: int) -> dict[str, float]:
+async def swap(folders: list[Path], repeats: int, launch: Launch | None = None) -> dict[str, float]:
     """Shortest pause of a swap that interrupts 64 samples, and shortest read of its bytes, in seconds. Both use a warm
     cache."""
-    engine = SglangEngine(folders[0], Launch(python=default_python(), threads=1), version="bench:0:aa")
+    engine = SglangEngine(folders[0], launch or on_cpu(), version="bench:0:aa")
     await engine.start()
     try:
         pauses, reads = [], []

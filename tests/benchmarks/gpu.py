@@ -1,0 +1,120 @@
+"""Runs, part by part, everything that needs a GPU: tests, benchmarks, the demo.
+
+Each part is a process with a time limit; one that fails or overruns stops no other. FOLDER/PART.log holds what it
+printed and FOLDER/summary.json how each part ended, on which card and with which versions. Benchmarks write their
+numbers to tests/benchmarks/results/gpu.
+
+    python -m tests.benchmarks.gpu FOLDER [PART ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+PACKAGES = ("torch", "triton", "transformers", "sglang", "sglang-kernel", "liger-kernel", "cut-cross-entropy", "trl")
+METHOD = ("tests/unit/dvp", "tests/unit/trainer/test_step.py", "tests/unit/lab/test_precision.py")
+ENGINES = ("tests/integration/engines/test_conformance.py", "tests/integration/trainer/test_zero_mismatch.py")
+# pytest-benchmark, where it is installed, refuses to run beside pytest-xdist.
+PYTEST = (*("-p", "no:benchmark", "-n", "6", "--dist", "loadfile"), *("-q", "--durations", "5", "-m", "not long"))
+
+
+class Part(NamedTuple):
+    limit_s: float
+    arguments: tuple[str, ...]
+    """Arguments of the Python interpreter."""
+
+
+def tests(limit_s: float, *arguments: str) -> Part:
+    return Part(limit_s, ("-m", "pytest", *PYTEST, *arguments))
+
+
+def lm_head(limit_s: float, *arguments: str) -> Part:
+    return Part(limit_s, ("-m", "tests.benchmarks.lm_head", "--device", "cuda", "--tokens", "8192", *arguments))
+
+
+def demo(limit_s: float, *arguments: str) -> Part:
+    return Part(limit_s, ("-m", "deploy.demo", "--device", "cuda", *arguments))
+
+
+def lab(limit_s: float, study: str) -> Part:
+    return Part(limit_s, ("-m", "dvp_lab", study, "--device", "cuda", "--out", "trainer/lab/results/gpu"))
+
+
+HALF = ("--dtype", "bfloat16", "--repeats", "10")
+SINGLE = ("--dtype", "float32", "--repeats", "3")
+PARTS = {
+    "method": tests(150, "-k", "cuda", *METHOD),
+    "engines": tests(150, "-k", "cuda and not sglang", *ENGINES),
+    "lm-head-bf16": lm_head(120, *HALF),
+    "lm-head-bf16-wide": lm_head(120, *HALF, "--hidden", "4096"),
+    "lm-head-fp32": lm_head(120, *SINGLE),
+    "lm-head-fp32-wide": lm_head(180, *SINGLE, "--hidden", "4096"),
+    "crossing-bf16": lm_head(60, *HALF, "--crossing"),
+    "crossing-fp32": lm_head(60, *SINGLE, "--crossing"),
+    "demo": demo(180),
+    "zero-mismatch": demo(120, "--zero-mismatch", "--steps", "10", "--out", "runs/zero"),
+    "training": Part(300, ("-m", "tests.benchmarks.training", "--device", "cuda", "--limit", "270")),
+    "sglang": Part(400, ("-m", "tests.benchmarks.sglang_gpu")),
+    "signature": lab(600, "signature"),
+    "overlap": lab(300, "overlap"),
+}
+
+
+def facts() -> dict[str, Any]:
+    """The card and the versions of what computes on it."""
+    return {
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+    } | {name: found for name in PACKAGES if (found := _version(name))}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def run(part: Part, log: Path) -> dict[str, Any]:
+    start = time.monotonic()
+    with log.open("wb") as file:
+        command = [sys.executable, *part.arguments]
+        try:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=part.limit_s, check=False
+            ).returncode
+            end = "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            end = f"over {part.limit_s:g} s"
+    return {"end": end, "seconds": round(time.monotonic() - start, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(PARTS)}")
+    given = parser.parse_args()
+    if unknown := set(given.parts) - PARTS.keys():
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no CUDA device here")
+    given.folder.mkdir(parents=True, exist_ok=True)
+    summary: dict[str, Any] = {"facts": facts(), "parts": {}}
+    for name in given.parts or PARTS:
+        summary["parts"][name] = ended = run(PARTS[name], given.folder / f"{name}.log")
+        print(f"{name:<20} {ended['seconds']:>6.1f} s  {ended['end']}", flush=True)
+        (given.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
