@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,16 +89,17 @@ def _version(name: str) -> str | None:
 
 
 def run(part: Part, log: Path) -> dict[str, Any]:
-    start = time.monotonic()
+    start, command = time.monotonic(), [sys.executable, *part.arguments]
     with log.open("wb") as file:
-        command = [sys.executable, *part.arguments]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, timeout=part.limit_s, check=False
-            ).returncode
+            code = process.wait(part.limit_s)
             end = "ok" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             end = f"over {part.limit_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):  # none of its processes is left
+                os.killpg(process.pid, signal.SIGKILL)
     return {"end": end, "seconds": round(time.monotonic() - start, 1)}
 
 
