@@ -1,4 +1,4 @@
-"""Runs, part by part, everything that needs a GPU: tests, benchmarks, the demo.
+"""Runs, part by part, what is worth running on a GPU: tests, benchmarks, the demo, the lab.
 
 Each part is a process with a time limit; one that fails or overruns stops no other. FOLDER/PART.log holds what it
 printed and FOLDER/summary.json how each part ended, on which card and with which versions. Benchmarks write their
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -22,11 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
+GRACE_S = 20.0
+"""Time to end, in seconds; the demo stops its processes one after another."""
 PACKAGES = ("torch", "triton", "transformers", "sglang", "sglang-kernel", "liger-kernel", "cut-cross-entropy", "trl")
-METHOD = ("tests/unit/dvp", "tests/unit/trainer/test_step.py", "tests/unit/lab/test_precision.py")
-ENGINES = ("tests/integration/engines/test_conformance.py", "tests/integration/trainer/test_zero_mismatch.py")
+METHOD = ("tests/unit/dvp", "tests/unit/trainer/test_step.py", "tests/unit/sglang_plugin", "tests/unit/lab")
+ENGINES = ("engines/test_conformance.py", "trainer/test_zero_mismatch.py", "lab/test_sources.py")
 # pytest-benchmark, where it is installed, refuses to run beside pytest-xdist.
 PYTEST = (*("-p", "no:benchmark", "-n", "6", "--dist", "loadfile"), *("-q", "--durations", "5", "-m", "not long"))
 
@@ -49,15 +50,18 @@ def demo(limit_s: float, *arguments: str) -> Part:
     return Part(limit_s, ("-m", "deploy.demo", "--device", "cuda", *arguments))
 
 
-def lab(limit_s: float, study: str) -> Part:
-    return Part(limit_s, ("-m", "dvp_lab", study, "--device", "cuda", "--out", "trainer/lab/results/gpu"))
+def lab(limit_s: float, study: str, sequences: int, *engines: str) -> Part:
+    chosen = (part for engine in engines for part in ("--engine", engine))
+    where = ("--device", "cuda", "--out", "trainer/lab/results/gpu")
+    return Part(limit_s, ("-m", "dvp_lab", study, *where, "--sequences", str(sequences), *chosen))
 
 
 HALF = ("--dtype", "bfloat16", "--repeats", "10")
 SINGLE = ("--dtype", "float32", "--repeats", "3")
+LOW = ("transformers-bf16", "transformers-bf16-fp32-head", "transformers-fp8")
 PARTS = {
-    "method": tests(150, "-k", "cuda", *METHOD),
-    "engines": tests(150, "-k", "cuda and not sglang", *ENGINES),
+    "method": tests(150, "-k", "cuda or gpu", *METHOD),
+    "engines": tests(150, "-k", "cuda or gpu", *(f"tests/integration/{file}" for file in ENGINES)),
     "lm-head-bf16": lm_head(120, *HALF),
     "lm-head-bf16-wide": lm_head(120, *HALF, "--hidden", "4096"),
     "lm-head-fp32": lm_head(120, *SINGLE),
@@ -68,8 +72,8 @@ PARTS = {
     "zero-mismatch": demo(120, "--zero-mismatch", "--steps", "10", "--out", "runs/zero"),
     "training": Part(300, ("-m", "tests.benchmarks.training", "--device", "cuda", "--limit", "270")),
     "sglang": Part(400, ("-m", "tests.benchmarks.sglang_gpu")),
-    "signature": lab(600, "signature"),
-    "overlap": lab(300, "overlap"),
+    "signature": lab(600, "signature", 128, "transformers-fp32", "gaussian", *LOW),
+    "overlap": lab(300, "overlap", 64, *LOW),
 }
 
 
@@ -91,16 +95,25 @@ def _version(name: str) -> str | None:
 def run(part: Part, log: Path) -> dict[str, Any]:
     start, command = time.monotonic(), [sys.executable, *part.arguments]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = psutil.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
             code = process.wait(part.limit_s)
             end = "ok" if code == 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             end = f"over {part.limit_s:g} s"
-        finally:
-            with suppress(ProcessLookupError):  # none of its processes is left
-                os.killpg(process.pid, signal.SIGKILL)
+            stop(process)
     return {"end": end, "seconds": round(time.monotonic() - start, 1)}
+
+
+def stop(process: psutil.Popen) -> None:
+    """Ends the process and all below it, whatever their sessions, so that they take nothing from the next part."""
+    below = process.children(recursive=True)
+    process.terminate()
+    _, left = psutil.wait_procs([process, *below], GRACE_S)
+    for each in left:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(left)
 
 
 def main() -> None:

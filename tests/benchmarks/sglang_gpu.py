@@ -20,9 +20,8 @@ import json
 import shlex
 import tempfile
 from collections.abc import Awaitable
-from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +38,9 @@ from tests.kit.models import EOS_ID, make_model
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "sglang_gpu.json"
 GOAL = 0.98
-T = TypeVar("T")
 JOBS = 32
-SPAWN_S = 3.0
-"""By then the processes of servers that are being started exist."""
+KV_TOKENS = 2**16
+"""Enough for the samples that are generated at once."""
 MODES: dict[str, tuple[str, ...]] = {
     "default": (),
     "eager": ("--disable-cuda-graph", "--disable-overlap-schedule"),
@@ -60,6 +58,9 @@ def launch(*flags: str) -> Launch:
         device="cuda",
         max_batch=JOBS * N,
         extra_args=flags,
+        # Several servers share the card.
+        mem_fraction_static=0.6,
+        max_total_tokens=KV_TOKENS,
         ready_timeout_s=240,
     )
 
@@ -124,25 +125,34 @@ def recompute(folder: Path, dtype: torch.dtype, ids: Tensor) -> Constrained:
     return Constrained(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
 
 
-async def attempt(part: Awaitable[T]) -> T | dict[str, Any]:
+async def attempt(part: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     try:
         return await part
     except Exception as error:  # noqa: BLE001 - recorded, and the other parts go on
         return {"error": f"{type(error).__name__}: {error}"[-3000:]}
 
 
-async def pruned(ours: SglangClient, stock: SglangClient, repeats: int) -> dict[str, Any]:
-    speeds = await compare(repeats, JOBS, plugin=direct(ours, JOBS), stock=direct(stock, JOBS))
+async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str, Any]:
+    """Nothing else is on the card."""
+    async with (
+        serving(folder, launch(*flags)) as ours,
+        serving(folder, launch(*flags), plugin=False) as stock,
+    ):
+        speeds = await compare(repeats, JOBS, plugin=direct(ours, JOBS), stock=direct(stock, JOBS))
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"]}
 
 
+async def in_mode(mode: str, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
+    async with serving(folder, launch(*flags, *MODES[mode])) as client:
+        return await mismatch(client, folder)
+
+
 async def run(flags: tuple[str, ...], repeats: int) -> None:
-    """Servers start side by side, the stock one last: its environment must not reach the others."""
     results: dict[str, Any] = {"facts": facts(), "flags": flags, "goal": GOAL}
 
-    def tell(part: str, found: dict[str, Any]) -> None:
-        results[part] = found
-        print(part, json.dumps(found), flush=True)
+    async def tell(name: str, part: Awaitable[dict[str, Any]]) -> None:
+        results[name] = await attempt(part)
+        print(name, json.dumps(results[name]), flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -159,17 +169,9 @@ async def run(flags: tuple[str, ...], repeats: int) -> None:
             )
             for seed in (0, 1)
         ]
-        async with AsyncExitStack() as stack:
-            starts = [serving(folders[0], launch(*flags, *MODES[mode])) for mode in MODES]
-            started = [asyncio.create_task(attempt(stack.enter_async_context(start))) for start in starts]
-            await asyncio.sleep(SPAWN_S)
-            stock = await attempt(stack.enter_async_context(serving(folders[0], launch(*flags), plugin=False)))
-            servers = await asyncio.gather(*started)
-            if isinstance(servers[0], SglangClient) and isinstance(stock, SglangClient):
-                tell("pruned", await attempt(pruned(servers[0], stock, repeats)))
-            for mode, server in zip(MODES, servers, strict=True):
-                tell(mode, server if isinstance(server, dict) else await attempt(mismatch(server, folders[0])))
-        tell("swap", await attempt(swap(folders, repeats, launch(*flags))))
+        await tell("pruned", pruned(folders[0], flags, repeats))
+        await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in MODES))
+        await tell("swap", swap(folders, repeats, launch(*flags)))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,18 +85,10 @@ def _on_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd
     """The same function in Triton kernels; None, with a warning, where a trial of them fails: without Triton, which
     PyTorch brings along for CUDA on Linux, or without what Triton needs to compile."""
     try:
-        from .lm_head_cuda import KernelHeadLogprobs
-
-        with torch.enable_grad():
-            hidden, weight = (torch.zeros(n, 16, dtype=dtype, device=device, requires_grad=True) for n in (2, 32))
-            token_ids = torch.zeros(2, 1, dtype=torch.long, device=device)
-            setting = torch.zeros(2, 1, dtype=torch.promote_types(dtype, torch.float32), device=device)
-            for max_share in (0.0, 1.0):
-                outputs = KernelHeadLogprobs.apply(  # type: ignore[no-untyped-call]
-                    hidden, weight, None, token_ids, setting, setting + 1, max_share, 1024, True
-                )
-                outputs[0].sum().backward()
-        float(outputs[0].sum())  # waits for the device
+        with ThreadPoolExecutor(1) as fresh:  # free of the caller's gradient mode, autocast and hooks
+            return fresh.submit(_try_kernels, device, dtype).result()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises, the other way works
         logger.warning(
             "the LM head runs without its Triton kernels and takes several times as long: %s: %s (Triton needs a C "
@@ -104,6 +97,20 @@ def _on_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd
             str(error).strip().partition("\n")[0],
         )
         return None
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd.Function]:
+    from .lm_head_cuda import KernelHeadLogprobs
+
+    hidden, weight = (torch.zeros(n, 16, dtype=dtype, device=device, requires_grad=True) for n in (2, 32))
+    token_ids = torch.zeros(2, 1, dtype=torch.long, device=device)
+    setting = torch.zeros(2, 1, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    for max_share in (0.0, 1.0):
+        outputs = KernelHeadLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, None, token_ids, setting, setting + 1, max_share, 1024, True
+        )
+        outputs[0].sum().backward()
+        float(outputs[0].sum())  # waits for the device
     return KernelHeadLogprobs
 
 

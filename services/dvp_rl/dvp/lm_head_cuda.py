@@ -22,6 +22,7 @@ from torch import Tensor
 from .policy import Constrained, constrain, split_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from jaxtyping import Bool, Float, Int
@@ -74,14 +75,14 @@ class KernelHeadLogprobs(torch.autograd.Function):
         slope = upstream.unsqueeze(-1) / tau
         rows = _Rows(token_ids, threshold, tau, peak, slope, slope / kept)
         alive, dense = inside & (upstream != 0), number < 0
-        of_hidden = torch.zeros_like(hidden)
         of_weight, of_bias = (
-            torch.zeros_like(like, dtype=dtype) if like is not None and needed else None
+            like.new_zeros(like.shape, dtype=dtype) if like is not None and needed else None
             for like, dtype, needed in zip((head, bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
         )
-        total = _Gradients(of_hidden, of_weight, of_bias)
+        total = _Gradients(hidden.new_zeros(hidden.shape), of_weight, of_bias)
         with _device_of(hidden):
-            _add_sparse(total, hidden, head, rows, alive, number.clamp(min=0), column, weight)
+            for part in _parts(number.clamp(min=0), column, weight, max(1, ctx.chunk // 16)):
+                _add_sparse(total, hidden, head, rows, alive, *part)
             _add_dense(total, hidden, head, bias, rows, (alive & dense).nonzero()[:, 0], ctx.chunk // 2)
         return *total, *(None,) * 6
 
@@ -100,6 +101,8 @@ class _Rows(NamedTuple):
 
 
 class _Gradients(NamedTuple):
+    """Sums over rows, each contiguous."""
+
     hidden: Float[Tensor, "N H"]
     weight: Float[Tensor, "V H"] | None
     bias: Float[Tensor, " V"] | None
@@ -119,7 +122,8 @@ class _Sums(NamedTuple):
 
     def read(self, own: Float[Tensor, "r 1"], threshold: Tensor, tau: Tensor) -> Constrained:
         """The results for the token of each row, whose logit is `own`."""
-        block = constrain(own, threshold, tau, self.peak)._replace(kept=self.kept, total=self.total)
+        total = torch.maximum(self.total, self.kept)  # the same terms in another order may sum to less
+        block = constrain(own, threshold, tau, self.peak)._replace(kept=self.kept, total=total)
         return block.read(torch.zeros_like(self.size[:, None], dtype=torch.long))._replace(kept_count=self.size)
 
 
@@ -171,18 +175,35 @@ def _scan(logits: Float[Tensor, "r V"], threshold: Tensor, tau: Tensor, room: in
     return sums, _Members(size.masked_fill(dense, -1), column, weight)
 
 
+def _parts(
+    number: Int[Tensor, " N"], column: Int[Tensor, " K"], weight: Float[Tensor, " K"], limit: int
+) -> Iterator[tuple[Int[Tensor, " n"], Int[Tensor, " n"], Int[Tensor, " k"], Float[Tensor, " k"]]]:
+    """Stretches of rows with at most `limit` members, but at least one row: rows, number, column, weight."""
+    index = torch.arange(len(number), device=number.device)
+    if len(column) <= limit:
+        yield index, number, column, weight
+        return
+    ends = number.cumsum(0)
+    row = done = 0
+    while row < len(number):
+        stop = max(row + 1, int(torch.searchsorted(ends, done + limit, right=True)))
+        end = int(ends[stop - 1])
+        yield index[row:stop], number[row:stop], column[done:end], weight[done:end]
+        row, done = stop, end
+
+
 def _add_sparse(
     total: _Gradients,
     hidden: Tensor,
     head: Tensor,
     rows: _Rows,
     alive: Bool[Tensor, " N"],
-    number: Int[Tensor, " N"],
-    column: Int[Tensor, " K"],
-    weight: Float[Tensor, " K"],
+    index: Int[Tensor, " n"],
+    number: Int[Tensor, " n"],
+    column: Int[Tensor, " k"],
+    weight: Float[Tensor, " k"],
 ) -> None:
-    """Adds the gradient of all rows whose members of S are known."""
-    index = torch.arange(len(hidden), device=hidden.device)
+    """Adds the gradient of the rows `index`, whose members of S are known."""
     row = index.repeat_interleave(number, output_size=len(column))
     mine = alive[row]
     row, column, weight = row[mine], column[mine], weight[mine]
@@ -190,7 +211,7 @@ def _add_sparse(
         return
     hit = column == rows.token_ids[row, 0]
     value = hit * rows.slope[row, 0] - weight * rows.share[row, 0]
-    _gather(value, column, head, total.hidden, index, number.where(alive, 0))
+    _gather(value, column, head, total.hidden, index, number.where(alive[index], 0))
     if total.weight is None and total.bias is None:
         return
     column, order = column.sort(stable=True)

@@ -175,7 +175,7 @@ def usable_device(name: str) -> torch.device:
     """Raises ConfigError if PyTorch cannot use the device of that name here."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r}: cannot be used here: {str(error).splitlines()[0]}") from None
     return device

@@ -18,6 +18,7 @@ if "interpreter" in sys.argv:
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dvp_rl.dvp import lm_head, lm_head_cuda
 from dvp_rl.dvp.policy import Constrained, as_rows, constrained_logprobs
@@ -97,16 +98,48 @@ def check_rows_without_a_result() -> None:
         assert ours.logprobs.isnan().nonzero()[:, 0].tolist() == [3, 4]
         for actual, expected in zip(ours, case.plain(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12, equal_nan=True)
+        assert bool((ours.kept_mass <= 1).logical_or(ours.kept_mass.isnan()).all())
     case.upstream.zero_()
     assert not any(gradient.any() for gradient in case.gradients(case.ours(1.0, 2**20)))
+
+
+def check_transposed_leaves() -> None:
+    case = Case(torch.float64, torch.float64, bias=False)
+    case.hidden, case.weight = (leaf.detach().T.contiguous().T.requires_grad_() for leaf in (case.hidden, case.weight))
+    for share, chunk in product(SHARES.values(), (2**20, 64)):  # 64: the members are added in several parts
+        for actual, expected in zip(case.gradients(case.ours(share, chunk)), case.gradients(case.plain()), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
+
+
+def check_the_mass_is_at_most_one() -> None:
+    case = Case(torch.float32, torch.float32, bias=True)
+    case.rule["log_min_p"] = torch.full((ROWS,), -torch.inf)
+    assert float(case.ours(1.0, 2**20).kept_mass.max()) == 1.0
+
+
+def check_the_trial() -> None:
+    """It must not depend on where the first call happens, and must not disturb it."""
+
+    def first(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        assert lm_head._on_kernels(torch.device("cpu"), dtype) is lm_head_cuda.KernelHeadLogprobs
+        return hidden.exp().sin()
+
+    hidden = torch.ones(3, requires_grad=True)
+    checkpoint(first, hidden, torch.float16, use_reentrant=False).sum().backward()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        first(hidden, torch.bfloat16)
+    with torch.no_grad():
+        first(hidden, torch.float32)
+    first(hidden, torch.float64)
 
 
 def interpret() -> None:
     for precision, share, chunk, bias in product(PRECISIONS, SHARES, CHUNKS, (True, False)):
         compare(precision, share, chunk, bias=bias)
     check_rows_without_a_result()
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        assert lm_head._on_kernels(torch.device("cpu"), dtype) is lm_head_cuda.KernelHeadLogprobs
+    check_transposed_leaves()
+    check_the_mass_is_at_most_one()
+    check_the_trial()
 
 
 def compile_all() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dvp_rl.dvp.lm_head import head_logprobs
+from dvp_rl.dvp.lm_head import _on_kernels, head_logprobs
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
 from dvp_rl.engines.model_folder import has_linear_head
 from tests.kit.devices import DEVICES
@@ -61,15 +61,14 @@ class Case:
         return torch.autograd.grad(policy.logprobs, self.leaves, self.upstream)
 
 
-@pytest.fixture(params=[True, False] if "cuda" in DEVICES else [False])
-def kernels(request: pytest.FixtureRequest) -> bool:
-    """Whether the Triton kernels compute; they do so only on a GPU."""
-    return bool(request.param)
+@pytest.fixture(params=[*DEVICES, *("cuda without kernels" for device in DEVICES if device == "cuda")])
+def make_case(request: pytest.FixtureRequest) -> Callable[..., Case]:
+    """Makes cases on a device. On a GPU the Triton kernels compute them, or do not."""
+    device, _, without = request.param.partition(" ")
+    kernels = device == "cuda" and not without
 
-
-@pytest.fixture
-def make_case(device: torch.device, kernels: bool) -> Callable[..., Case]:
     def make(dtype: torch.dtype = torch.float64, *, master: torch.dtype | None = None, bias: bool = True) -> Case:
+        assert not kernels or _on_kernels(torch.device(device), dtype) is not None
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:

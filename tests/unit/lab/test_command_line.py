@@ -24,6 +24,7 @@ from dvp_rl.contract.errors import ConfigError
         (["signature", "--model", "absent", "--prompts", "absent.jsonl"], "absent"),
         (["signature", "--device", "abacus"], "device 'abacus': cannot be used here"),
         (["overlap", "--device", "cuda:99"], "device 'cuda:99': cannot be used here"),
+        (["overlap", "--device", "meta"], "device 'meta': cannot be used here"),
         (["signature", "--run", "absent"], "train it with --report.tokens-interval 1"),
         (["page", "absent.json"], "absent.json: No such file"),
         (["page", "deploy/demo/model/config.json"], "config.json: not the JSON of a study"),
@@ -52,7 +53,7 @@ def test_an_engine_that_is_none_is_refused() -> None:
     assert "transformers-bf16" in result.output
 
 
-@pytest.mark.parametrize("command", ["signature", "overlap"])
+@pytest.mark.parametrize("command", ["signature", "overlap", "rho"])
 def test_fp8_products_are_refused_before_any_work_where_pytorch_has_none(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +64,7 @@ def test_fp8_products_are_refused_before_any_work_where_pytorch_has_none(
     result = CliRunner().invoke(app, [command, "--engine", "transformers-fp8", "--out", str(tmp_path)])
     assert isinstance(result.exception, ConfigError)
     assert "transformers-fp8: PyTorch" in str(result.exception)
-    assert "no fp8 matrix products on cpu: choose another --engine, or a CUDA --device" in str(result.exception)
+    assert "no fp8 matrix products on cpu: choose another --engine; signature and overlap" in str(result.exception)
     assert Engine.FP8 not in available(torch.device("meta"))
 
 

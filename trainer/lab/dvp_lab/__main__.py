@@ -142,6 +142,7 @@ def rho_command(
     _use_threads(context)
     if engine.is_sglang:
         raise ConfigError(f"--engine {engine}: SGLang returns no logits under pruning; choose a transformers engine")
+    _usable("cpu", [engine])
     with progress() as tell:
         budget = Budget(work, steps, jobs=jobs) if steps else None
         study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, budget, tell)

@@ -82,7 +82,7 @@ def check_fp8(device: torch.device) -> None:
     if not multiplies_fp8(device):
         raise ConfigError(
             f"{Engine.FP8}: PyTorch {torch.__version__} has no fp8 matrix products on {device}: choose another "
-            "--engine, or a CUDA --device of compute capability 8.9 or higher"
+            "--engine; signature and overlap take a CUDA --device of compute capability 8.9 or higher"
         )
 
 
