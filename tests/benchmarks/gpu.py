@@ -79,10 +79,8 @@ PARTS = {
 
 def facts() -> dict[str, Any]:
     """The card and the versions of what computes on it."""
-    return {
-        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-    } | {name: found for name in PACKAGES if (found := _version(name))}
+    machine = {"card": torch.cuda.get_device_name(), "python": platform.python_version()}
+    return machine | {name: found for name in PACKAGES if (found := _version(name))}
 
 
 def _version(name: str) -> str | None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from dvp_rl.dvp.lm_head import _on_kernels, head_logprobs
+from dvp_rl.dvp.lm_head import head_logprobs, kernels_on
 from dvp_rl.dvp.policy import constrained_logprobs
 
 RESULTS = Path(__file__).parent / "results"
@@ -142,7 +142,7 @@ KINDS: dict[str, Side] = {"sparse": partial(ours, max_share=1.0), "dense": parti
 def sides_for(size: Size) -> dict[str, Side]:
     """SIDES, and those of FUSED that are installed and run on this device."""
     on_gpu = size.device != "cpu"
-    if on_gpu and _on_kernels(torch.device(size.device), getattr(torch, size.dtype)) is None:
+    if on_gpu and kernels_on(torch.device(size.device), getattr(torch, size.dtype)) is None:
         raise SystemExit("the kernels do not work here, as the log says, and `ours` would be `unfused`")
     fits = {"unfused": on_gpu, "liger": on_gpu, "cce": on_gpu and size.dtype != "float32"}
     return SIDES | {name: FUSED[name] for name, package in PACKAGES.items() if fits[name] and find_spec(package)}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import operator
 import shlex
 import tempfile
 from collections.abc import Awaitable
@@ -86,11 +87,14 @@ async def mismatch(client: SglangClient, folder: Path) -> dict[str, Any]:
         "tokens": token_ids.numel(),
         "kept_count": float(count.double().mean()),
         "kept_mass": float(mass.double().mean()),
-        "bits_change_in_company": [a["output_ids"] for a in alone] != [a["output_ids"] for a in answers[:N]]
-        or [a["meta_info"]["output_token_logprobs"] for a in alone]
-        != [a["meta_info"]["output_token_logprobs"] for a in answers[:N]],
+        "bits_change_in_company": any(map(operator.ne, bits(alone), bits(answers))),
         **{str(dtype).removeprefix("torch."): differences(folder, dtype, ids, drawn, mass, count) for dtype in DTYPES},
     }
+
+
+def bits(answers: list[dict[str, Any]]) -> list[Any]:
+    """Tokens and log-probs of each sample."""
+    return [(answer["output_ids"], answer["meta_info"]["output_token_logprobs"]) for answer in answers]
 
 
 def differences(

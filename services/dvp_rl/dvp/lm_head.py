@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARE, MAX_SHARE_KERNELS = (0.1, 0.03), (0.05, 0.0075)
 """Kept share of the vocabulary above which a row is dense, in float32 and in half precision, which speeds up only dense
-products: the point where both ways take about equally long on a CPU, and in the kernels on an H200, measured by
-`python -m tests.benchmarks.lm_head --crossing`; the kernels' value in float32 is an estimate."""
+products: the point where both ways take about equally long. On a CPU, `python -m tests.benchmarks.lm_head --crossing`
+measured it; for the kernels in half precision, it lies between two shares of tests/benchmarks/results/gpu, an H200's.
+Theirs in float32 is a guess."""
 CPU_CHUNK, DEVICE_CHUNK, KERNEL_CHUNK = 2**21, 2**27, 2**28
 """Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, which have to
 wait for the device once per tile, and half of it in their backward."""
@@ -67,7 +68,7 @@ def head_logprobs(
     work here.
     """
     half = hidden.dtype not in (torch.float32, torch.float64)
-    function = _on_kernels(hidden.device, hidden.dtype) if kernels and hidden.device.type == "cuda" else None
+    function = kernels_on(hidden.device, hidden.dtype) if kernels and hidden.device.type == "cuda" else None
     if max_share is None:
         max_share = (MAX_SHARE if function is None else MAX_SHARE_KERNELS)[half]
     if chunk is None:
@@ -81,7 +82,7 @@ def head_logprobs(
 
 
 @cache
-def _on_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
+def kernels_on(device: torch.device, dtype: torch.dtype) -> type[torch.autograd.Function] | None:
     """The same function in Triton kernels; None, with a warning, where a trial of them fails: without Triton, which
     PyTorch brings along for CUDA on Linux, or without what Triton needs to compile."""
     try:
@@ -91,8 +92,8 @@ def _on_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autograd
         raise
     except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises, the other way works
         logger.warning(
-            "the LM head runs without its Triton kernels and takes several times as long: %s: %s (Triton needs a C "
-            "compiler, and a folder TRITON_CACHE_DIR in which files may be executed)",
+            "the LM head runs without its Triton kernels, and slower: %s: %s (Triton needs a C compiler, and a folder "
+            "TRITON_CACHE_DIR in which files may be executed)",
             type(error).__name__,
             str(error).strip().partition("\n")[0],
         )

@@ -33,6 +33,9 @@ ENTRIES, HIDDEN = 8, 1024
 """Members of S, and numbers of each of their rows, that one program gathers at a time."""
 COLUMNS = 1024
 """Logits that one program turns into gradients."""
+TILE, MEMBERS = 2, 16
+"""The backward computes 1/TILE of a chunk's logits, and adds 1/MEMBERS of as many members of S, at a time: the products
+with a tile, and the sorted copies of the members, need memory as well."""
 
 
 class KernelHeadLogprobs(torch.autograd.Function):
@@ -81,9 +84,9 @@ class KernelHeadLogprobs(torch.autograd.Function):
         )
         total = _Gradients(hidden.new_zeros(hidden.shape), of_weight, of_bias)
         with _device_of(hidden):
-            for part in _parts(number.clamp(min=0), column, weight, max(1, ctx.chunk // 16)):
+            for part in _parts(number.clamp(min=0), column, weight, max(1, ctx.chunk // MEMBERS)):
                 _add_sparse(total, hidden, head, rows, alive, *part)
-            _add_dense(total, hidden, head, bias, rows, (alive & dense).nonzero()[:, 0], ctx.chunk // 2)
+            _add_dense(total, hidden, head, bias, rows, (alive & dense).nonzero()[:, 0], ctx.chunk // TILE)
         return *total, *(None,) * 6
 
 
@@ -151,7 +154,7 @@ def _product(states: Tensor, head: Tensor, bias: Tensor | None, buffer: Tensor) 
 
 
 def _scan(logits: Float[Tensor, "r V"], threshold: Tensor, tau: Tensor, room: int) -> tuple[_Sums, _Members]:
-    """Everything that a block's logits tell. A row is dense if it keeps more than `room` tokens."""
+    """Everything that a block's logits tell. A row is dense if it keeps more than `room` tokens; 0: all are."""
     rows, vocab = logits.shape
     threshold, tau = threshold.contiguous(), tau.contiguous()
     parts = triton.cdiv(vocab, PIECE)
@@ -163,12 +166,12 @@ def _scan(logits: Float[Tensor, "r V"], threshold: Tensor, tau: Tensor, room: in
         _tops_kernel[(rows, triton.cdiv(parts, PIECES))](logits, tau, tops, masses, PIECES=PIECES, **every)
         _peak_kernel[(rows,)](tops, masses, tau, peak, total, parts, PARTS=triton.next_power_of_2(parts))
         _count_kernel[(rows * parts,)](logits, threshold, tau, peak, tops, counts, masses, **every, num_warps=1)
-    size = counts.sum(-1, dtype=torch.int32)
-    sums = _Sums(peak, masses.sum(-1, keepdim=True) + (peak - peak), total, size)
-    dense = size > room
-    counts.masked_fill_(dense[:, None], 0)
-    ends = counts.flatten().cumsum(0)
-    found = int(ends[-1]) if rows and room else 0
+    size, found = counts.sum(-1, dtype=torch.int32), 0
+    sums, dense = _Sums(peak, masses.sum(-1, keepdim=True) + (peak - peak), total, size), size > room
+    if rows and room:
+        counts.masked_fill_(dense[:, None], 0)
+        ends = counts.flatten().cumsum(0)
+        found = int(ends[-1])
     column, weight = counts.new_empty(found), tau.new_empty(found)
     if found:
         _list_kernel[(rows * parts,)](logits, threshold, tau, peak, counts, ends, column, weight, **every, num_warps=1)

@@ -3,7 +3,7 @@
     interpreter   forward and backward in Triton's interpreter, against the plain implementation
     compiler      each kernel compiled for compute capability 9.0
 
-`python interpreted.py interpreter|compiler`, with services on PYTHONPATH.
+`python interpreted.py interpreter|compiler`, with the repository and its services on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dvp_rl.dvp import lm_head, lm_head_cuda
-from dvp_rl.dvp.policy import Constrained, as_rows, constrained_logprobs
+from dvp_rl.dvp.policy import Constrained, as_rows
+from tests.kit.head_case import HeadCase
 
 ROWS, HIDDEN, VOCAB = 23, 24, 1301
 SHARES = {"sparse": 1.0, "mixed": 0.05, "dense": 0.0}
@@ -34,47 +35,24 @@ PRECISIONS = {
 """Dtype of hidden states and of the weight; largest error, relative to the largest number."""
 
 
-class Case:
-    def __init__(self, dtype: torch.dtype, master: torch.dtype, *, bias: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
+def make_case(dtype: torch.dtype, master: torch.dtype | None = None, *, bias: bool) -> HeadCase:
+    case = HeadCase.make(dtype, master, tokens=ROWS, hidden=HIDDEN, vocab=VOCAB, bias=bias)
+    case.token_ids[::2] = case.logits()[::2].argmax(-1)  # inside; few of the others are
+    return case
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        self.hidden = normal(ROWS, HIDDEN).to(dtype).requires_grad_()
-        self.weight = (normal(VOCAB, HIDDEN) / 2).to(master).requires_grad_()
-        self.bias = normal(VOCAB).to(master).requires_grad_() if bias else None
-        logits = torch.nn.functional.linear(self.hidden.double(), self.weight.double())
-        logits = logits if self.bias is None else logits + self.bias
-        self.token_ids = torch.randint(VOCAB, (ROWS,), generator=generator)
-        self.token_ids[::2] = logits[::2].argmax(-1)  # inside; few of the others are
-        self.rule = {
-            "log_min_p": -4 * torch.rand(ROWS, generator=generator, dtype=torch.float64),
-            "temperature": 0.5 + torch.rand(ROWS, generator=generator, dtype=torch.float64),
-        }
-        self.upstream = normal(ROWS).to(torch.promote_types(dtype, torch.float32))
-
-    def ours(self, share: float, chunk: int) -> Constrained:
-        _, threshold, tau = as_rows(self.hidden, **self.rule)
-        apply: Any = lm_head_cuda.KernelHeadLogprobs.apply
-        ids = self.token_ids[:, None]
-        return Constrained(*apply(self.hidden, self.weight, self.bias, ids, threshold, tau, share, chunk, True))
-
-    def plain(self) -> Constrained:
-        dtype = self.hidden.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = torch.nn.functional.linear(self.hidden, self.weight.to(dtype), bias)
-        return constrained_logprobs(logits, self.token_ids, **self.rule)
-
-    def gradients(self, policy: Constrained) -> tuple[Tensor, ...]:
-        leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf is not None]
-        return torch.autograd.grad(policy.logprobs, leaves, self.upstream)
+def compute(case: HeadCase, share: float, chunk: int) -> Constrained:
+    _, threshold, tau = as_rows(case.hidden, **case.rule)
+    apply: Any = lm_head_cuda.KernelHeadLogprobs.apply
+    return Constrained(
+        *apply(case.hidden, case.weight, case.bias, case.token_ids[:, None], threshold, tau, share, chunk, True)
+    )
 
 
 def compare(precision: str, share: str, chunk: str, *, bias: bool) -> None:
     dtype, master, tolerance = PRECISIONS[precision]
-    case = Case(dtype, master, bias=bias)
-    ours, plain = case.ours(SHARES[share], CHUNKS[chunk]), case.plain()
+    case = make_case(dtype, master, bias=bias)
+    ours, plain = compute(case, SHARES[share], CHUNKS[chunk]), case.plain()
     assert 0 < int(plain.inside.sum()) < ROWS, "both kinds of row occur"
     assert torch.equal(ours.inside, plain.inside)
     if dtype is not torch.bfloat16:  # there, a sum may round to the other side of the threshold
@@ -88,40 +66,42 @@ def compare(precision: str, share: str, chunk: str, *, bias: bool) -> None:
 
 def check_rows_without_a_result() -> None:
     """NaN, +inf and no finite logit; a piece of -inf among others."""
-    case = Case(torch.float64, torch.float64, bias=True)
+    case = make_case(torch.float64, bias=True)
     assert case.bias is not None
     with torch.no_grad():
         case.bias[:700] = -torch.inf
         case.hidden[3], case.hidden[4] = torch.nan, torch.inf
     for share in SHARES.values():
-        ours = case.ours(share, CHUNKS["blocks of rows"])
+        ours = compute(case, share, CHUNKS["blocks of rows"])
         assert ours.logprobs.isnan().nonzero()[:, 0].tolist() == [3, 4]
         for actual, expected in zip(ours, case.plain(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12, equal_nan=True)
         assert bool((ours.kept_mass <= 1).logical_or(ours.kept_mass.isnan()).all())
     case.upstream.zero_()
-    assert not any(gradient.any() for gradient in case.gradients(case.ours(1.0, 2**20)))
+    assert not any(gradient.any() for gradient in case.gradients(compute(case, 1.0, 2**20)))
 
 
 def check_transposed_leaves() -> None:
-    case = Case(torch.float64, torch.float64, bias=False)
+    case = make_case(torch.float64, bias=False)
     case.hidden, case.weight = (leaf.detach().T.contiguous().T.requires_grad_() for leaf in (case.hidden, case.weight))
     for share, chunk in product(SHARES.values(), (2**20, 64)):  # 64: the members are added in several parts
-        for actual, expected in zip(case.gradients(case.ours(share, chunk)), case.gradients(case.plain()), strict=True):
+        for actual, expected in zip(
+            case.gradients(compute(case, share, chunk)), case.gradients(case.plain()), strict=True
+        ):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 def check_the_mass_is_at_most_one() -> None:
-    case = Case(torch.float32, torch.float32, bias=True)
-    case.rule["log_min_p"] = torch.full((ROWS,), -torch.inf)
-    assert float(case.ours(1.0, 2**20).kept_mass.max()) == 1.0
+    case = make_case(torch.float32, bias=True)
+    case.log_min_p.fill_(-torch.inf)
+    assert float(compute(case, 1.0, 2**20).kept_mass.max()) == 1.0
 
 
 def check_the_trial() -> None:
     """It must not depend on where the first call happens, and must not disturb it."""
 
     def first(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        assert lm_head._on_kernels(torch.device("cpu"), dtype) is lm_head_cuda.KernelHeadLogprobs
+        assert lm_head.kernels_on(torch.device("cpu"), dtype) is lm_head_cuda.KernelHeadLogprobs
         return hidden.exp().sin()
 
     hidden = torch.ones(3, requires_grad=True)
@@ -154,7 +134,8 @@ def compile_all() -> None:
         )
         types |= dict.fromkeys(("counts", "index"), "*i32") | dict.fromkeys(("ends", "lengths", "places"), "*i64")
         types |= {"token_ids": "*i64"} | dict.fromkeys(("vocab", "parts", "width", "first"), "i32")
-        sizes = {"PIECES": 8, "PIECE": 512, "PARTS": 512, "ENTRIES": 8, "HIDDEN": 1024, "BLOCK": 1024}
+        sizes = {name: getattr(lm_head_cuda, name) for name in ("PIECES", "PIECE", "ENTRIES", "HIDDEN")}
+        sizes |= {"PARTS": 512, "BLOCK": lm_head_cuda.COLUMNS}
         for name in ("tops", "peak", "count", "list", "gather", "gradient"):
             kernel = getattr(lm_head_cuda, f"_{name}_kernel")
             names = kernel.arg_names

@@ -19,16 +19,16 @@ SCRIPT = Path(__file__).with_name("interpreted.py")
 @pytest.mark.parametrize("what", ["interpreter", "compiler"])
 def test_kernels_interpreted_and_compiled(what: str, tmp_path: Path) -> None:
     """In the environment with SGLang, which has Triton."""
-    paths = {"PYTHONPATH": str(processes.ROOT / "services"), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = processes.run([sglang_python(), SCRIPT, what], **paths)
+    path = f"{processes.ROOT}:{processes.ROOT / 'services'}"
+    done = processes.run([sglang_python(), SCRIPT, what], PYTHONPATH=path, TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.endswith("ok\n"), done.stdout + done.stderr
 
 
 def test_where_the_kernels_do_not_work_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """They need Triton or, where it is installed, a GPU."""
-    lm_head._on_kernels.cache_clear()
+    lm_head.kernels_on.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert lm_head._on_kernels(torch.device("cpu"), torch.float32) is None
+            assert lm_head.kernels_on(torch.device("cpu"), torch.float32) is None
     (record,) = caplog.records
     assert "the LM head runs without its Triton kernels" in record.getMessage()

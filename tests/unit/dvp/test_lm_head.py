@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dvp_rl.dvp.lm_head import _on_kernels, head_logprobs
+from dvp_rl.dvp.lm_head import head_logprobs, kernels_on
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
 from dvp_rl.engines.model_folder import has_linear_head
 from tests.kit.devices import DEVICES
+from tests.kit.head_case import HeadCase
 from tests.kit.models import make_model
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 97
@@ -24,19 +25,8 @@ SPARSE, MIXED, DENSE = 1.0, 0.05, 0.0
 
 
 @dataclass
-class Case:
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    token_ids: Tensor
-    log_min_p: Tensor
-    temperature: Tensor
-    upstream: Tensor
+class Case(HeadCase):
     kernels: bool
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
 
     def ours(self, *, max_share: float, chunk: int | None) -> Constrained:
         return head_logprobs(
@@ -44,21 +34,11 @@ class Case:
             self.weight,
             self.bias,
             self.token_ids,
-            log_min_p=self.log_min_p,
-            temperature=self.temperature,
+            **self.rule,
             max_share=max_share,
             chunk=chunk,
             kernels=self.kernels,
         )
-
-    def plain(self) -> Constrained:
-        dtype = self.hidden.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = torch.nn.functional.linear(self.hidden, self.weight.to(dtype), bias)
-        return constrained_logprobs(logits, self.token_ids, log_min_p=self.log_min_p, temperature=self.temperature)
-
-    def gradients(self, policy: Constrained) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(policy.logprobs, self.leaves, self.upstream)
 
 
 @pytest.fixture(params=[*DEVICES, *("cuda without kernels" for device in DEVICES if device == "cuda")])
@@ -68,23 +48,9 @@ def make_case(request: pytest.FixtureRequest) -> Callable[..., Case]:
     kernels = device == "cuda" and not without
 
     def make(dtype: torch.dtype = torch.float64, *, master: torch.dtype | None = None, bias: bool = True) -> Case:
-        assert not kernels or _on_kernels(torch.device(device), dtype) is not None
-        generator = torch.Generator().manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        working = torch.float64 if dtype is torch.float64 else torch.float32
-        return Case(
-            hidden=normal(TOKENS, HIDDEN).to(device, dtype).requires_grad_(),
-            weight=(normal(VOCAB, HIDDEN) / 2).to(device, master or dtype).requires_grad_(),
-            bias=normal(VOCAB).to(device, master or dtype).requires_grad_() if bias else None,
-            token_ids=torch.randint(VOCAB, (TOKENS,), generator=generator).to(device),
-            log_min_p=-6 * torch.rand(TOKENS, generator=generator, dtype=torch.float64).to(device),
-            temperature=0.5 + torch.rand(TOKENS, generator=generator, dtype=torch.float64).to(device),
-            upstream=normal(TOKENS).to(device, working),
-            kernels=kernels,
-        )
+        assert not kernels or kernels_on(torch.device(device), dtype) is not None
+        sizes = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}
+        return Case.make(dtype, master, **sizes, bias=bias, device=device, kernels=kernels)
 
     return make
 
