@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ SAMPLE_S = 0.5
 MOST_MIB: Mapping[str, int] = {"replica": 1500, "trainer": 1500, "operator": 1000, "broker": 256}
 """Bounds in MiB by role; at least three times the peaks of short storms."""
 TRACEBACK = "Traceback (most recent call last)"
+TORCH_WARNING = re.compile(r"W\d{4} .*/site-packages/torch/[^\]]*\] " + re.escape(TRACEBACK))
+"""A warning that PyTorch logs about an error that it goes on without, such as a module of its profiler that cannot be
+imported while no descriptor is free."""
 CONTEXT_LINES = 25
 
 
@@ -51,7 +55,7 @@ def tracebacks(folder: Path) -> list[str]:
     found = []
     for log in sorted(folder.rglob("*.log")):
         lines = log.read_text(errors="replace").splitlines()
-        at = [number for number, line in enumerate(lines) if TRACEBACK in line]
+        at = [i for i, line in enumerate(lines) if TRACEBACK in line and not TORCH_WARNING.match(line.strip())]
         if at:
             shown = lines[max(0, at[0] - 2) : at[0] + CONTEXT_LINES]
             found.append(f"{len(at)} tracebacks in {log}:\n  " + "\n  ".join(shown))

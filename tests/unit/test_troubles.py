@@ -88,6 +88,17 @@ def test_the_witness_reports_each_log_with_a_traceback(tmp_path: Path) -> None:
     assert "before" in found
 
 
+def test_a_warning_that_pytorch_logs_with_a_traceback_is_no_fault(tmp_path: Path) -> None:
+    where = "W1126 04:02:15.802000 25008 .venv/lib/python3.11/site-packages/torch/autograd/profiler.py:858]"
+    lines = [
+        f"{where} Unexpected error importing a module",
+        f"{where} Traceback (most recent call last):",
+        f"{where} OSError",
+    ]
+    (tmp_path / "trainer.log").write_text("\n".join(lines))
+    assert tracebacks(tmp_path) == []
+
+
 def test_the_witness_reports_a_role_that_took_too_much_memory() -> None:
     (found,) = Memory({"replica": MOST_MIB["replica"], "broker": MOST_MIB["broker"] + 1.0}).faults
     assert found.startswith("broker: ")
