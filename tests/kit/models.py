@@ -46,8 +46,10 @@ PAD_ID, EOS_ID = 0, 1
 ALPHABET = string.digits + string.ascii_lowercase + " +-*/=.,?!:\n" + string.ascii_uppercase
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '--' }}{% endif %}{% endif %}"
 )
+"""Has an argument like Qwen3's, which closes the thoughts before they begin."""
 
 
 def make_tokenizer(vocab_size: int = 96, *, chat: bool = True) -> PreTrainedTokenizerFast:

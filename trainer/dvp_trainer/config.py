@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from dvp_rl.contract.job import MAX_GROUP_TOKENS
+from dvp_rl.contract.job import MAX_GROUP_TOKENS, Metadata
 from dvp_rl.contract.sampling import LOG_RHO, Sampling
 from dvp_rl.contract.shape import ShapeText
 from dvp_rl.contract.weights import RUN_ID, WeightRoute
@@ -29,6 +30,17 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
 HookName = Annotated[str, AfterValidator(hook_name)]
+
+
+def _from_text(value: Any) -> Any:
+    """Truth values as the environment and the command line spell them: to a template, the text "false" is true."""
+    if not isinstance(value, Mapping):
+        return value
+    words = {"true": True, "false": False}
+    return {name: words.get(text.lower(), text) if isinstance(text, str) else text for name, text in value.items()}
+
+
+TemplateArguments = Annotated[Metadata, BeforeValidator(_from_text)]
 
 
 class ModelSection(Section):
@@ -84,6 +96,15 @@ class DataSection(Section):
     prompt_column: str | None = None
     """None: recognised from the layout (plain, DAPO-math, AIME)."""
     answer_column: str | None = None
+    as_chat: bool = False
+    """Prompts that are plain text become the user's message of a chat, as models with a chat template expect."""
+    system_prompt: str | None = None
+    """First message of every prompt, plain text included (`as_chat`). Rows must not have one of their own."""
+    chat_template: Path | None = None
+    """File with a Jinja template in place of the model's own. Published and exported models carry it."""
+    chat_template_kwargs: TemplateArguments = Field(default={})
+    """Arguments of the chat template, e.g. { enable_thinking = false }. One that the template does not read is
+    refused."""
     shuffle: bool = True
     limit: Positive | None = None
     max_prompt_tokens: Positive | None = None

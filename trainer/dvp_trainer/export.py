@@ -19,9 +19,9 @@ from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.record import describe
 from dvp_rl.engines.model_folder import FLOATS
 from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer
-from dvp_rl.weights.folder import copy_companions, folder_digest
+from dvp_rl.weights.folder import CHAT_TEMPLATE, copy_companions, folder_digest
 
-from .config import ExportSettings, LoraSection, ModelSection, SamplingSection
+from .config import DataSection, ExportSettings, LoraSection, ModelSection, SamplingSection
 from .disk import writing
 from .learn.lora import ADAPTER, add_lora
 from .learn.model import load_model
@@ -64,6 +64,14 @@ SERVED = """
 {min_p:.6g}, nothing else. `generate` and vLLM take it as their default, SGLang only for chat: with its other
 endpoints, send both.
 """
+CHAT = """
+Prompts were rendered by the chat template:
+
+````python
+{imports}messages = [{messages}]
+tokenizer.apply_chat_template(messages, add_generation_prompt=True{arguments})
+````
+"""
 
 
 class Recorded(BaseModel):
@@ -72,6 +80,7 @@ class Recorded(BaseModel):
     model: ModelSection
     lora: LoraSection
     sampling: SamplingSection
+    data: DataSection
 
 
 def export(settings: ExportSettings) -> list[str]:
@@ -102,13 +111,15 @@ def export(settings: ExportSettings) -> list[str]:
         if settings.form is ExportForm.ADAPTER:
             model.peft_config[ADAPTER].base_model_name_or_path = str(source.absolute())
             write_adapter(model, partial, digest, World())
+            if start.chat_template is not None:
+                (partial / CHAT_TEMPLATE).write_text(start.chat_template, encoding="utf-8")
         else:
-            copy_companions(source, partial)
+            copy_companions(source, partial, start.chat_template)
             write_weights(model, partial, getattr(torch, dtype), World())
             set_dtype(partial / "config.json", dtype)
             vocab_size = model.get_output_embeddings().weight.shape[0]
             generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
-        (partial / CARD).write_text(model_card(settings, start, progress, dtype, source))
+        (partial / CARD).write_text(model_card(settings, start, recorded, progress, dtype, source))
     return _described(settings, start, progress, dtype)
 
 
@@ -194,14 +205,15 @@ def generation_config(tokenizer: Tokenizer, sampling: SamplingSection, vocab_siz
     )
 
 
-def model_card(settings: ExportSettings, start: Start, progress: Progress, dtype: str, source: Path) -> str:
+def model_card(
+    settings: ExportSettings, start: Start, recorded: Recorded, progress: Progress, dtype: str, source: Path
+) -> str:
     """README.md of the folder: what the model is, how to load it, what it was trained with."""
-    adapter = settings.form is ExportForm.ADAPTER
-    sampling = start.settings["sampling"]
+    adapter, sampling = settings.form is ExportForm.ADAPTER, recorded.sampling
     served = SERVED.format(
         commands="\n".join(serve_commands(".", dtype)),
-        temperature=sampling["temperature"],
-        min_p=math.exp(sampling["log_min_p"]),
+        temperature=sampling.temperature,
+        min_p=math.exp(sampling.log_min_p),
     )
     loaded = LOADED_ADAPTER.format(base=str(source.absolute())) if adapter else LOADED + served
     facts = {
@@ -218,8 +230,25 @@ def model_card(settings: ExportSettings, start: Start, progress: Progress, dtype
         f"---\nlibrary_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\n"
         f"tags: [reinforcement-learning, dvp-rl]\n---\n\n# {start.run_id}\n\nTrained by reinforcement learning with "
         f"Dynamic Vocabulary Pruning ([arXiv 2512.23087](https://arxiv.org/abs/2512.23087)).\n\n"
-        f"{loaded}\n| | |\n| --- | --- |\n{rows}\n"
+        f"{loaded}{_chat(recorded.data, settings.form)}\n| | |\n| --- | --- |\n{rows}\n"
     )
+
+
+def _chat(data: DataSection, form: ExportForm) -> str:
+    """How prompts became chats, if the settings say so: a served model must get them likewise."""
+    if not (data.as_chat or data.chat_template or data.chat_template_kwargs or data.system_prompt is not None):
+        return ""
+    system = "" if data.system_prompt is None else f'{{"role": "system", "content": {data.system_prompt!r}}}, '
+    arguments = "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
+    imports = ""
+    if data.chat_template and form is ExportForm.ADAPTER:  # the tokenizer is the first model's
+        imports = "from pathlib import Path\n\n"
+        arguments += f', chat_template=Path("{CHAT_TEMPLATE}").read_text()'
+    text = CHAT.format(imports=imports, messages=f'{system}{{"role": "user", "content": "..."}}', arguments=arguments)
+    if data.chat_template_kwargs:
+        body = json.dumps({"chat_template_kwargs": data.chat_template_kwargs}, ensure_ascii=False)
+        text += f"\nSGLang and vLLM take its arguments in the body of a chat request: `{body[1:-1]}`.\n"
+    return text
 
 
 def _score(run: Path, step: int) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from jinja2 import TemplateError
 
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.shape import Shape
 from dvp_rl.contract.weights import WeightRoute
 from dvp_rl.engines.context import model_context
 from dvp_rl.engines.threads import num_threads
-from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer
+from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer, template_variables
 from dvp_rl.hooks import is_hook, load_hook
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.groups import GroupQueue
@@ -28,7 +31,7 @@ from dvp_rl.weights.registry import WeightRegistry
 from dvp_rl.weights.transfers import Transfers
 
 from .config import EvalSettings, TrainSettings
-from .data.prompts import Columns, Order, Prompt, Prompts, load_prompts
+from .data.prompts import Layout, Order, Prompts, load_prompts
 from .data.reward_failures import RewardFailures
 from .data.reward_pool import RewardPool
 from .data.rewards import needs_answer
@@ -120,7 +123,7 @@ async def _assemble(
     loaded."""
     settings.weights.read_token()
     check_hooks(settings)
-    tokenizer = load_tokenizer(settings.model.path)
+    tokenizer = open_tokenizer(settings)
     prompts, heldout = open_prompts(settings, tokenizer)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
@@ -144,7 +147,8 @@ async def _assemble(
         learner = await asyncio.to_thread(open_learner, settings, tokenizer.pad_id, world)
         progress = await asyncio.to_thread(restore, settings, checkpoints, learner, prompts, which)
         replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
-        publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence)
+        template = own_template(settings, tokenizer)
+        publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence, template)
         sender = None
         if settings.weights.route is WeightRoute.DISTRIBUTED:
             sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
@@ -198,41 +202,68 @@ def check_hooks(settings: TrainSettings) -> None:
             load_hook(setting, name)
 
 
+def open_tokenizer(settings: TrainSettings) -> Tokenizer:
+    """The model's tokenizer, with the chat template of the settings. Raises ConfigError."""
+    tokenizer, file = load_tokenizer(settings.model.path), settings.data.chat_template
+    if file is not None:
+        try:
+            tokenizer.core.chat_template = file.read_text(encoding="utf-8")
+            template_variables(tokenizer.core.chat_template)
+        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            raise ConfigError(f"data.chat_template {file}: {error}") from None
+    return replace(tokenizer, chat_template_kwargs=settings.data.chat_template_kwargs)
+
+
 def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
-    """Training and held-out rows. Reads every row once, so that a bad row stops the run before it starts."""
-    data, shape = settings.data, settings.model.fixed_shape
-    columns = Columns(data.prompt_column, data.answer_column)
-    context = model_context(load_config(settings.model.path)) if shape is None else Shape.parse(shape).length
-
-    def count_tokens(prompt: Prompt) -> int:
-        return len(encode_prompt(tokenizer, prompt))
-
-    train = load_prompts(
-        data.train,
-        split=data.train_split,
-        subset=data.subset,
-        columns=columns,
-        needs_answer=needs_answer(settings.reward.name),
-        order=Order.SHUFFLED if data.shuffle else Order.SEQUENTIAL,
-        seed=settings.seed,
-        limit=data.limit,
-        max_prompt_tokens=data.max_prompt_tokens,
-        context=context,
-        count_tokens=count_tokens,
-    )
+    """Training and held-out rows. Reads every row once, so that a bad row stops the run before it starts, and renders
+    the first ones."""
+    data = settings.data
+    train = _open(settings, tokenizer, "data.train", data.train, data.train_split)
     if data.heldout is None:
         return train, None
-    heldout = load_prompts(
-        data.heldout,
-        split=data.heldout_split,
+    return train, _open(settings, tokenizer, "data.heldout", data.heldout, data.heldout_split)
+
+
+def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: str, split: str) -> Prompts:
+    data, shape, trains = settings.data, settings.model.fixed_shape, setting == "data.train"
+    prompts = load_prompts(
+        source,
+        split=split,
         subset=data.subset,
-        columns=columns,
+        layout=Layout(data.prompt_column, data.answer_column, data.as_chat, data.system_prompt),
         needs_answer=needs_answer(settings.reward.name),
-        context=context,
-        count_tokens=count_tokens,
-        setting="data.heldout",
+        order=Order.SHUFFLED if trains and data.shuffle else Order.SEQUENTIAL,
+        seed=settings.seed if trains else 0,
+        limit=data.limit if trains else None,
+        max_prompt_tokens=data.max_prompt_tokens if trains else None,
+        context=model_context(load_config(settings.model.path)) if shape is None else Shape.parse(shape).length,
+        count_tokens=lambda row: len(encode_prompt(tokenizer, row, source)),
+        rendering=_rendering(settings, tokenizer),
+        setting=setting,
     )
-    return train, heldout
+    first = prompts.first(TRIAL_ROWS)
+    for row in first:
+        encode_prompt(tokenizer, row, source)
+    if all(isinstance(row.prompt, str) for row in first):
+        for name in ("chat_template", "chat_template_kwargs"):
+            if getattr(data, name):
+                raise ConfigError(f"data.{name} is set, but {source} holds plain text: data.as_chat makes it chats")
+        if tokenizer.chat_template is not None:
+            logger.info("%s: plain text, though the model has a chat template: data.as_chat = true uses it", source)
+    return prompts
+
+
+def _rendering(settings: TrainSettings, tokenizer: Tokenizer) -> str:
+    """The settings that decide how prompts become tokens; "" for the defaults."""
+    data = settings.data
+    if not (data.as_chat or data.chat_template or data.chat_template_kwargs):
+        return ""
+    return json.dumps([data.as_chat, own_template(settings, tokenizer), data.chat_template_kwargs], sort_keys=True)
+
+
+def own_template(settings: TrainSettings, tokenizer: Tokenizer) -> str | None:
+    """Text of the chat template that the settings name; None if they leave it to the model."""
+    return tokenizer.chat_template if settings.data.chat_template else None
 
 
 @asynccontextmanager
@@ -298,9 +329,9 @@ def restore(
         )
     if progress.data_fingerprint != prompts.fingerprint:
         raise ConfigError(
-            f"data.train {settings.data.train} (with its order, limit and seed) is not what the checkpoint of step "
-            f"{progress.step} was trained on: fingerprint {prompts.fingerprint}, expected {progress.data_fingerprint}. "
-            "Restore the data set, or start a new run"
+            f"data.train {settings.data.train} (with its order, limit, seed and chat settings) is not what the "
+            f"checkpoint of step {progress.step} was trained on: fingerprint {prompts.fingerprint}, expected "
+            f"{progress.data_fingerprint}. Restore data set and settings, or start a new run"
         )
     try:
         learner.load(state)
@@ -331,6 +362,7 @@ def record_start(run: Run) -> Start:
         settings,
         step=run.step,
         model=learner.base_digest,
+        chat_template=own_template(settings, run.feeder.scorer.tokenizer),
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)

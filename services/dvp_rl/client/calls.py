@@ -58,6 +58,7 @@ class RolloutFields(TypedDict, total=False):
     prompt: str
     prompt_ids: Sequence[int]
     messages: Sequence[Message | Mapping[str, str]]
+    chat_template_kwargs: Mapping[str, Any]
     n: int
     sampling: SamplingBody | Mapping[str, Any]
     metadata: Mapping[str, Any]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .arrays import Float32Array, Int32Array
 from .group import EngineFacts, FinishReason, Sample, VersionSpan
-from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState
+from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
 from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
 
 MAX_PROMPT_CHARS = 4_000_000
@@ -68,6 +68,8 @@ class RolloutRequest(Body):
     )
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    chat_template_kwargs: Metadata = Field(default_factory=dict)
+    """Arguments of the model's chat template besides the messages, e.g. {"enable_thinking": false}."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     sampling: SamplingBody = SamplingBody()
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -78,6 +80,8 @@ class RolloutRequest(Body):
         given = [name for name in ("prompt_ids", "prompt", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt_ids, prompt and messages, got {given or 'none'}")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError(f"chat_template_kwargs are for messages, got {given[0]}")
         return self
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import SandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -26,31 +32,60 @@ class Tokenizer:
     """Number of token ids that have text. A model may have more rows, which are never sampled after training."""
     core: Any
     """The underlying Hugging Face tokenizer."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for calls that give none, e.g. {"enable_thinking": False}."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """Text of the chat template; None if there is none."""
+        return self.core.get_chat_template() if self.core.chat_template else None
 
     def encode(self, text: str) -> list[int]:
         """Encodes text with the special tokens (such as beginning-of-sequence) that the folder asks for."""
         ids: list[int] = self.core.encode(text)
         return ids
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Encodes messages with the chat template, ready for the assistant's turn.
+    def encode_chat(self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Encodes messages with the chat template, ready for the assistant's turn. `kwargs`: its further arguments.
 
-        Raises RequestError if the folder has no chat template or the template refuses the messages.
+        Raises RequestError if the folder has no chat template, if the template has no such argument, or if it refuses
+        the messages.
         """
-        if not self.core.chat_template:
+        template, kwargs = self.chat_template, self.chat_template_kwargs if kwargs is None else kwargs
+        if template is None:
             raise RequestError(
                 "messages: this model's tokenizer has no chat template; send prompt or prompt_ids instead",
                 [{"field": "messages", "value": f"{len(messages)} messages", "allowed": "null for this model"}],
             )
         turns = [{"role": message.role, "content": message.content} for message in messages]
+        self._check_arguments(template, kwargs)
         try:
-            ids = self.core.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            ids = self.core.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **kwargs)
         except Exception as error:  # noqa: BLE001 - a template is a program by the model's author
             raise RequestError(
                 f"messages: the chat template refused them: {error}",
                 [{"field": "messages", "value": [turn["role"] for turn in turns], "allowed": str(error)}],
             ) from None
         return [int(i) for i in ids]
+
+    def _check_arguments(self, template: str, kwargs: Mapping[str, Any]) -> None:
+        """Raises RequestError for an argument that would have no effect: Transformers drops what the template does not
+        read, and takes what has the name of an argument of its own."""
+        if not kwargs:
+            return
+        own = inspect.signature(self.core.apply_chat_template).parameters.keys()
+        try:
+            read = template_variables(template)
+        except TemplateError as error:
+            raise RequestError(f"chat_template_kwargs: the chat template cannot be read: {error}") from None
+        known = sorted(read - own - set(self.core.SPECIAL_TOKENS_ATTRIBUTES) - {"messages"})
+        for name in kwargs.keys() - known:
+            near, allowed = get_close_matches(name, known, n=1), ", ".join(known) or "none"
+            hint = f"did you mean {near[0]}?" if near else f"its arguments: {allowed}"
+            raise RequestError(
+                f"chat_template_kwargs: the chat template has no argument {name!r}; {hint}",
+                [{"field": f"chat_template_kwargs.{name}", "value": kwargs[name], "allowed": allowed}],
+            )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.core.decode(
@@ -83,6 +118,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         )
     pad_id = core.pad_token_id if core.pad_token_id is not None else min(eos_ids)
     return Tokenizer(eos_ids=eos_ids, pad_id=pad_id, vocab_size=len(core), core=core)
+
+
+@lru_cache(maxsize=16)
+def template_variables(template: str) -> frozenset[str]:
+    """Names of the variables that a chat template reads from its caller. Raises jinja2.TemplateError (bad syntax)."""
+    environment = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    plain = re.sub(r"\{%[+-]?\s*(?:end)?generation\s*[+-]?%\}", "", template)  # a tag that only Transformers knows
+    supplied = environment.globals.keys() | {"raise_exception", "strftime_now"}
+    return frozenset(meta.find_undeclared_variables(environment.parse(plain)) - supplied)
 
 
 def check_model_folder(folder: Path) -> None:

@@ -90,7 +90,7 @@ class Prompts:
         if request.prompt_ids is not None:
             return request.prompt_ids
         if request.messages is not None:
-            return self._tokenizer.encode_chat(request.messages)
+            return self._tokenizer.encode_chat(request.messages, request.chat_template_kwargs)
         assert request.prompt is not None, "RolloutRequest holds exactly one prompt"
         return self._tokenizer.encode(request.prompt)
 

@@ -25,6 +25,8 @@ from dvp_rl.transport.failpoints import failpoint
 FOLDER_NAME = r"^weights-(\d{6,})$"
 MANIFEST_NAME = "dvp-manifest.json"
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where Transformers looks for a chat template before it looks into tokenizer_config.json."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -34,12 +36,15 @@ def folder_name(seq: int) -> str:
     return f"weights-{seq:06d}"
 
 
-def copy_companions(model: Path, folder: Path) -> None:
-    """Copies what belongs to a model besides its weights, such as config and tokenizer. Raises OSError (disk full)."""
+def copy_companions(model: Path, folder: Path, chat_template: str | None = None) -> None:
+    """Copies what belongs to a model besides its weights, such as config and tokenizer, with the text `chat_template`
+    in place of the model's template. Raises OSError (disk full)."""
     for source in model.iterdir():
         other = source.name.startswith(".") or source.name.endswith(WEIGHT_SUFFIXES) or source.name == MANIFEST_NAME
         if source.is_file() and not other:
             shutil.copyfile(source, folder / source.name)
+    if chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
 
 
 def write_manifest(folder: Path, run_id: str, seq: int, step: int) -> Manifest:

@@ -48,7 +48,11 @@ def test_rollout(client: Client) -> None:
     ids = client.rollout(prompt_ids=answer.prompt_ids.tolist(), sampling=SamplingBody(max_tokens=2), return_text=False)
     assert ids.prompt_ids.tolist() == answer.prompt_ids.tolist()
     assert ids.samples[0].text is None
-    assert client.rollout(messages=[{"role": "user", "content": "1"}]).samples
+    chat = [{"role": "user", "content": "1"}]
+    thinks, does_not = (
+        client.rollout(messages=chat, chat_template_kwargs={"enable_thinking": value}) for value in (True, False)
+    )
+    assert len(does_not.prompt_ids) == len(thinks.prompt_ids) + 2
 
 
 def test_jobs(client: Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from dvp_rl.contract.errors import ConfigError, EngineError, RequestError, WeightError
 from dvp_rl.contract.http import Message
-from dvp_rl.engines.tokenizer import load_tokenizer
+from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer, template_variables
 from dvp_rl.engines.transformers import TransformersEngine
 from tests.chaos.troubles import no_files
 from tests.kit.models import EOS_ID, PAD_ID, make_model
@@ -244,6 +245,40 @@ def test_chat(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "1+1=2"
     with pytest.raises(RequestError, match="no chat template"):
         load_tokenizer(make_model(tmp_path / "plain", chat=False)).encode_chat(messages)
+
+
+def test_arguments_of_the_chat_template(tmp_path: Path) -> None:
+    """Transformers drops those that the template does not read, and takes those of its own names."""
+    tokenizer = load_tokenizer(make_model(tmp_path / "chat"))
+    messages = [Message(role="user", content="1+1=")]
+
+    def rendered(tokenizer: Tokenizer, kwargs: dict[str, object] | None) -> str:
+        return tokenizer.decode(tokenizer.encode_chat(messages, kwargs), skip_special_tokens=False)
+
+    assert rendered(tokenizer, {"enable_thinking": False}) == "<user>1+1=<assistant>--"
+    assert rendered(tokenizer, {"enable_thinking": True}) == "<user>1+1=<assistant>"
+    own = replace(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert rendered(own, None) == "<user>1+1=<assistant>--"
+    assert rendered(own, {}) == "<user>1+1=<assistant>"
+    for name, hint in (("enable_thinkin", "did you mean enable_thinking"), ("tokenize", "its arguments: enable_think")):
+        with pytest.raises(RequestError, match=f"chat template has no argument '{name}'; {hint}") as caught:
+            rendered(tokenizer, {name: False})
+        assert caught.value.errors == [
+            {"field": f"chat_template_kwargs.{name}", "value": False, "allowed": "enable_thinking"}
+        ]
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [
+        ("{% if date is not defined %}{% set date = strftime_now('%Y') %}{% endif %}{{ date }}", {"date"}),
+        ("{% set thinks = thinks if thinks is defined else true %}{{ thinks }}", {"thinks"}),
+        ("{% for i in range(3) %}{% break %}{% endfor %}{% set ns = namespace(x=1) %}{{ ns.x }}", set()),
+        ("{%- generation -%}{{ messages }}{%+ endgeneration %}{{ raise_exception('no') }}", {"messages"}),
+    ],
+)
+def test_variables_of_a_chat_template(template: str, read: set[str]) -> None:
+    assert template_variables(template) == read
 
 
 def test_text_round_trip(folders: dict[str, Path]) -> None:

@@ -73,6 +73,19 @@ def test_ids_text_and_chat_say_the_same(replica: ReplicaProcess) -> None:
     assert len(chat["prompt_ids"]) == len(by_text["prompt_ids"]) + 2
 
 
+def test_arguments_of_the_chat_template(replica: ReplicaProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "7*8="}], "sampling": {"max_tokens": 1}}
+    lengths = [
+        len(post(replica, "/v1/rollouts", chat | {"chat_template_kwargs": kwargs}).json()["prompt_ids"])
+        for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    ]
+    assert lengths == [6, 6, 8]
+    for path in ("/v1/rollouts", "/v1/jobs"):
+        answer = post(replica, path, chat | {"chat_template_kwargs": {"enable_thinkin": False}})
+        error = problem(answer, 422).errors[0]
+        assert (error.field, error.allowed) == ("chat_template_kwargs.enable_thinkin", "enable_thinking")
+
+
 def test_text_is_optional_and_cut_before_a_stop_string_while_ids_keep_it(replica: ReplicaProcess) -> None:
     free = {"prompt": "9-4=", "n": 1, "sampling": {"max_tokens": 40, "seed": 5}}
     text = post(replica, "/v1/rollouts", free).json()["samples"][0]["text"]
@@ -138,6 +151,7 @@ def test_min_p_prunes(replica: ReplicaProcess) -> None:
         ({"prompt": "1" * 300}, "prompt", "300 tokens", "1 to 255 tokens"),
         ({"prompt": "1", "prompt_ids": [5]}, "body", None, "exactly one of prompt_ids, prompt and messages"),
         ({}, "body", None, "exactly one of prompt_ids, prompt and messages"),
+        ({"prompt": "1", "chat_template_kwargs": {"a": 1}}, "body", None, "chat_template_kwargs are for messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", None, "string of 0 to"),
         ({"prompt": "1", "metadata": {"a": "x" * 20_000}}, "metadata", None, "at most 16384"),
     ],

@@ -17,7 +17,7 @@ import pytest
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.http import Message
-from dvp_trainer.data.prompts import Columns, Order, Prompt, load_prompts, permutation
+from dvp_trainer.data.prompts import Layout, Order, Prompt, Row, load_prompts, permutation
 from tests.kit.wait import WITHIN_S
 
 DAPO: dict[str, Any] = {
@@ -101,10 +101,28 @@ def test_messages_with_several_turns(tmp_path: Path) -> None:
     assert row.text == "Be brief.\n\n1+1?"
 
 
+def test_text_becomes_a_chat(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}])
+    user, system = Message(role="user", content="1+1?"), Message(role="system", content="Be brief.")
+    assert load_prompts(source).row_at(0).prompt == "1+1?"
+    assert load_prompts(source, layout=Layout(as_chat=True)).row_at(0).prompt == (user,)
+    row = load_prompts(source, layout=Layout(system_prompt="Be brief.")).row_at(0)
+    assert (row.prompt, row.text) == ((system, user), "Be brief.\n\n1+1?")
+
+
+def test_a_system_prompt_begins_every_chat(tmp_path: Path) -> None:
+    question, own = ({"role": role, "content": role} for role in ("user", "system"))
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [question]}, {"messages": [own, question]}])
+    layout = Layout(system_prompt="")
+    assert [m.role for m in load_prompts(source, limit=1, layout=layout).row_at(0).prompt] == ["system", "user"]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"row 1, messages: has a system message, and data\.system_prompt is set"):
+        load_prompts(source, layout=layout)
+
+
 def test_explicit_columns_win_and_reach_into_nested_ones(tmp_path: Path) -> None:
     record = {"prompt": "wrong", "answer": "wrong", "task": {"text": "right"}, "key.with.dots": "4"}
     source = write_jsonl(tmp_path / "rows.jsonl", [record])
-    row = load_prompts(source, columns=Columns(prompt="task.text", answer="key.with.dots")).row_at(0)
+    row = load_prompts(source, layout=Layout(prompt="task.text", answer="key.with.dots")).row_at(0)
     assert (row.prompt, row.answer) == ("right", "4")
 
 
@@ -185,6 +203,8 @@ def test_the_fingerprint_tells_data_order_and_seed_apart(numbered: str, tmp_path
         load_prompts(numbered, order=Order.SEQUENTIAL),
         load_prompts(numbered, limit=49),
         load_prompts(changed),
+        load_prompts(numbered, rendering="[true]"),
+        load_prompts(numbered, layout=Layout(system_prompt="")),
     ]
     assert len({prompts.fingerprint for prompts in loaded}) == len(loaded)
     assert load_prompts(numbered).fingerprint == loaded[0].fingerprint
@@ -197,8 +217,8 @@ def test_limit_takes_the_first_rows(numbered: str) -> None:
 
 
 def test_long_prompts_are_left_out_and_counted(numbered: str, caplog: pytest.LogCaptureFixture) -> None:
-    def count(prompt: Prompt) -> int:
-        return len(prompt)
+    def count(row: Row) -> int:
+        return len(row.prompt)
 
     with caplog.at_level(logging.INFO):
         prompts = load_prompts(numbered, max_prompt_tokens=2, count_tokens=count, order=Order.SEQUENTIAL)
@@ -214,20 +234,20 @@ def test_prompts_that_fill_the_context_are_left_out_and_counted(
     """Each would become a dead letter: no replica has room for a token of its answer."""
     lengths = (2, 9, 10, 11, 3)
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1" * length, "answer": "1"} for length in lengths])
-    prompts = load_prompts(source, context=10, count_tokens=len)
+    prompts = load_prompts(source, context=10, count_tokens=lambda row: len(row.prompt))
     assert [len(row.text) for row in prompts] == [2, 9, 3]
     assert f"{source}: 2 of 5 prompts are left out: they fill the model's context of 10 tokens" in caplog.text
-    assert len(load_prompts(source, context=10, max_prompt_tokens=2, count_tokens=len)) == 1
+    assert len(load_prompts(source, context=10, max_prompt_tokens=2, count_tokens=lambda row: len(row.prompt))) == 1
     with pytest.raises(ConfigError, match="and 5 fill the model's context of 2 tokens"):
-        load_prompts(source, context=2, count_tokens=len)
+        load_prompts(source, context=2, count_tokens=lambda row: len(row.prompt))
 
 
 def test_only_prompts_that_may_fill_the_context_are_counted_in_tokens(tmp_path: Path) -> None:
     counted: list[int] = []
 
-    def count(prompt: Prompt) -> int:
-        counted.append(len(prompt))
-        return len(prompt)
+    def count(row: Row) -> int:
+        counted.append(len(row.prompt))
+        return counted[-1]
 
     rows = [{"prompt": letter * 2000, "answer": "1"} for letter in "aä"] + [{"prompt": "c" * 5000, "answer": "1"}]
     load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows), context=6000, count_tokens=count)
@@ -266,7 +286,7 @@ def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -
 
 def test_a_wrong_column_name_is_named(numbered: str) -> None:
     with pytest.raises(ConfigError, match=r"looked for \['promt'\].*data.prompt_column"):
-        load_prompts(numbered, columns=Columns(prompt="promt"))
+        load_prompts(numbered, layout=Layout(prompt="promt"))
 
 
 @pytest.mark.parametrize(

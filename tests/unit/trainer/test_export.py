@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.unit.trainer.golden import make_batch
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 IDS = torch.arange(2, 14).view(2, 6)
 LOG_MIN_P = -2.0
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + '\\n' }}{% endfor %}{{ mood }}"
 
 
 @pytest.fixture
@@ -42,8 +44,17 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def train(model: Path, out: Path, *, rank: int = 0, scores: bool = True, log_min_p: float = -13.0) -> dict[int, Tensor]:
-    """A run with checkpoints of steps 1, 2 and 3, the best of which is 2; the logits of each."""
+def train(
+    model: Path,
+    out: Path,
+    *,
+    rank: int = 0,
+    scores: bool = True,
+    log_min_p: float = -13.0,
+    chat: Mapping[str, object] | None = None,
+) -> dict[int, Tensor]:
+    """A run with checkpoints of steps 1, 2 and 3, the best of which is 2; the logits of each. `chat`: settings of the
+    data, TEMPLATE among them."""
     settings = TrainSettings.model_validate(
         {
             "run_id": "mine",
@@ -51,7 +62,7 @@ def train(model: Path, out: Path, *, rank: int = 0, scores: bool = True, log_min
             "steps": 3,
             "model": {"path": model},
             "lora": {"rank": rank},
-            "data": {"train": "d.jsonl"},
+            "data": {"train": "d.jsonl", **(chat or {})},
             "reward": {"name": "exact_match"},
             "sampling": {"n": 4, "log_min_p": log_min_p},
             "correction": {"veto": None, "mode": "unit"},
@@ -61,7 +72,9 @@ def train(model: Path, out: Path, *, rank: int = 0, scores: bool = True, log_min
     learner = Learner(load_model(settings.model), settings, pad_id=0)
     checkpoints = Checkpoints(out / "checkpoints", keep=3)
     checkpoints.claim(1)
-    write_start(describe_start(settings, step=0, model=learner.base_digest, machine={}), settings, out)
+    template = TEMPLATE if settings.data.chat_template else None
+    start = describe_start(settings, step=0, model=learner.base_digest, machine={}, chat_template=template)
+    write_start(start, settings, out)
     logits, rng = {}, np.random.default_rng(0)
     for step in (1, 2, 3):
         learner.step(make_batch(rng))
@@ -169,6 +182,23 @@ def test_the_code_on_the_card_runs(tmp_path: Path, model: Path, rank: int, monke
     names: dict[str, Any] = {}
     exec(code, names)
     torch.testing.assert_close(logits_of(names["model"]), logits[2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_card_shows_how_prompts_were_rendered(
+    tmp_path: Path, model: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = {"chat_template": "t.jinja", "system_prompt": "add?\n", "chat_template_kwargs": {"mood": "glad"}}
+    train(model, tmp_path / "run", rank=rank, chat=chat)
+    run_export(tmp_path / "run", tmp_path / "to", form="adapter" if rank else "merged")
+    monkeypatch.chdir(tmp_path / "to")
+    card = Path("README.md").read_text()
+    loading, rendering = re.findall(r"^`{3,4}python\n(.*?)^`", card, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(loading + rendering.replace("\ntokenizer", "\nids = tokenizer"), names)
+    shown = names["tokenizer"].decode(names["ids"]["input_ids"])
+    assert shown == "system add?\n\nuser ...\nglad"
+    assert '`"chat_template_kwargs": {"mood": "glad"}`' in card
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, model: Path) -> None:

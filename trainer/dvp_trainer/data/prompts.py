@@ -66,14 +66,19 @@ class Row:
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(m.content for m in self.prompt)
 
 
-class Columns(NamedTuple):
-    """Explicit column names; None: recognised from the layout. A dot selects a nested column."""
+class Layout(NamedTuple):
+    """How a record is read."""
 
     prompt: str | None = None
+    """Name of its column; None: recognised. A dot selects a nested column. Likewise `answer`."""
     answer: str | None = None
+    as_chat: bool = False
+    """Plain text becomes the user's message of a chat."""
+    system_prompt: str | None = None
+    """First message of every prompt, plain text included."""
 
 
-RECOGNISED = Columns()
+RECOGNISED = Layout()
 
 
 class Prompts:
@@ -86,13 +91,13 @@ class Prompts:
         kept: NDArray[np.int64],
         fingerprint: str,
         *,
-        columns: Columns,
+        layout: Layout,
         order: Order,
         seed: int,
     ) -> None:
         self.source, self.fingerprint = source, fingerprint
         """`fingerprint`: hash of the rows and their order, 16 hex digits. A cursor is valid only under its own."""
-        self._records, self._kept, self._columns = records, kept, columns
+        self._records, self._kept, self._layout = records, kept, layout
         self._order, self._seed = order, seed
 
     def __len__(self) -> int:
@@ -115,7 +120,7 @@ class Prompts:
         return self._row(int(self._kept[offset]))
 
     def _row(self, index: int) -> Row:
-        return parse_row(self._records[index], index, self.source, self._columns)
+        return parse_row(self._records[index], index, self.source, self._layout)
 
 
 def load_prompts(
@@ -123,34 +128,36 @@ def load_prompts(
     *,
     split: str = "train",
     subset: str | None = None,
-    columns: Columns = RECOGNISED,
+    layout: Layout = RECOGNISED,
     needs_answer: bool = False,
     order: Order = Order.SHUFFLED,
     seed: int = 0,
     limit: int | None = None,
     max_prompt_tokens: int | None = None,
     context: int | None = None,
-    count_tokens: Callable[[Prompt], int] = lambda prompt: 0,
+    count_tokens: Callable[[Row], int] = lambda row: 0,
+    rendering: str = "",
     setting: str = "data.train",
 ) -> Prompts:
     """Opens a source (see sources.py) and reads every row once, so that a bad row stops the run before it starts.
 
     `limit` takes the first rows of the source; of these, prompts of more than `max_prompt_tokens` tokens by
-    `count_tokens` are left out, and those that leave no room for a token in a `context` of so many tokens. Raises
-    ConfigError as `open_records` and `parse_row` do, if `needs_answer` is set and a row has no answer, and if no row is
-    left.
+    `count_tokens` are left out, and those that leave no room for a token in a `context` of so many tokens. `rendering`
+    is what decides, besides rows and model, how prompts become tokens; it goes into the fingerprint. Raises ConfigError
+    as `open_records`, `parse_row` and `count_tokens` do, if `needs_answer` is set and a row has no answer, and if no
+    row is left.
     """
     records = open_records(source, split=split, subset=subset, setting=setting)
     kept: list[int] = []
     prompts: set[int] = set()
     num_long = num_beyond = num_unanswered = 0
-    digest = hashlib.sha256(f"{order} {seed}".encode())
+    digest = hashlib.sha256(f"{order} {seed}{rendering}".encode())
     for index, record in zip(range(len(records) if limit is None else limit), records, strict=False):
-        row = parse_row(record, index, source, columns)
+        row = parse_row(record, index, source, layout)
         if needs_answer and row.answer is None:
-            raise ConfigError(_missing("answer", record, index, source, columns.answer, ANSWER_COLUMNS))
+            raise ConfigError(_missing("answer", record, index, source, layout.answer, ANSWER_COLUMNS))
         if max_prompt_tokens is not None or (context is not None and most_tokens(row) >= context):
-            num_tokens = count_tokens(row.prompt)
+            num_tokens = count_tokens(row)
             too_long = max_prompt_tokens is not None and num_tokens > max_prompt_tokens
             beyond = context is not None and num_tokens >= context
             num_long += too_long
@@ -176,7 +183,7 @@ def load_prompts(
     if num_unanswered:
         log.warning("%s: %d of %d rows have no answer: the reward gets None there", source, num_unanswered, len(kept))
     fingerprint = digest.hexdigest()[:16]
-    return Prompts(source, records, np.array(kept, np.int64), fingerprint, columns=columns, order=order, seed=seed)
+    return Prompts(source, records, np.array(kept, np.int64), fingerprint, layout=layout, order=order, seed=seed)
 
 
 def most_tokens(row: Row) -> int:
@@ -185,16 +192,16 @@ def most_tokens(row: Row) -> int:
     return len(row.text.encode(errors="replace")) + TEMPLATE_TOKENS
 
 
-def parse_row(record: dict[str, Any], index: int, source: str, columns: Columns = RECOGNISED) -> Row:
+def parse_row(record: dict[str, Any], index: int, source: str, layout: Layout = RECOGNISED) -> Row:
     """The parsed row. Raises ConfigError if it has no usable prompt, with an error that names source, row and column;
     if no column holds a prompt, it names the row's columns and those looked for."""
     if not isinstance(record, dict):
         raise ConfigError(f"{source}: row {index} is of type {type(record).__name__}, expected a dict of columns")
-    prompt_name, prompt = _find(record, (columns.prompt,) if columns.prompt else PROMPT_COLUMNS)
+    prompt_name, prompt = _find(record, (layout.prompt,) if layout.prompt else PROMPT_COLUMNS)
     if prompt_name is None or prompt in ("", []):
-        raise ConfigError(_missing("prompt", record, index, source, columns.prompt, PROMPT_COLUMNS))
-    answer_name, answer = _find(record, (columns.answer,) if columns.answer else ANSWER_COLUMNS)
-    parsed = _parse_prompt(prompt, f"{source}: row {index}, {prompt_name}")
+        raise ConfigError(_missing("prompt", record, index, source, layout.prompt, PROMPT_COLUMNS))
+    answer_name, answer = _find(record, (layout.answer,) if layout.answer else ANSWER_COLUMNS)
+    parsed = _parse_prompt(prompt, f"{source}: row {index}, {prompt_name}", layout)
     others = {name: value for name, value in record.items() if name != prompt_name}
     return Row(index, parsed, _as_text(answer), others, answer_name)
 
@@ -210,9 +217,11 @@ def _find(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str | None, A
     return None, None
 
 
-def _parse_prompt(prompt: Any, where: str) -> Prompt:
+def _parse_prompt(prompt: Any, where: str, layout: Layout) -> Prompt:
     if isinstance(prompt, str):
-        return prompt
+        if not layout.as_chat and layout.system_prompt is None:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise ConfigError(f"{where}: expected text or a list of chat messages, got {type(prompt).__name__}")
     fields = ({name: message.get(name) for name in ("role", "content")} for message in prompt)
@@ -222,7 +231,11 @@ def _parse_prompt(prompt: Any, where: str) -> Prompt:
         raise ConfigError(describe(where, error)) from None
     if messages[-1].role == "assistant":
         raise ConfigError(f"{where}: the last message is the assistant's, so there is nothing to answer; remove it")
-    return messages
+    if layout.system_prompt is None:
+        return messages
+    if any(message.role == "system" for message in messages):
+        raise ConfigError(f"{where}: has a system message, and data.system_prompt is set; use one of them")
+    return (Message(role="system", content=layout.system_prompt), *messages)
 
 
 def _as_text(answer: Any) -> str | None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dvp_rl.contract.errors import ConfigError, RequestError
 from dvp_rl.contract.group import Group
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_trainer.config import RewardSection
 from dvp_trainer.options import Overlong
 
 from .batch import ScoredGroup
-from .prompts import Prompt, Prompts, Row
+from .prompts import Prompts, Row
 from .reward_failures import RewardFailures
 from .reward_forms import Form
 from .reward_pool import RewardPool, RewardRequest
@@ -28,9 +29,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> NDArray[np.int32]:
-    """Token ids of a prompt. Chat messages go through the model's template, up to the start of the assistant's turn."""
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+def encode_prompt(tokenizer: Tokenizer, row: Row, source: str) -> NDArray[np.int32]:
+    """Token ids of a row's prompt. Chat messages go through the chat template, up to the start of the assistant's turn.
+    Raises ConfigError naming source and row if there is no template, or it refuses the messages."""
+    if not isinstance(row.prompt, str) and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{source}: row {row.index} is a chat, but the model has no chat template; name one with data.chat_template"
+        )
+    try:
+        ids = tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else tokenizer.encode_chat(row.prompt)
+    except RequestError as error:
+        raise ConfigError(f"{source}: row {row.index}: {error}") from None
     return np.array(ids, np.int32)
 
 
@@ -39,11 +48,11 @@ class PromptTokens:
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
         self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
-        self._tokenizer = tokenizer
+        self._tokenizer, self._source = tokenizer, prompts.source
         self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
 
     def _token_ids(self, position: int) -> NDArray[np.int32]:
-        return encode_prompt(self._tokenizer, self.row(position).prompt)
+        return encode_prompt(self._tokenizer, self.row(position), self._source)
 
 
 class Scorer:

@@ -96,7 +96,7 @@ class Evaluator:
         return Job(
             job_id=id,
             run_id=settings.run_id,
-            prompt_ids=encode_prompt(self.scorer.tokenizer, row.prompt),
+            prompt_ids=encode_prompt(self.scorer.tokenizer, row, self.prompts.source),
             n=settings.evaluate.n,
             # The same seed at every evaluation, so that only the weights change the score.
             sampling=settings.evaluate.to_sampling(settings.sampling, seed=row.index),

@@ -43,6 +43,8 @@ class Start(BaseModel):
     """As `Settings.to_json` gives them."""
     model: str
     """Digest of the folder model.path."""
+    chat_template: str | None = None
+    """Text of the file data.chat_template."""
     folder: str
     """Working directory: relative paths in `settings` start there."""
     code: dict[str, str]
@@ -60,7 +62,9 @@ class Start(BaseModel):
         return {**self.settings, "start": self.model_dump(exclude={"settings"})}
 
 
-def describe_start(settings: Settings, *, step: int, model: str, machine: Mapping[str, str]) -> Start:
+def describe_start(
+    settings: Settings, *, step: int, model: str, machine: Mapping[str, str], chat_template: str | None = None
+) -> Start:
     """A start with `settings` now. `model` is the digest of the model folder, `machine` adds to what is known of it."""
     here = Path.cwd()
     return Start(
@@ -68,6 +72,7 @@ def describe_start(settings: Settings, *, step: int, model: str, machine: Mappin
         step=step,
         settings=settings.to_json(),
         model=model,
+        chat_template=chat_template,
         folder=str(here),
         code=dict(_commits(here, Path(__file__).parent)),
         software={"python": platform.python_version(), **dict(_versions())},
