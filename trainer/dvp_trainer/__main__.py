@@ -1,5 +1,6 @@
-"""`dvp-train CONFIG [options]` trains, `dvp-train eval CONFIG` scores a checkpoint; CONFIG is a TOML file, or the
-out_dir of a run. `check`, `export`, `report` and `compare` need no broker."""
+"""`dvp-train CONFIG [options]` trains, `dvp-train eval CONFIG` scores a checkpoint, `dvp-train doctor CONFIG` says what
+would stop a run; CONFIG is a TOML file, or the out_dir of a run. `check`, `export`, `report` and `compare` need no
+broker."""
 
 from __future__ import annotations
 
@@ -39,14 +40,27 @@ def main() -> None:
 
 
 def start(kind: type[TrainSettings], argv: list[str]) -> None:
-    """Trains or evaluates with the configuration that may come first: a TOML file, or the out_dir of a run."""
+    """Trains or evaluates."""
+    settings = load(kind, argv)
+    configure(settings.log_format, settings.log_level).run = settings.run_id
+    run(settings)
+
+
+def load(kind: type[TrainSettings], argv: list[str]) -> TrainSettings:
+    """The settings. The configuration may come first: a TOML file, or the out_dir of a run. Raises ConfigError."""
     file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else None
     if file is not None and file.is_dir():
         argv = [f"--out-dir={file}", *argv]
         file = file / SETTINGS
-    settings = kind.load(argv, file)
-    configure(settings.log_format, settings.log_level).run = settings.run_id
-    run(settings)
+    return kind.load(argv, file)
+
+
+def doctor(argv: list[str]) -> Iterator[object]:
+    """What would stop a run. Raises ConfigError if anything would."""
+    settings = load(TrainSettings, argv)
+    from .doctor import examine
+
+    yield from examine(settings)
 
 
 def check(argv: list[str]) -> Iterator[object]:
@@ -90,12 +104,13 @@ def compare(argv: list[str]) -> Iterator[str]:
 
 
 ANSWERS: dict[str, Callable[[list[str]], Iterator[object]]] = {
+    "doctor": doctor,
     "check": check,
     "export": export,
     "report": report,
     "compare": compare,
 }
-"""Commands that print lines and need no broker."""
+"""Commands that print lines."""
 
 
 def run(settings: TrainSettings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from .report.outcome import ENDS, Outcome, outcome
 from .report.page import write_report
 from .report.sinks import read_metrics
 from .report.starts import SETTINGS, Start, last_start
-from .resume.checkpoint import PROGRESS, Checkpoints
+from .resume.checkpoint import Checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def _facts(out_dir: Path, start: Start, reached: Outcome) -> Iterator[tuple[str,
     if steps:
         named = (f"{step} (best)" if step == reached.heldout_best_step else str(step) for step in steps)
         yield "checkpoints", f"{out}/checkpoints, of step{'s' * (len(steps) > 1)} {', '.join(named)}"
-        yield from _weights(checkpoints.folder(steps[-1]) / PROGRESS, out_dir, start)
+        yield from _weights(checkpoints.seq(steps[-1]), out_dir, start)
     if (out_dir / REPORT).exists():
         yield "report", f"{out}/{REPORT}"
     program, train, planned = _program(start), _train(start), start.settings["steps"]
@@ -108,10 +107,10 @@ def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
         yield "held-out", f"{best}, first {reached.heldout_first:.3f}, last {reached.heldout_last:.3f}"
 
 
-def _weights(progress: Path, out_dir: Path, start: Start) -> Iterator[tuple[str, str]]:
+def _weights(seq: int, out_dir: Path, start: Start) -> Iterator[tuple[str, str]]:
     """The published folder of a checkpoint, if it is still there and a whole model."""
     root = Path(start.settings["weights"]["folder"] or out_dir / "weights") / start.run_id
-    folder = root / folder_name(json.loads(progress.read_text())["seq"])
+    folder = root / folder_name(seq)
     if any(folder.glob("model*.safetensors")):
         yield "weights", f"{shown(folder, start)}, as replicas load them"
 

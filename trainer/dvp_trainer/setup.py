@@ -124,7 +124,8 @@ async def _assemble(
     settings.weights.read_token()
     check_hooks(settings)
     tokenizer = open_tokenizer(settings)
-    prompts, heldout = open_prompts(settings, tokenizer)
+    prompts, heldout = open_training(settings, tokenizer), open_heldout(settings, tokenizer)
+    compare_kinds(prompts, heldout)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
     async with AsyncExitStack() as stack:
@@ -214,14 +215,16 @@ def open_tokenizer(settings: TrainSettings) -> Tokenizer:
     return replace(tokenizer, chat_template_kwargs=settings.data.chat_template_kwargs)
 
 
-def open_prompts(settings: TrainSettings, tokenizer: Tokenizer) -> tuple[Prompts, Prompts | None]:
-    """Training and held-out rows. Reads every row once, so that a bad row stops the run before it starts, and renders
-    the first ones."""
-    data = settings.data
-    train = _open(settings, tokenizer, "data.train", data.train, data.train_split)
-    if data.heldout is None:
-        return train, None
-    return train, _open(settings, tokenizer, "data.heldout", data.heldout, data.heldout_split)
+def open_training(settings: TrainSettings, tokenizer: Tokenizer) -> Prompts:
+    """Reads every row once, so that a bad row stops the run before it starts, and renders the first ones. Raises
+    ConfigError."""
+    return _open(settings, tokenizer, "data.train", settings.data.train, settings.data.train_split)
+
+
+def open_heldout(settings: TrainSettings, tokenizer: Tokenizer) -> Prompts | None:
+    """Likewise the held-out rows; None if there are none."""
+    source = settings.data.heldout
+    return None if source is None else _open(settings, tokenizer, "data.heldout", source, settings.data.heldout_split)
 
 
 def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: str, split: str) -> Prompts:
@@ -241,16 +244,29 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
         rendering=_rendering(settings, tokenizer),
         setting=setting,
     )
-    first = prompts.first(TRIAL_ROWS)
-    for row in first:
+    for row in prompts.first(TRIAL_ROWS):
         encode_prompt(tokenizer, row, source)
-    if all(isinstance(row.prompt, str) for row in first):
+    if not holds_chats(prompts):
         for name in ("chat_template", "chat_template_kwargs"):
             if getattr(data, name):
                 raise ConfigError(f"data.{name} is set, but {source} holds plain text: data.as_chat makes it chats")
         if tokenizer.chat_template is not None:
             logger.info("%s: plain text, though the model has a chat template: data.as_chat = true uses it", source)
     return prompts
+
+
+def holds_chats(prompts: Prompts) -> bool:
+    """Whether one of the first rows is a chat."""
+    return any(not isinstance(row.prompt, str) for row in prompts.first(TRIAL_ROWS))
+
+
+def compare_kinds(train: Prompts, heldout: Prompts | None) -> None:
+    """Warns if only one of the data sets is chats: the held-out score is then that of another task."""
+    if heldout is not None and holds_chats(train) != holds_chats(heldout):
+        logger.warning(
+            "only one of %s and %s holds chats, the other plain text: data.as_chat = true makes both chats",
+            *(train.source, heldout.source),
+        )
 
 
 def _rendering(settings: TrainSettings, tokenizer: Tokenizer) -> str:
@@ -322,6 +338,19 @@ def restore(
         return Progress(data_fingerprint=prompts.fingerprint)
     progress, state = found
     check_base(settings, learner)
+    check_resumable(settings, progress, prompts)
+    try:
+        learner.load(state)
+    except ConfigError:
+        raise
+    except Exception as error:  # PyTorch raises many types for a damaged folder
+        raise unreadable(state.parent, error) from error
+    logger.info("resumed from %s at step %d", checkpoints.folder(progress.step), progress.step)
+    return progress
+
+
+def check_resumable(settings: TrainSettings, progress: Progress, prompts: Prompts) -> None:
+    """Raises ConfigError if a run with these settings and prompts must not continue from a checkpoint."""
     if not settings.resume:
         raise ConfigError(
             f"out_dir {settings.out_dir} holds a checkpoint of step {progress.step} and resume is off; "
@@ -333,14 +362,6 @@ def restore(
             f"checkpoint of step {progress.step} was trained on: fingerprint {prompts.fingerprint}, expected "
             f"{progress.data_fingerprint}. Restore data set and settings, or start a new run"
         )
-    try:
-        learner.load(state)
-    except ConfigError:
-        raise
-    except Exception as error:  # PyTorch raises many types for a damaged folder
-        raise unreadable(state.parent, error) from error
-    logger.info("resumed from %s at step %d", checkpoints.folder(progress.step), progress.step)
-    return progress
 
 
 def check_base(settings: TrainSettings, learner: Learner) -> None:

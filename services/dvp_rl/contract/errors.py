@@ -2,6 +2,7 @@
 
     DvpError
     +-- ConfigError            a setting, a file or a folder the user named is wrong
+    |   +-- NoBrokerError      no broker answers at redis_url
     +-- RequestError           a request or a record breaks the contract (HTTP 422)
     |   +-- GroupMismatchError a group does not belong to what the trainer trains on
     +-- NotFoundError          no such job (HTTP 404)
@@ -23,6 +24,10 @@ class DvpError(Exception):
 
 
 class ConfigError(DvpError, ValueError):
+    pass
+
+
+class NoBrokerError(ConfigError):
     pass
 
 

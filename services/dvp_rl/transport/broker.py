@@ -26,7 +26,14 @@ from redis.exceptions import (
 )
 
 from dvp_rl.cancellation import finished
-from dvp_rl.contract.errors import ConfigError, LeaseLostError, OverloadedError, RequestError, UnavailableError
+from dvp_rl.contract.errors import (
+    ConfigError,
+    LeaseLostError,
+    NoBrokerError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from dvp_rl.contract.keys import REPLICAS, TRAINER, Keys
 from dvp_rl.contract.record import SCHEMA_VERSION
 from dvp_rl.contract.weights import RUN_ID
@@ -107,9 +114,9 @@ class Broker:
     async def connect(
         cls, url: str, run_id: str, *, role: Role | None = None, create: bool = True, patience_s: float = 0.0
     ) -> Self:
-        """Connects to the broker. Raises ConfigError (bad URL or run id, no answer, wrong password, a user who lacks
-        permissions that `role` needs); the message names host and port, never the password. `create=False` creates
-        nothing for a run that does not exist; use it to observe only.
+        """Connects to the broker. Raises ConfigError (bad URL or run id, wrong password, a user who lacks permissions
+        that `role` needs) or NoBrokerError (no answer); the message names host and port, never the password.
+        `create=False` creates nothing for a run that does not exist; use it to observe only.
 
         If the broker is unavailable, a call retries a few times within seconds. With `patience_s`, every call, this one
         included, waits that long for it (REPLY_TIMEOUT_S at least) and logs the outage; use it for processes that
@@ -121,10 +128,11 @@ class Broker:
         try:
             await (broker.check_role(role) if role else broker.ping())
             if create:
-                await broker.set_up()
+                await broker.check_server()
+                await broker.ensure_groups()
         except UnavailableError as error:
             await broker.close()
-            raise ConfigError(
+            raise NoBrokerError(
                 f"{str(error).rstrip('.')}. Start one (redis-server, valkey-server or `make demo`'s own) or correct "
                 "redis_url"
             ) from None
@@ -196,8 +204,8 @@ class Broker:
                 f"{named}; {_REMEDY}"
             )
 
-    async def set_up(self) -> None:
-        """Creates the consumer groups. Raises ConfigError if the server cannot be trusted to keep a run."""
+    async def check_server(self) -> None:
+        """Raises ConfigError if the server cannot be trusted to keep a run."""
         async with self.call():
             info: Any = await self.redis.info()
         if info.get("cluster_enabled"):
@@ -209,7 +217,6 @@ class Broker:
                 f"Redis at {self._where} has maxmemory-policy {policy}: once its memory is full it would evict jobs, "
                 "groups and leases; set it to noeviction"
             )
-        await self.ensure_groups()
 
     async def ensure_groups(self) -> None:
         """Creates missing consumer groups: at connect, and again after the broker was wiped."""

@@ -13,7 +13,7 @@ from dvp_rl.contract.http import Message
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_rl.weights.folder import CHAT_TEMPLATE
 from dvp_trainer.config import TrainSettings
-from dvp_trainer.setup import open_prompts, open_tokenizer
+from dvp_trainer.setup import open_tokenizer, open_training
 from tests.kit.models import CHAT_TEMPLATE as MODELS_OWN
 from tests.kit.models import make_model
 from tests.kit.runs import config, replica, run_trainer, train
@@ -47,7 +47,7 @@ def first_prompt(folder: Path, options: Mapping[str, str | None]) -> str:
     """The first prompt of a run as its model reads it. Raises ConfigError as the run would."""
     settings = TrainSettings.load(config(folder, "chat", "redis://127.0.0.1:1", **options))
     tokenizer = open_tokenizer(settings)
-    (prompt, *_) = open_prompts(settings, tokenizer)[0].first(1)
+    (prompt, *_) = open_training(settings, tokenizer).first(1)
     ids = tokenizer.encode(prompt.prompt) if isinstance(prompt.prompt, str) else tokenizer.encode_chat(prompt.prompt)
     return tokenizer.decode(ids, skip_special_tokens=False)
 

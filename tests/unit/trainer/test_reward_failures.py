@@ -20,7 +20,7 @@ from dvp_trainer.data.reward_failures import FILE, RewardFailures
 from dvp_trainer.data.reward_pool import RewardPool, RewardResult
 from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.options import OnError
-from dvp_trainer.setup import open_prompts, scoring
+from dvp_trainer.setup import open_heldout, open_training, scoring
 from tests.kit.runs import MODEL
 
 ROW = Row(3, "40+6=", "46")
@@ -143,7 +143,9 @@ async def test_an_evaluation_tries_only_the_rows_that_it_scores(
         reward={"name": "misbehaving:heldout_only"},
     )
     tokenizer = load_tokenizer(MODEL)
-    opened = scoring(settings, tokenizer, *open_prompts(settings, tokenizer), trains=trains)
+    opened = scoring(
+        settings, tokenizer, open_training(settings, tokenizer), open_heldout(settings, tokenizer), trains=trains
+    )
     if trains:
         with pytest.raises(ConfigError, match=r"train\.jsonl, row 0: KeyError: 'train'"):
             await opened.__aenter__()

@@ -54,6 +54,7 @@ class Row:
     columns: dict[str, Any] = field(default_factory=dict)
     """All columns but the prompt's, with their original values."""
     answer_column: str | None = None
+    prompt_column: str | None = None
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def parse_row(record: dict[str, Any], index: int, source: str, layout: Layout = 
     answer_name, answer = _find(record, (layout.answer,) if layout.answer else ANSWER_COLUMNS)
     parsed = _parse_prompt(prompt, f"{source}: row {index}, {prompt_name}", layout)
     others = {name: value for name, value in record.items() if name != prompt_name}
-    return Row(index, parsed, _as_text(answer), others, answer_name)
+    return Row(index, parsed, _as_text(answer), others, answer_name, prompt_name)
 
 
 def _find(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str | None, Any]:

@@ -113,7 +113,11 @@ class Checkpoints:
 
     def seqs(self) -> list[int]:
         """Sequence numbers under which the weights of the checkpoints were announced."""
-        return [int(json.loads((self.folder(step) / PROGRESS).read_text())["seq"]) for step in self.steps()]
+        return [self.seq(step) for step in self.steps()]
+
+    def seq(self, step: int) -> int:
+        """Likewise of one checkpoint, whichever version of this project wrote it."""
+        return int(json.loads((self.folder(step) / PROGRESS).read_text())["seq"])
 
     def folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
@@ -173,6 +177,14 @@ class Checkpoints:
         folder = self.folder(step)
         try:
             _check_sums(folder)
+        except (OSError, ValueError) as error:
+            raise unreadable(folder, error) from error
+        return self.progress(step), folder / STATE
+
+    def progress(self, step: int) -> Progress:
+        """Progress at a checkpoint, whose tensors are not checked. Raises ConfigError."""
+        folder = self.folder(step)
+        try:
             fields = json.loads((folder / PROGRESS).read_text())
             fields.pop("counters", None)  # earlier versions wrote this field, always empty,
             if "updates" in fields:  # and this name
@@ -180,7 +192,7 @@ class Checkpoints:
             fields["outstanding"] = tuple(fields["outstanding"])
             fields["retries"] = tuple((position, attempt) for position, attempt in fields["retries"])
             fields["best"] = tuple(fields["best"]) if fields["best"] else None
-            return Progress(**fields), folder / STATE
+            return Progress(**fields)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise unreadable(folder, error) from error
 

@@ -1,0 +1,229 @@
+"""`dvp-train doctor`: all that would stop a run at once, its prompts as the model reads them, and nothing changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.http import ReplicaState
+from dvp_rl.settings import masked
+from dvp_rl.transport import connection
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
+from dvp_rl.weights.folder import folder_digest
+from dvp_trainer.config import TrainSettings
+from dvp_trainer.doctor import Mark, count_parameters, examine
+from dvp_trainer.report.sinks import read_metrics
+from tests.kit.models import make_model
+from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer, train
+
+NOWHERE = "redis://127.0.0.1:1"
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
+
+
+def examined(flags: list[str]) -> tuple[dict[str, list[str]], str]:
+    """Findings by part, each after its mark, and the error at the end; "" if nothing would stop the run."""
+    found: dict[str, list[str]] = {}
+    try:
+        for finding in examine(TrainSettings.load(flags)):
+            if not isinstance(finding, str):
+                found.setdefault(finding.part, []).append(f"{finding.mark} {finding.text}")
+    except ConfigError as error:
+        return found, str(error)
+    return found, ""
+
+
+async def keys(url: str) -> dict[bytes, bytes]:
+    """All that the broker holds, as dumps by key."""
+    async with await Broker.connect(url, "reader", create=False) as broker:
+        return {key: await broker.redis.dump(key) for key in await broker.redis.keys()}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ready_is_left_as_it_is(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    flags = config(tmp_path, run_id, broker_url, data__heldout=str(HELDOUT))
+    with replica(tmp_path, run_id, broker_url):
+        pass
+    before = asyncio.run(keys(broker_url))
+    done = run_trainer(["doctor", *flags])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert asyncio.run(keys(broker_url)) == before
+    assert not (tmp_path / "run").exists()
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"ok   run          {run_id}: 6 steps of 4 prompts with 4 samples each"
+    assert f"ok   data.train   {TRAIN}: 4000 rows, 4000 different prompts" in lines
+    assert "ok   reward       rewards of the answers of 4 rows, tried as completions: 1, 1, 1, 1" in lines
+    assert [line for line in lines if line.startswith("note")] == [
+        "note replicas     none is alive; the run would wait for one. Start it with"
+    ]
+    assert lines[-1].startswith("Nothing that would stop the run was found.")
+    command = next(line for line in lines if "dvp-rollout --model" in line)
+    assert command.split()[:7] == ["dvp-rollout", "--model", str(MODEL), "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_every_mistake_shows_at_once(tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_reward.py").write_text(
+        "def score(completion, answer, *, prompt, extra):\n    return answer / 2"
+    )
+    (tmp_path / "taken").write_text("a file, not a folder")
+    mistakes = {
+        "data__train": str(tmp_path / "absent.jsonl"),
+        "data__heldout": str(HELDOUT),
+        "reward__name": "broken_reward:score",
+        "model__device": "cuda:99",
+        "out_dir": str(tmp_path / "taken" / "run"),
+        "correction__baseline": "no_such_module:baseline",
+    }
+    found, error = examined(config(tmp_path, run_id, NOWHERE, **mistakes))
+    assert error == "the run would stop at hooks, device, data.train, out_dir"
+    assert "importing no_such_module failed" in found["hooks"][0]
+    assert "FAIL model.device 'cuda:99' cannot be used: " in found["device"][0]
+    assert "absent.jsonl: no such file or folder" in found["data.train"][0]
+    assert found["data.heldout"][0].startswith(f"ok {HELDOUT}: 200 rows")
+    assert found["reward"] == found["prompts"] == ["skip needs data.train"]
+    assert "cannot write to" in found["out_dir"][0]
+    assert found["broker"][0].startswith("note Redis at 127.0.0.1:1 does not answer")
+    assert found["replicas"] == ["skip needs the broker"]
+
+    mistakes = {"reward__name": "broken_reward:score", "model__path": str(tmp_path / "nowhere")}
+    found, error = examined(config(tmp_path, run_id, NOWHERE, **mistakes))
+    assert error == "the run would stop at tokenizer, model"
+    assert found["data.train"] == ["skip needs the tokenizer"]
+
+    found, error = examined(config(tmp_path, run_id, NOWHERE, reward__name="broken_reward:score"))
+    assert error == "the run would stop at reward"
+    assert "failed for the answers of 4 rows" in found["reward"][0]
+    assert "answer / 2" in (tmp_path / "run" / "reward_error.txt").read_text()
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_prompts_are_shown_as_the_model_reads_them(tmp_path: Path, run_id: str) -> None:
+    prompts = ["1+1=", "\x1b[2J" + "a" * 5000 + "end", "2+2="]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"question": text, "answer": "2"}) + "\n" for text in prompts))
+    options: Mapping[str, str | None] = {
+        "model__path": str(make_model(tmp_path / "model", context=5100)),
+        "data__train": str(data),
+        "data__shuffle": "false",
+        "data__system_prompt": "Add.",
+        "data__chat_template_kwargs": "enable_thinking=false",
+        "sampling__max_tokens": "100",
+        "reward__name": "exact_match",
+    }
+    flags = config(tmp_path, run_id, NOWHERE, **options)
+    found, error = examined(flags)
+    assert error == ""
+    assert found["tokenizer"] == ["ok 96 tokens, the model's chat template"]
+    assert found["data.train"][1] == "ok prompt from column 'question', answer from column 'answer'"
+    sizes, cut, first, second = found["prompts"]
+    assert sizes == "ok 20 to 5,023 tokens, median 20, of all 3"
+    assert cut.startswith("note 1 of them leave less room than sampling.max_tokens = 100 in the context of 5,100")
+    assert first == "ok row 0, 20 tokens, answer '2':\n<unk>system<unk>Add.<user>1+1=<assistant>--"
+    assert "[... 3,0" in second
+    assert second.endswith("aaaend<assistant>--")
+    printed = [str(finding) for finding in examine(TrainSettings.load(flags)) if not isinstance(finding, str)]
+    assert "                  <unk>system<unk>Add.<user>1+1=<assistant>--" in "\n".join(printed).splitlines()
+    assert not any("\x1b" in line for line in printed)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str) -> None:
+    model = str(make_model(tmp_path / "model"))
+    found, _ = examined(config(tmp_path, run_id, NOWHERE, model__path=model))
+    assert any("plain text, though the model has a chat template: data.as_chat" in line for line in found["data.train"])
+
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    chats = str(tmp_path / "chats.jsonl")
+    found, error = examined(config(tmp_path, run_id, NOWHERE, model__path=model, data__heldout=chats))
+    assert error == ""
+    assert any(f"note only one of {TRAIN} and {chats} holds chats" in line for line in found["data.heldout"])
+    asked = {"data__heldout": chats, "data__as_chat": "true"}
+    assert "only one" not in str(examined(config(tmp_path, run_id, NOWHERE, model__path=model, **asked)))
+
+
+def test_the_broker_and_its_replicas(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    async def beat(digest: str, *, trains: bool = False) -> None:
+        async with await Broker.connect(broker_url, run_id) as broker:
+            registry = ReplicaRegistry(broker)
+            await registry.beat(ReplicaBeat("one", ReplicaState.SERVING, f"{run_id}:0:{digest}", in_flight=0))
+            if trains:
+                async with TrainerLease(broker, "elsewhere").held() as fence:
+                    await registry.beat_trainer(TrainerBeat(3, f"{run_id}:1:{digest}"), fence=fence)
+
+    flags, digest = config(tmp_path, run_id, broker_url), folder_digest(MODEL)
+    asyncio.run(beat(digest))
+    found, error = examined(flags)
+    assert error == ""
+    assert found["broker"] == [f"ok {masked(broker_url)} answers and permits what a trainer does"]
+    assert found["replicas"] == [f"ok one: serving, serves {run_id}:0:{digest}"]
+
+    asyncio.run(beat("0123", trains=True))
+    found, error = examined(flags)
+    assert error == "the run would stop at broker"
+    assert f"run_id '{run_id}' is being trained (at step 3, last seen" in found["broker"][0]
+    assert "note one was started with another model folder (digest 0123, not" in found["replicas"][1]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    out = tmp_path / "run"
+    heldout: dict[str, str | None] = {
+        "data__heldout": str(HELDOUT),
+        "evaluate__interval": "1",
+        "evaluate__limit": "4",
+        "checkpoint__interval": "1",
+    }
+    with replica(tmp_path, run_id, broker_url):
+        train(config(tmp_path, run_id, broker_url, **heldout))
+    assert len(read_metrics(out / "metrics.jsonl")) == 7
+
+    found, error = examined(config(tmp_path, run_id, broker_url, steps="9", **heldout))
+    assert error == ""
+    resumed, space = found["out_dir"]
+    assert resumed == f"ok {out}: the run resumes after step 6 of 9"
+    taken = sum(f.stat().st_size for name in ("checkpoints", "weights") for f in (out / name).rglob("*") if f.is_file())
+    bound = 1e9 * float(space.split(" about ")[1].split()[0])
+    assert bound / 3 < taken < bound
+
+    found, error = examined(config(tmp_path, run_id, broker_url, **heldout))
+    assert error == ""
+    assert found["out_dir"][0] == f"note {out}: 6 of 6 steps are done; to train on, raise steps"
+    found, error = examined(config(tmp_path, run_id, broker_url, seed="5", **heldout))
+    assert error == "the run would stop at out_dir"
+    assert "is not what the checkpoint of step 6 was trained on" in found["out_dir"][0]
+
+
+def test_weights_of_a_model_folder(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    num = count_parameters(model)
+    assert abs(4 * num / (model / "model.safetensors").stat().st_size - 1) < 0.05
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match=r"model-00002\.safetensors is missing, which model\.safetensors\.index\.json"
+    ):
+        count_parameters(model)
+    (model / "model-00002.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(ConfigError, match="its weights cannot be read"):
+        count_parameters(model)
+    shutil.rmtree(model)
+    model.mkdir()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors file in it"):
+        count_parameters(model)
+
+
+def test_marks_are_what_the_documentation_says() -> None:
+    assert list(Mark) == ["ok", "note", "skip", "FAIL"]

@@ -1,0 +1,383 @@
+"""`dvp-train doctor CONFIG`: what would stop a run, and what its prompts look like, before it starts.
+
+It goes through the parts of a run's start (setup.py) one by one. Where one fails it says so and goes on, so that all
+mistakes show at once. It loads no weights, changes nothing at the broker, and leaves no file but that of a failed
+reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from math import prod
+from pathlib import Path
+from shlex import quote
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dvp_rl.contract.errors import ConfigError, DvpError, NoBrokerError
+from dvp_rl.contract.http import ReplicaHealth, Verdict
+from dvp_rl.contract.weights import INITIAL_SEQ, WeightVersion
+from dvp_rl.engines.context import model_context
+from dvp_rl.engines.tokenizer import Tokenizer, load_config
+from dvp_rl.settings import masked
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.health import Snapshot, judge, take_snapshot
+from dvp_rl.transport.roles import Role
+from dvp_rl.weights.folder import folder_digest
+
+from .config import TrainSettings
+from .data.prompts import Prompts, Row
+from .data.scoring import encode_prompt
+from .learn.weight_files import INDEX
+from .report.completions import CONTROLS
+from .resume.checkpoint import Checkpoints
+from .setup import check_hooks, check_resumable, compare_kinds, open_heldout, open_tokenizer, open_training, scoring
+
+SHOWN_ROWS = 2
+MEASURED_ROWS = 1000
+MAX_CHARACTERS = 2000
+"""Longest rendered prompt that is shown in full."""
+STATE_BYTES = 12
+"""Bytes of a parameter in a checkpoint: the weight and AdamW's two moments in float32."""
+EXPECTED = {Verdict.NO_REPLICAS, Verdict.NO_TRAINER, Verdict.IDLE}
+"""Verdicts that say nothing new before a run starts."""
+
+
+class Mark(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    """The run starts, but perhaps not as meant."""
+    SKIPPED = "skip"
+    """Not looked at, because of an earlier failure."""
+    FAILED = "FAIL"
+    """The run would stop."""
+
+
+class Finding(NamedTuple):
+    mark: Mark
+    part: str
+    text: str
+
+    def __str__(self) -> str:
+        first, *more = self.text.translate(CONTROLS).split("\n")
+        return "\n".join([f"{self.mark:<5}{self.part:<13}{first}", *(f"{'':18}{line}" for line in more)])
+
+
+class Note(str):
+    """A finding to act upon, although the run starts."""
+
+
+class SkippedError(Exception):
+    """A part cannot be looked at without what an earlier one failed to find."""
+
+
+def examine(settings: TrainSettings) -> Iterator[Finding | str]:
+    """Findings as they are made, then advice. Raises ConfigError if one of them would stop the run."""
+    yield Finding(Mark.OK, "run", _described(settings))
+    examination, failed = Examination(settings), []
+    for part, look in examination.parts().items():
+        for finding in _looked(part, look):
+            if finding.mark is Mark.FAILED:
+                failed.append(part)
+            yield finding
+    if failed:
+        raise ConfigError(f"the run would stop at {', '.join(failed)}")
+    yield "Nothing that would stop the run was found. `dvp-train check` also loads the model and tries it."
+
+
+def _described(settings: TrainSettings) -> str:
+    batch, n = settings.batch.groups, settings.sampling.n
+    return f"{settings.run_id}: {settings.steps} steps of {batch} prompts with {n} samples each"
+
+
+def _looked(part: str, look: Callable[[], Iterable[str]]) -> Iterator[Finding]:
+    """Findings of a part of the start: what it logs, what it says, and how it fails."""
+    said: list[Finding] = []
+    with _heard() as records:
+        try:
+            said += (Finding(Mark.NOTE if isinstance(text, Note) else Mark.OK, part, text) for text in look())
+        except SkippedError as error:
+            said.append(Finding(Mark.SKIPPED, part, str(error)))
+        except (DvpError, OSError) as error:
+            said.append(Finding(Mark.FAILED, part, str(error)))
+    for record in records:
+        mark = Mark.OK if record.levelno < logging.WARNING else Mark.NOTE
+        yield Finding(mark, part, record.getMessage())
+    yield from said
+
+
+class Examination:
+    """The parts of a run's start, each with what earlier ones have found."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.settings = settings
+        self.tokenizer: Tokenizer | None = None
+        self.train: Prompts | None = None
+        self.heldout: Prompts | None = None
+        self.num_parameters: int | None = None
+        self.snapshot: Snapshot | None = None
+
+    def parts(self) -> dict[str, Callable[[], Iterable[str]]]:
+        """What to look at, in order."""
+        heldout = {} if self.settings.data.heldout is None else {"data.heldout": self.look_at_heldout}
+        return {
+            "hooks": self.look_at_hooks,
+            "device": self.look_at_device,
+            "tokenizer": self.look_at_tokenizer,
+            "model": self.look_at_model,
+            "data.train": self.look_at_train,
+            "prompts": self.look_at_prompts,
+            **heldout,
+            "reward": self.look_at_reward,
+            "out_dir": self.look_at_out_dir,
+            "broker": self.look_at_broker,
+            "replicas": self.look_at_replicas,
+        }
+
+    def look_at_hooks(self) -> Iterable[str]:
+        self.settings.weights.read_token()
+        check_hooks(self.settings)
+        return ()
+
+    def look_at_device(self) -> Iterator[str]:
+        device = self.settings.model.device
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # PyTorch without CUDA asserts
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"model.device {device!r} cannot be used: {reason}") from None
+        yield device if not device.startswith("cuda") else f"{device}, {torch.cuda.get_device_name(device)}"
+
+    def look_at_tokenizer(self) -> Iterator[str]:
+        self.tokenizer = open_tokenizer(self.settings)
+        template = self.settings.data.chat_template or ("no" if self.tokenizer.chat_template is None else "the model's")
+        yield f"{self.tokenizer.vocab_size:,} tokens, {template} chat template"
+
+    def look_at_model(self) -> Iterator[str]:
+        folder = self.settings.model.path
+        config, self.num_parameters = load_config(folder), count_parameters(folder)
+        context = model_context(config)
+        length = "of a length that config.json does not name" if context is None else f"of {context:,} tokens"
+        yield f"{config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, context {length}"
+
+    def look_at_train(self) -> Iterator[str]:
+        self.train = open_training(self.settings, self._tokenizer)
+        yield _columns(self.train)
+
+    def look_at_heldout(self) -> Iterator[str]:
+        self.heldout = open_heldout(self.settings, self._tokenizer)
+        assert self.heldout is not None, "this part is there only if it is set"
+        if self.train is not None:
+            compare_kinds(self.train, self.heldout)
+        yield _columns(self.heldout)
+
+    def look_at_prompts(self) -> Iterator[str]:
+        rows, tokenizer = self._train.first(MEASURED_ROWS), self._tokenizer
+        encoded = [encode_prompt(tokenizer, row, self._train.source).tolist() for row in rows]
+        lengths = sorted(map(len, encoded))
+        measured = f"the first {len(rows):,}" if len(rows) < len(self._train) else f"all {len(rows):,}"
+        yield f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {median(lengths):,.0f}, of {measured}"
+        yield from self._room(lengths)
+        for row, ids in zip(rows[:SHOWN_ROWS], encoded, strict=False):
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            yield f"row {row.index}, {len(ids)} tokens, answer {_answer(row)}:\n{_shortened(text)}"
+
+    def _room(self, lengths: list[int]) -> Iterator[str]:
+        context, limit = model_context(load_config(self.settings.model.path)), self.settings.sampling.max_tokens
+        cut = sum(context is not None and length + limit > context for length in lengths)
+        if cut:
+            yield Note(
+                f"{cut:,} of them leave less room than sampling.max_tokens = {limit:,} in the context of {context:,}: "
+                "their completions are cut off earlier"
+            )
+
+    def look_at_reward(self) -> Iterable[str]:
+        async def tried() -> None:
+            async with scoring(self.settings, self._tokenizer, self._train, self.heldout, trains=True):
+                pass
+
+        asyncio.run(tried())
+        return ()
+
+    def look_at_out_dir(self) -> Iterator[str]:
+        out = self.settings.out_dir
+        place = _writable("out_dir", out)
+        root = out / "checkpoints"
+        checkpoints = Checkpoints(root, keep=1, create=False)
+        steps, planned = checkpoints.steps() if root.is_dir() else [], self.settings.steps
+        if not steps:
+            yield f"{out}: no checkpoint in it, the run begins at step 0"
+        else:
+            if self.train is not None:
+                check_resumable(self.settings, checkpoints.progress(steps[-1]), self.train)
+            if steps[-1] < planned:
+                yield f"{out}: the run resumes after step {steps[-1]} of {planned}"
+            else:
+                yield Note(f"{out}: {steps[-1]} of {planned} steps are done; to train on, raise steps")
+        if self.settings.weights.folder is not None:
+            _writable("weights.folder", self.settings.weights.folder)
+        yield from self._space(place)
+
+    def _space(self, place: Path) -> Iterator[str]:
+        """Compares what the run keeps at a time with what is free: checkpoints (the newest, the best, and the one being
+        written) and published versions. Adapters are too small to matter."""
+        settings, num = self.settings, self.num_parameters
+        if num is None or settings.lora.rank:
+            return
+        per_weight = 2 if settings.weights.dtype == "bfloat16" else 4
+        need = num * (STATE_BYTES * (settings.checkpoint.keep + 2) + per_weight * (settings.weights.keep_last + 2))
+        free = shutil.disk_usage(place).free
+        text = f"checkpoints and weights take up to about {need / 1e9:.3g} GB; {free / 1e9:.3g} GB are free in {place}"
+        yield text if need < free else Note(text)
+
+    def look_at_broker(self) -> Iterator[str]:
+        settings = self.settings.broker
+
+        async def snapshot() -> Snapshot:
+            url, run_id = settings.redis_url, self.settings.run_id
+            async with await Broker.connect(url, run_id, role=Role.TRAINER, create=False) as broker:
+                await broker.check_server()
+                return await take_snapshot(broker)
+
+        try:
+            self.snapshot = found = asyncio.run(snapshot())
+        except NoBrokerError as error:
+            yield Note(f"{error}. The run would wait for it for up to {settings.stall_timeout_s:g} s")
+            return
+        if found.trainer_lives and found.trainer is not None and not found.finished:
+            seen = f"at step {found.trainer.step}, last seen {found.trainer.last_seen_s:.0f} s ago"
+            raise ConfigError(f"run_id {self.settings.run_id!r} is being trained ({seen}): stop it, or choose another")
+        yield f"{masked(settings.redis_url)} answers and permits what a trainer does"
+        for reason in judge(found).reasons:
+            if reason.verdict not in EXPECTED:
+                yield Note(f"{reason.detail}; {reason.remedy}")
+
+    def look_at_replicas(self) -> Iterator[str]:
+        if self.snapshot is None:
+            raise SkippedError("needs the broker")
+        model = self.settings.model.path
+        if not self.snapshot.live:
+            yield Note(f"none is alive; the run would wait for one. Start it with\n{_rollout(self.settings)}")
+        digest = folder_digest(model) if any(_first_model(replica) for replica in self.snapshot.live) else ""
+        for replica in self.snapshot.live:
+            yield f"{replica.id}: {replica.state}, serves {replica.version}"
+            if (first := _first_model(replica)) and first != digest:
+                yield Note(f"{replica.id} was started with another model folder (digest {first}, not {digest})")
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise SkippedError("needs the tokenizer")
+        return self.tokenizer
+
+    @property
+    def _train(self) -> Prompts:
+        if self.train is None:
+            raise SkippedError("needs data.train")
+        return self.train
+
+
+def count_parameters(folder: Path) -> int:
+    """Number of values in the folder's safetensors, without reading them. Raises ConfigError if there are none, if one
+    is damaged, or if one that the index names is missing."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model folder {folder}: no *.safetensors file in it (pickled weights are never read)")
+    try:
+        index = json.loads((folder / INDEX).read_text()) if (folder / INDEX).exists() else {"weight_map": {}}
+        if missing := sorted(set(index["weight_map"].values()) - {file.name for file in files}):
+            raise ConfigError(f"model folder {folder}: {', '.join(missing)} is missing, which {INDEX} names")
+        return sum(_count(file) for file in files)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"model folder {folder}: its weights cannot be read: {error}") from None
+
+
+def _count(file: Path) -> int:
+    with safe_open(file, "pt") as tensors:
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 - no mapping
+
+
+def _columns(prompts: Prompts) -> str:
+    (row,) = prompts.first(1)
+    answer = "no answer" if row.answer_column is None else f"answer from column {row.answer_column!r}"
+    return f"prompt from column {row.prompt_column!r}, {answer}"
+
+
+def _rollout(settings: TrainSettings) -> str:
+    """The command that starts a replica of the transformers engine for this run."""
+    model = settings.model
+    options = {
+        "model": quote(str(model.path)),
+        "device": model.device,
+        "dtype": model.compute_dtype,
+        "redis-url": quote(masked(settings.broker.redis_url)),
+        "run-id": settings.run_id,
+    }
+    if model.fixed_shape is not None:
+        options["fixed-shape"] = model.fixed_shape
+    command = ["dvp-rollout", *(f"--{name} {value}" for name, value in options.items())]
+    return " ".join(command + ["--fp32-head"] * model.fp32_head + ["--deterministic"] * settings.deterministic)
+
+
+def _answer(row: Row) -> str:
+    return "none" if row.answer is None else repr(row.answer[:MAX_CHARACTERS])
+
+
+def _shortened(text: str) -> str:
+    half = MAX_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
+
+
+def _writable(setting: str, folder: Path) -> Path:
+    """The folder, or the one in which it will be created. Raises ConfigError if this user cannot write there."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting} {folder}: user {os.geteuid()} cannot write to {place}")
+    return place
+
+
+def _first_model(replica: ReplicaHealth) -> str:
+    """Digest of the folder that the replica was started with; "" if it serves a version of a trainer."""
+    version = WeightVersion.parse(replica.version)
+    return version.digest if version.seq == INITIAL_SEQ else ""
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def _heard() -> Iterator[list[logging.LogRecord]]:
+    """What the project logs meanwhile, from INFO on, instead of its going elsewhere."""
+    handler = _Listener()
+    loggers = [logging.getLogger(name) for name in ("dvp_rl", "dvp_trainer")]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield handler.records
+    finally:
+        for logger, level, propagate in before:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
