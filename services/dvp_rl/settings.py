@@ -17,18 +17,20 @@ level. Settings are built once, in a `__main__`, and passed down:
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
 import re
 import signal
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -42,11 +44,16 @@ from pydantic_settings import (
 
 from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal
 
+from .extras import NAME, in_an_extra, pip_install, version
+
 NESTED = "__"
 MASK = "**********"
 """Stands for a secret, as in pydantic."""
 UNSET = "None"
 """Stands for None in a TOML file, as on the command line, where leaving a key out means something else."""
+PAGE_WIDTH = 78
+"""Columns of --help that pydantic-settings does not wrap by itself."""
+SWITCH = {"True": "on", "False": "off"}
 MASKED_IN_URL = re.compile(rf"[:=]{re.escape(MASK)}")
 PASSWORDS = (
     re.compile(r"(:/+[^:@]*:).*(?=@)", re.DOTALL),
@@ -74,11 +81,16 @@ class Settings(BaseSettings):
         env_ignore_empty=True,
         nested_model_default_partial_update=True,
         cli_kebab_case=True,
-        cli_implicit_flags="toggle",
+        cli_implicit_flags="dual",
         cli_avoid_json=True,
         cli_hide_none_type=True,
         cli_exit_on_error=False,
     )
+
+    usage: ClassVar[str] = "[options]"
+    """What --help shows after the program's name."""
+    hint: ClassVar[str] = ""
+    """What to do if no settings are given although some are required."""
 
     config: Path | None = None
     """TOML file with any of these settings."""
@@ -99,16 +111,21 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, argv: Sequence[str], toml_file: Path | None = None) -> Self:
-        """Reads all sources. `--dry-run` and `--help` print and exit with code 0. Raises ConfigError."""
+        """Reads all sources. `--dry-run`, `--help` and `--version` print and exit with code 0. Raises ConfigError."""
         _refuse_unknown_variables(cls)
-        values = _read_toml(cls, toml_file or _config_option(cls, argv))
+        file = toml_file or _config_option(cls, argv)
+        values = _read_toml(cls, file)
         try:
-            command_line = CliSettingsSource[Any](cls, add_argument_method=_add_argument)
+            command_line = CliSettingsSource[Any](
+                cls, add_argument_method=_add_argument, add_argument_group_method=_add_group
+            )
+            _complete(command_line.root_parser, cls)
             settings = cls(_cli_settings_source=command_line(args=list(argv)), **values)
         except SettingsError as error:
             raise ConfigError(_explain_flag(cls, str(error))) from None
         except ValidationError as error:
-            raise ConfigError(_explain(cls, error)) from None
+            given_nothing = not argv and file is None and all(item["type"] == "missing" for item in error.errors())
+            raise ConfigError(cls.hint if given_nothing and cls.hint else _explain(cls, error)) from None
         if settings.dry_run:
             sys.stdout.write(settings.to_toml())
             raise SystemExit(0)
@@ -134,15 +151,21 @@ def forget_variables() -> None:
 
 
 @contextmanager
-def user_errors(program: str) -> Iterator[None]:
+def user_errors(program: str, extra: str = "") -> Iterator[None]:
     """Turns this project's errors and refusals by the operating system into one message on stderr and exit code 2, and
-    Ctrl-C into exit code 130. If nobody reads its output any more (`| head`), the program ends silently."""
+    Ctrl-C into exit code 130. If nobody reads its output any more (`| head`), the program ends silently. `extra` is the
+    one that the program needs: if a package of it is missing, the message says how to install it."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         raise SystemExit(128 + signal.SIGPIPE) from None
+    except ModuleNotFoundError as error:
+        if not extra or not in_an_extra(error.name or ""):
+            raise
+        sys.stderr.write(f"{program}: error: needs {error.name}, which is not installed: {pip_install(extra)}\n")
+        raise SystemExit(2) from None
     except (DvpError, OSError) as error:
         if isinstance(error, OSError) and not is_refusal(error):
             raise
@@ -152,13 +175,63 @@ def user_errors(program: str) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+class _Switch(argparse.BooleanOptionalAction):
+    """Takes --name and --no-name."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, not str(option).startswith("--no-"))
+
+
 def _add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
-    """Shows StrEnum members in --help by value, as everywhere else; pydantic-settings alone shows their names."""
-    choices = options.get("metavar")
-    if isinstance(choices, str) and choices.startswith("{"):
-        options["metavar"] = choices.lower()
-        options["help"] = re.sub(r"\(default: .*\)$", lambda default: default[0].lower(), options.get("help", ""))
-    return parser.add_argument(*names, **options)
+    """Shows in --help what a user would type: StrEnum members by value, types by everyday names, no empty defaults."""
+    metavar, text = str(options.get("metavar", "")), str(options.get("help", ""))
+    text = re.sub(r" ?\(default factory: \w+\)$", "", text)
+    text = re.sub(r" ?\(default: \)$", "" if metavar == SecretStr.__name__ else r" (default: empty)", text)
+    if metavar:
+        options["metavar"] = _everyday(metavar)
+    if metavar.startswith("{") and not text.endswith("(default: None)"):
+        text = re.sub(r"\(default: .*\)$", lambda default: default[0].lower(), text)
+    if options.get("action") is not argparse.BooleanOptionalAction:
+        return parser.add_argument(*names, **options | {"help": text})
+    is_off = text.endswith("(default: False)")
+    action = parser.add_argument(*names, **options | {"help": text, "action": _Switch})
+    if is_off:  # the other form is accepted, but would only lengthen the page
+        action.option_strings = names
+    action.help = re.sub(r"\(default: (\w+)\)$", lambda found: f"(default: {SWITCH[found[1]]})", text)
+    return action
+
+
+def _everyday(metavar: str) -> str:
+    """The Python type that pydantic-settings shows, as something that can be typed."""
+    words = {"str": "TEXT", "SecretStr": "SECRET", "int": "N", "float": "X", "Path": "PATH"}
+    if metavar.startswith("dict["):
+        return "NAME=VALUE"
+    if metavar.startswith("{"):
+        choices = (words.get(choice, choice.lower()) for choice in re.findall(r"[^{},]+", metavar))
+        return f"{{{','.join(choices)}}}"
+    plain = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), metavar)
+    return re.sub(r"^tuple\[(.*)\]$", r"\1", plain)
+
+
+def _add_group(parser: argparse.ArgumentParser, **options: Any) -> Any:
+    if description := options.get("description"):
+        options["description"] = textwrap.fill(inspect.cleandoc(description), PAGE_WIDTH)
+    return parser.add_argument_group(**options)
+
+
+def _complete(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
+    """Adds to a command's parser what pydantic-settings leaves out."""
+    prefix = cls.model_config["env_prefix"]
+    parser.usage = f"%(prog)s {cls.usage}"
+    parser.description = textwrap.fill(inspect.cleandoc(cls.__doc__ or ""), PAGE_WIDTH)
+    parser.add_argument("--version", action="version", version=f"{NAME} {version()}", help="show the version and exit")
+    parser.epilog = (
+        f"Each option is also a key of the TOML file and a variable of the environment:\n--section.key-name is "
+        f"key_name in [section], and {prefix}SECTION__KEY_NAME.\nThe command line wins over the environment, and "
+        "the environment over the file."
+    )
 
 
 def _config_option(cls: type[Settings], argv: Sequence[str]) -> Path | None:

@@ -20,6 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pydantic import Field
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.extras import pip_install
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -62,7 +63,7 @@ def _make_provider(service: str, url: str, attributes: Mapping[str, str]) -> Tra
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         raise ConfigError(
-            f"trace_url is {url!r}, but OpenTelemetry is not installed: pip install 'dvp-rl[otel]', or leave it unset"
+            f"trace_url is {url!r}, but OpenTelemetry is not installed: {pip_install('otel')}, or leave it unset"
         ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": service, **attributes}), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=TIMEOUT_S)

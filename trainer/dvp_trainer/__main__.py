@@ -26,7 +26,7 @@ RANK_TIMEOUT_S = 600.0
 
 
 def main() -> None:
-    with user_errors("dvp-train"):
+    with user_errors("dvp-train", extra="trainer"):
         argv = sys.argv[1:]
         if argv and (answer := ANSWERS.get(argv[0])):
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is half-written is removed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -47,6 +47,7 @@ class ModelSection(Section):
     path: Path
     """Folder of the Hugging Face causal LM that training starts from."""
     device: str = "cpu"
+    """Where the model trains: cpu, cuda or cuda:N. Under torchrun, cuda gives each rank its own GPU."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: forward and backward compute as an engine of that dtype does; weights, optimizer and gradient sums stay
     float32. Logits are cast to float32 before the method uses them."""
@@ -54,6 +55,7 @@ class ModelSection(Section):
     """bfloat16 only: the LM head computes in float32 on the same weights. bfloat16 replicas then need --fp32-head too:
     on one side only it is worse than on neither, and their groups are refused."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, more time."""
     micro_batch_tokens: Positive = 16_384
     """Tokens per forward and backward, prompts included; memory grows with this."""
     fixed_shape: ShapeText | None = None
@@ -88,14 +90,17 @@ class DataSection(Section):
     train: str
     """A .jsonl or .parquet file, a folder saved by `datasets`, `hub:owner/name`, or your own rows (module:function)."""
     heldout: str | None = None
+    """Prompts that are only evaluated on, in the same forms. Rows are read in their order."""
     train_split: str = "train"
-    """Split to use if the data set has several; likewise heldout_split."""
+    """Split of `train` to use if the data set has several."""
     heldout_split: str = "train"
+    """Split of `heldout` to use if the data set has several."""
     subset: str | None = None
     """Configuration to use if the data set has several."""
     prompt_column: str | None = None
     """None: recognised from the layout (plain, DAPO-math, AIME)."""
     answer_column: str | None = None
+    """None: recognised likewise. A dot selects a nested column, e.g. reward_model.ground_truth."""
     as_chat: bool = False
     """Prompts that are plain text become the user's message of a chat, as models with a chat template expect."""
     system_prompt: str | None = None
@@ -106,7 +111,9 @@ class DataSection(Section):
     """Arguments of the chat template, e.g. { enable_thinking = false }. One that the template does not read is
     refused."""
     shuffle: bool = True
+    """Draw training prompts in a new random order in every epoch."""
     limit: Positive | None = None
+    """Train on the first rows only."""
     max_prompt_tokens: Positive | None = None
     """Longer prompts are skipped and counted."""
 
@@ -116,6 +123,7 @@ class RewardSection(Section):
     """`math`, `exact_match`, `arithmetic`, or `module:function` importable from the working directory, in this
     project's form or TRL's, plain or async."""
     workers: Positive = 1
+    """Processes that compute rewards."""
     timeout_s: Seconds = 10.0
     """Longest time to score one sample, in seconds; then its reward fails. In TRL's form a group has as many times that
     as it has samples."""
@@ -123,7 +131,11 @@ class RewardSection(Section):
     """Memory that a worker may take beyond what it has once the function is imported; then the sample's reward fails.
     Linux only."""
     on_error: OnError = OnError.ZERO
+    """zero: a sample whose reward fails has reward 0, and is counted; the run stops only if all of a batch fail. stop:
+    the first failure stops the run."""
     overlong: Overlong = Overlong.KEEP
+    """Treatment of samples that max_tokens cut off. keep: like all others. soft: DAPO's penalty on every long sample.
+    mask: no gradient. drop: no gradient, and no part in the baseline of the others."""
     overlong_buffer: NonNegative = 0
     """Number of tokens before max_tokens over which the soft penalty grows from 0 to -1 (DAPO)."""
 
@@ -132,11 +144,15 @@ class SamplingSection(Section):
     """The policy that is sampled and trained."""
 
     n: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Samples per prompt."""
     log_min_p: LogMinP = LOG_RHO
     """log(rho); -13 by default. A small vocabulary needs a larger rho for pruning to bind at all."""
     temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Divides the logits before pruning, in sampling and in training."""
     max_tokens: Positive = 1024
+    """Longest sample, in tokens."""
     stop: tuple[str, ...] = ()
+    """Texts that end a sample. The tokens that complete one are trained, too."""
 
     def to_sampling(self, seed: int | None = None) -> Sampling:
         return Sampling(seed=seed, **self.model_dump(exclude={"n"}))
@@ -157,6 +173,8 @@ class BatchSection(Section):
     on_stale: Literal["drop", "train"] = "drop"
     """drop: the prompt is sampled again as its next attempt."""
     max_attempts: Positive = 8
+    """Attempts at a prompt, those for stale groups included, after which a group that does not match its job stops the
+    run."""
 
 
 class CorrectionSection(Section):
@@ -165,10 +183,15 @@ class CorrectionSection(Section):
     veto: Annotated[float, Field(gt=0, lt=1)] | None = 1e-4
     """A sequence is dropped if the ratio of any token is below this. None: only outside and NaN tokens veto."""
     mode: Mode = Mode.MIS
+    """What happens to an importance weight out of bounds. mis: 0. tis: truncated. none: as it is. unit: all are 1."""
     level: Level = Level.SEQUENCE
+    """What one weight covers: a sequence, a token, or a sequence by its geometric mean. Only sequence is unbiased."""
     bounds: Bounds = Bounds.UPPER
+    """upper: w <= cap. two_sided: 1 / cap <= w <= cap."""
     cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight within bounds."""
     denominator: Denominator = Denominator.ALL
+    """The step's sum is divided by the number of all sequences, or that times the share that was kept."""
     baseline: Annotated[str, AfterValidator(partial(choice_or_hook, Baseline))] = Baseline.RLOO
     """`rloo`, `rloo_weighted`, `grpo`, `grpo_std`, or your own advantages as module:function."""
     objective: HookName | None = None
@@ -177,17 +200,24 @@ class CorrectionSection(Section):
 
 class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Learning rate of AdamW, constant after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of AdamW's second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
     warmup_steps: NonNegative = 0
+    """Optimizer steps over which the learning rate grows linearly."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients of a larger norm are scaled down to it."""
 
 
 class CheckpointSection(Section):
     interval: Positive = 10
     """Batches between checkpoints. Groups are acknowledged after the checkpoint that covers them."""
     keep: Positive = 2
+    """Newest checkpoints to keep, besides the one with the best held-out score."""
 
 
 class WeightsSection(WeightReader):
@@ -197,7 +227,9 @@ class WeightsSection(WeightReader):
     """URL of the dvp-weights that serves this folder (http://host:port), for replicas that do not mount it. A version
     is announced once it is served there; the longest wait is broker.stall_timeout_s."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of published weights."""
     keep_last: Positive = 2
+    """Newest versions to keep on disk, besides those that are served or belong to a checkpoint."""
     route: WeightRoute = WeightRoute.FOLDER
     """distributed: sends weights over the network to SGLang replicas, which then need not share the folder."""
     interface: str = "lo"
@@ -212,13 +244,17 @@ class EvaluateSection(Section):
     n: Positive = 1
     """Samples per held-out prompt; avg@n and pass@k for k = 1, 2, 4, .. n."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """0 is greedy."""
     log_min_p: LogMinP | None = None
-    """None: that of the policy in training; likewise max_tokens. -1e4 prunes nothing."""
+    """None: that of the policy in training. -1e4 prunes nothing."""
     max_tokens: Positive | None = None
+    """None: that of the policy in training."""
     correct_from: float = 1.0
     """Lowest reward of a sample that pass@k counts as correct. Any value but 1 is part of the metric's name."""
     limit: Positive | None = None
+    """Evaluate on the first held-out rows only."""
     timeout_s: Seconds = 3600.0
+    """Longest time for one evaluation, in seconds."""
 
     def to_sampling(self, trained: SamplingSection, seed: int) -> Sampling:
         own = {"temperature": self.temperature, "log_min_p": self.log_min_p, "max_tokens": self.max_tokens}
@@ -228,6 +264,7 @@ class EvaluateSection(Section):
 
 class ReportSection(Section):
     tensorboard: bool = True
+    """Write metrics to out_dir/tensorboard."""
     html: bool = True
     """Write out_dir/report.html when the run ends, however it ends. `dvp-train report OUT_DIR` does so at any time."""
     wandb_project: str | None = None
@@ -249,24 +286,43 @@ class ReportSection(Section):
 class MetricsSection(Listening, Section):
     """/metrics for Prometheus, and /healthz."""
 
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """None: nothing is served."""
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """0 takes a free port: see the log. None: nothing is served."""
 
     @classmethod
     def token_variable(cls) -> str:
         return "DVP_TRAIN__METRICS__TOKEN"
 
 
+USAGE = """CONFIG [options]
+       dvp-train doctor CONFIG [options]
+       dvp-train eval CONFIG [--step STEP] [options]
+       dvp-train check MODEL [options]
+       dvp-train export RUN --to FOLDER [options]
+       dvp-train report RUN
+       dvp-train compare RUN RUN ... [--to PAGE]"""
+
+
 class TrainSettings(Settings):
-    """A training run."""
+    """Trains by CONFIG: a TOML file, or the out_dir of a run, which starts again with its settings. doctor says what
+    would stop the run and shows its first prompts, eval scores a checkpoint, check tries a model, export writes one,
+    report and compare describe runs. Each command explains its own options with --help."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_TRAIN__", cli_prog_name="dvp-train")
+    usage: ClassVar[str] = USAGE
+    hint: ClassVar[str] = (
+        "nothing to do: name a configuration file, as in `dvp-train CONFIG.toml`. The README shows one (Train your own "
+        "model); `dvp-train --help` explains every setting"
+    )
 
     run_id: Annotated[str, Field(pattern=RUN_ID)]
     """Name of the queue, the weight versions and the lease. Each run id admits one trainer."""
     out_dir: Path
+    """Folder of the run: checkpoints, weights, metrics and report. A run in it is resumed."""
     steps: Positive
+    """Batches to train in all, those before a resume included."""
     seed: NonNegative = 0
+    """Seed of the prompts' order, of all samples and of new adapters."""
     deterministic: bool = False
     """Makes the run bitwise reproducible, with max_staleness 0 and one replica in deterministic mode."""
     threads: NonNegative = 0
@@ -291,7 +347,9 @@ class TrainSettings(Settings):
     trace_url: TraceUrl | None = None
     """Collector of OpenTelemetry traces, e.g. http://127.0.0.1:4318; needs the extra otel."""
     log_level: LogLevel = LogLevel.INFO
+    """Least severe messages to log."""
     log_format: LogFormat = LogFormat.TEXT
+    """Log lines for people, or as JSON objects."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainSettings:
@@ -329,6 +387,7 @@ class CheckSettings(Settings):
     """Reports how a run would treat a model, without starting one."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_CHECK__", cli_prog_name="dvp-train check")
+    usage: ClassVar[str] = "MODEL [options]"
 
     model: ModelSection
     """Its path may come first, without an option name."""
@@ -337,6 +396,7 @@ class CheckSettings(Settings):
     replica: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
     """http://host:port of a replica that serves this model; its log-probs are compared with the trainer's."""
     replica_token: SecretStr = SecretStr("")
+    """That replica's token, of scope client."""
     threads: NonNegative = 0
     """CPU threads; 0: one per CPU that it may use."""
 
@@ -345,7 +405,9 @@ Which = Literal["best", "last"] | NonNegative
 
 
 class EvalSettings(TrainSettings):
-    """Scores one checkpoint of a run; takes the run's folder, or its configuration file."""
+    """Scores one checkpoint of a run on its held-out prompts."""
+
+    usage: ClassVar[str] = "eval CONFIG [--step STEP] [options]"
 
     step: Which = "best"
     """The checkpoint: that with the best held-out score (the newest if there are no scores), the newest, or that of a
@@ -356,6 +418,7 @@ class ExportSettings(Settings):
     """Writes the model of one checkpoint as a folder for Transformers, SGLang, vLLM and others."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_EXPORT__", cli_prog_name="dvp-train export")
+    usage: ClassVar[str] = "RUN --to FOLDER [options]"
 
     run: CliPositionalArg[Path]
     """out_dir of the run."""
@@ -365,6 +428,7 @@ class ExportSettings(Settings):
     """The checkpoint: that with the best held-out score (the newest if there are no scores), the newest, or that of a
     step."""
     form: ExportForm = ExportForm.MERGED
+    """merged: a whole model. adapter: the adapters of a LoRA run alone, for PEFT."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of a merged model's weights. None: that of the model that training started from."""
     model: Path | None = None
@@ -375,6 +439,7 @@ class ReportSettings(Settings):
     """Writes the HTML report of a run, in progress or ended, and prints how the run stands."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_REPORT__", cli_prog_name="dvp-train report")
+    usage: ClassVar[str] = "RUN"
 
     run: CliPositionalArg[Path]
     """out_dir of the run."""
@@ -384,6 +449,7 @@ class CompareSettings(Settings):
     """Compares runs: the settings in which they differ, what they reached, and their curves in one HTML page."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_COMPARE__", cli_prog_name="dvp-train compare")
+    usage: ClassVar[str] = "RUN RUN ... [--to PAGE]"
 
     runs: CliPositionalArg[Annotated[tuple[Path, ...], Field(min_length=2, max_length=6)]]
     """out_dirs of the runs, one per colour."""

@@ -93,7 +93,9 @@ class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic mer
     """File to write the port to once it is bound; removed at exit."""
 
     log_format: LogFormat = LogFormat.TEXT
+    """Log lines for people, or as JSON objects."""
     log_level: LogLevel = LogLevel.INFO
+    """Least severe messages to log."""
 
     @classmethod
     def token_variable(cls) -> str:

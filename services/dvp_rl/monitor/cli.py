@@ -20,6 +20,7 @@ from rich.console import Console
 from dvp_rl.contract.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 from dvp_rl.contract.job import JobState
 from dvp_rl.contract.weights import RUN_ID
+from dvp_rl.extras import print_version
 from dvp_rl.settings import user_errors
 from dvp_rl.transport.audit import Change, changes
 from dvp_rl.transport.broker import Broker
@@ -32,7 +33,7 @@ from dvp_rl.transport.runs import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.submission import Submission
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
-from .settings import QueueSettings
+from .settings import DEFAULT_RUN, DEFAULT_URL, QueueSettings
 from .tables import (
     output,
     show_changes,
@@ -75,10 +76,17 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def connection(
     context: typer.Context,
-    redis_url: Annotated[str | None, typer.Option(help="URL of the broker; or DVP_QUEUE__REDIS_URL.")] = None,
-    run_id: Annotated[str | None, typer.Option(help="Training run; or DVP_QUEUE__RUN_ID.")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="URL of the broker; or DVP_QUEUE__REDIS_URL.", show_default=DEFAULT_URL)
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="Training run; or DVP_QUEUE__RUN_ID.", show_default=DEFAULT_RUN)
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     given = {"--redis-url": redis_url, "--run-id": run_id, "--config": config}
     argv = [part for name, value in given.items() if value is not None for part in (name, str(value))]
@@ -206,7 +214,11 @@ def list_letters(
 
 
 @dead.command()
-def show(context: typer.Context, entry: str, as_json: Json = False) -> None:
+def show(
+    context: typer.Context,
+    entry: Annotated[str, typer.Argument(help="Entry as the list shows it.")],
+    as_json: Json = False,
+) -> None:
     """Show one letter with its whole error and its job."""
     letter = _run(context, lambda broker: DeadLetters(broker).get(entry))
     if as_json:

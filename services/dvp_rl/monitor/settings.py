@@ -14,6 +14,7 @@ from dvp_rl.settings import Settings
 from dvp_rl.transport.connection import RedisUrl
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
+DEFAULT_RUN = "default"
 
 
 class QueueSettings(Settings):
@@ -21,16 +22,18 @@ class QueueSettings(Settings):
 
     redis_url: RedisUrl = DEFAULT_URL
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
-    run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
+    run_id: Annotated[str, Field(pattern=RUN_ID)] = DEFAULT_RUN
     """The training run."""
 
 
 class MonitorSettings(ListenSettings):
+    """Serves the live page of a run's queue, and its metrics for Prometheus."""
+
     model_config = SettingsConfigDict(env_prefix="DVP_MONITOR__", cli_prog_name="dvp-monitor")
 
     redis_url: RedisUrl = DEFAULT_URL
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
-    run_id: Annotated[str, Field(pattern=RUN_ID)] = "default"
+    run_id: Annotated[str, Field(pattern=RUN_ID)] = DEFAULT_RUN
     """The training run to show."""
     metrics_file: Path | None = None
     """The trainer's metrics.jsonl, for the training curves; it may appear later."""

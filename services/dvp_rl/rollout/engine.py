@@ -9,6 +9,7 @@ from dvp_rl.contract.shape import Shape
 from dvp_rl.contract.weights import INITIAL_SEQ, WeightVersion
 from dvp_rl.engines.protocol import Engine
 from dvp_rl.engines.sglang_server import Launch, Remote, default_python
+from dvp_rl.extras import pip_install
 from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_rl.weights.folder import folder_digest
 
@@ -37,7 +38,7 @@ def build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
     try:
         from dvp_rl.engines.tokenizer import load_tokenizer
     except ModuleNotFoundError as error:
-        raise ConfigError(f"a replica needs {error.name}: pip install 'dvp-rl[rollout]'") from None
+        raise ConfigError(f"a replica needs {error.name}: {pip_install('rollout')}") from None
 
     tokenizer = load_tokenizer(settings.model)
     version = WeightVersion(settings.run_id, INITIAL_SEQ, folder_digest(settings.model))
@@ -66,7 +67,7 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
         try:
             from dvp_rl.engines.transformers import TransformersEngine
         except ModuleNotFoundError as error:
-            raise ConfigError(f"engine 'transformers' needs {error.name}: pip install 'dvp-rl[torch]'") from None
+            raise ConfigError(f"engine 'transformers' needs {error.name}: {pip_install('torch')}") from None
 
         return TransformersEngine(
             settings.model,

