@@ -92,6 +92,9 @@ class Settings(BaseSettings):
     hint: ClassVar[str] = ""
     """What to do if no settings are given although some are required."""
 
+    prose: ClassVar[frozenset[str]] = frozenset()
+    """Settings, with dots, whose text is nobody's secret, whatever it looks like."""
+
     config: Path | None = None
     """TOML file with any of these settings."""
     dry_run: bool = False
@@ -139,7 +142,7 @@ class Settings(BaseSettings):
 
     def to_json(self) -> dict[str, Any]:
         """The resolved settings as plain values, with secrets masked."""
-        shown: dict[str, Any] = _masked(self.model_dump(mode="json", exclude={"config", "dry_run"}))
+        shown: dict[str, Any] = _masked(self.model_dump(mode="json", exclude={"config", "dry_run"}), self.prose)
         return shown
 
 
@@ -298,7 +301,8 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
 def _refuse_masks(cls: type[Settings], values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a value in which `to_toml` masked a secret."""
     for path, value in _leaves(values):
-        in_url = isinstance(value, str) and MASKED_IN_URL.search(value)
+        is_prose = any(".".join(path[:length]) in cls.prose for length in range(1, len(path) + 1))
+        in_url = not is_prose and isinstance(value, str) and MASKED_IN_URL.search(value)
         if in_url or (isinstance(value, SecretStr) and value.get_secret_value() == MASK):
             raise ConfigError(_masked_before(cls, path))
 
@@ -348,6 +352,12 @@ def _closest(name: str, known: Any) -> str:
 
 def _explain_flag(cls: type[Settings], message: str) -> str:
     message = message.removeprefix("error parsing CLI: ")
+    if table := re.match(r"Parsing error encountered for ([\w.]+): not enough values", message):
+        return f"{table[1]}: expected NAME=VALUE or a JSON object"
+    if field := re.match(r'error parsing value for field "(\w+)" from source "EnvSettingsSource"', message):
+        start = f"{cls.model_config['env_prefix']}{field[1]}".upper()
+        named = sorted(name for name in os.environ if name.upper().startswith(start))
+        return f"{', '.join(named)}: not JSON, which lists and dictionaries must be in the environment"
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     if unknown is None:
         return masked(message)
@@ -397,12 +407,14 @@ def _siblings(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _masked(value: Any) -> Any:
+def _masked(value: Any, prose: frozenset[str], path: str = "") -> Any:
     """Masks passwords inside URLs. Secrets have masked themselves already."""
+    if path in prose:
+        return value
     if isinstance(value, dict):
-        return {key: _masked(inner) for key, inner in value.items()}
+        return {key: _masked(inner, prose, f"{path}.{key}" if path else key) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_masked(inner) for inner in value]
+        return [_masked(inner, prose, path) for inner in value]
     return masked(value) if isinstance(value, str) and "://" in value else value
 
 

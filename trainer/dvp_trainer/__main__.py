@@ -29,6 +29,7 @@ def main() -> None:
     with user_errors("dvp-train", extra="trainer"):
         argv = sys.argv[1:]
         if argv and (answer := ANSWERS.get(argv[0])):
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is half-written is removed
             for line in answer(argv[1:]):
                 sys.stdout.write(f"{line}\n")

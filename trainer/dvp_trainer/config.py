@@ -40,7 +40,26 @@ def _from_text(value: Any) -> Any:
     return {name: words.get(text.lower(), text) if isinstance(text, str) else text for name, text in value.items()}
 
 
-TemplateArguments = Annotated[Metadata, BeforeValidator(_from_text)]
+def _without_null(value: Any) -> Any:
+    """The value itself. Raises ValueError for null, which a TOML file cannot hold."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for item in inner:
+        if item is None:
+            raise ValueError("null is not allowed: leave the argument out")
+        _without_null(item)
+    return value
+
+
+def _unicode(text: str) -> str:
+    """The text itself. Raises ValueError for one that is not Unicode, as the command line may have it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason} at character {error.start})") from None
+    return text
+
+
+TemplateArguments = Annotated[Metadata, BeforeValidator(_from_text), AfterValidator(_without_null)]
 
 
 class ModelSection(Section):
@@ -103,7 +122,7 @@ class DataSection(Section):
     """None: recognised likewise. A dot selects a nested column, e.g. reward_model.ground_truth."""
     as_chat: bool = False
     """Prompts that are plain text become the user's message of a chat, as models with a chat template expect."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str, AfterValidator(_unicode)] | None = None
     """First message of every prompt, plain text included (`as_chat`). Rows must not have one of their own."""
     chat_template: Path | None = None
     """File with a Jinja template in place of the model's own. Published and exported models carry it."""
@@ -310,6 +329,7 @@ class TrainSettings(Settings):
 
     model_config = SettingsConfigDict(env_prefix="DVP_TRAIN__", cli_prog_name="dvp-train")
     usage: ClassVar[str] = USAGE
+    prose: ClassVar[frozenset[str]] = frozenset({"data.system_prompt", "data.chat_template_kwargs"})
     hint: ClassVar[str] = (
         "nothing to do: name a configuration file, as in `dvp-train CONFIG.toml`. The README shows one (Train your own "
         "model); `dvp-train --help` explains every setting"

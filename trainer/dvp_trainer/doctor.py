@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -19,10 +21,12 @@ from math import prod
 from pathlib import Path
 from shlex import quote
 from statistics import median
+from threading import Event, Thread
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dvp_rl.contract.errors import ConfigError, DvpError, NoBrokerError
 from dvp_rl.contract.http import ReplicaHealth, Verdict
@@ -32,6 +36,7 @@ from dvp_rl.engines.tokenizer import Tokenizer, load_config
 from dvp_rl.settings import masked
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.health import Snapshot, judge, take_snapshot
+from dvp_rl.transport.lease import check_untrained
 from dvp_rl.transport.roles import Role
 from dvp_rl.weights.folder import folder_digest
 
@@ -40,11 +45,22 @@ from .data.prompts import Prompts, Row
 from .data.scoring import encode_prompt
 from .learn.weight_files import INDEX
 from .report.completions import CONTROLS
+from .report.starts import read_starts
 from .resume.checkpoint import Checkpoints
-from .setup import check_hooks, check_resumable, compare_kinds, open_heldout, open_tokenizer, open_training, scoring
+from .setup import (
+    check_device,
+    check_hooks,
+    check_resumable,
+    compare_kinds,
+    open_heldout,
+    open_tokenizer,
+    open_training,
+    scoring,
+)
 
 SHOWN_ROWS = 2
 MEASURED_ROWS = 1000
+SILENCE_S = 5.0
 MAX_CHARACTERS = 2000
 """Longest rendered prompt that is shown in full."""
 STATE_BYTES = 12
@@ -92,7 +108,7 @@ def examine(settings: TrainSettings) -> Iterator[Finding | str]:
             yield finding
     if failed:
         raise ConfigError(f"the run would stop at {', '.join(failed)}")
-    yield "Nothing that would stop the run was found. `dvp-train check` also loads the model and tries it."
+    yield "Nothing that would stop the run was found. `dvp-train check` also loads the weights and tries the model."
 
 
 def _described(settings: TrainSettings) -> str:
@@ -103,7 +119,7 @@ def _described(settings: TrainSettings) -> str:
 def _looked(part: str, look: Callable[[], Iterable[str]]) -> Iterator[Finding]:
     """Findings of a part of the start: what it logs, what it says, and how it fails."""
     said: list[Finding] = []
-    with _heard() as records:
+    with _heard() as records, _patient(part):
         try:
             said += (Finding(Mark.NOTE if isinstance(text, Note) else Mark.OK, part, text) for text in look())
         except SkippedError as error:
@@ -112,7 +128,8 @@ def _looked(part: str, look: Callable[[], Iterable[str]]) -> Iterator[Finding]:
             said.append(Finding(Mark.FAILED, part, str(error)))
     for record in records:
         mark = Mark.OK if record.levelno < logging.WARNING else Mark.NOTE
-        yield Finding(mark, part, record.getMessage())
+        trace = "" if record.exc_info is None else "\n" + logging.Formatter().formatException(record.exc_info)
+        yield Finding(mark, part, f"{record.getMessage()}{trace}")
     yield from said
 
 
@@ -151,11 +168,7 @@ class Examination:
 
     def look_at_device(self) -> Iterator[str]:
         device = self.settings.model.device
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # PyTorch without CUDA asserts
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(f"model.device {device!r} cannot be used: {reason}") from None
+        check_device(device)
         yield device if not device.startswith("cuda") else f"{device}, {torch.cuda.get_device_name(device)}"
 
     def look_at_tokenizer(self) -> Iterator[str]:
@@ -165,7 +178,10 @@ class Examination:
 
     def look_at_model(self) -> Iterator[str]:
         folder = self.settings.model.path
-        config, self.num_parameters = load_config(folder), count_parameters(folder)
+        config = load_config(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(f"model folder {folder}: model type {config.model_type} is not a causal LM")
+        self.num_parameters = count_parameters(folder)
         context = model_context(config)
         length = "of a length that config.json does not name" if context is None else f"of {context:,} tokens"
         yield f"{config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, context {length}"
@@ -210,9 +226,10 @@ class Examination:
         return ()
 
     def look_at_out_dir(self) -> Iterator[str]:
-        out = self.settings.out_dir
-        place = _writable("out_dir", out)
-        root = out / "checkpoints"
+        out, root = self.settings.out_dir, self.settings.out_dir / "checkpoints"
+        place = _writable("out_dir", root)
+        _writable("weights.folder", self.settings.weights_folder / self.settings.run_id)
+        read_starts(out)
         checkpoints = Checkpoints(root, keep=1, create=False)
         steps, planned = checkpoints.steps() if root.is_dir() else [], self.settings.steps
         if not steps:
@@ -224,8 +241,6 @@ class Examination:
                 yield f"{out}: the run resumes after step {steps[-1]} of {planned}"
             else:
                 yield Note(f"{out}: {steps[-1]} of {planned} steps are done; to train on, raise steps")
-        if self.settings.weights.folder is not None:
-            _writable("weights.folder", self.settings.weights.folder)
         yield from self._space(place)
 
     def _space(self, place: Path) -> Iterator[str]:
@@ -247,6 +262,7 @@ class Examination:
             url, run_id = settings.redis_url, self.settings.run_id
             async with await Broker.connect(url, run_id, role=Role.TRAINER, create=False) as broker:
                 await broker.check_server()
+                await check_untrained(broker)
                 return await take_snapshot(broker)
 
         try:
@@ -254,9 +270,6 @@ class Examination:
         except NoBrokerError as error:
             yield Note(f"{error}. The run would wait for it for up to {settings.stall_timeout_s:g} s")
             return
-        if found.trainer_lives and found.trainer is not None and not found.finished:
-            seen = f"at step {found.trainer.step}, last seen {found.trainer.last_seen_s:.0f} s ago"
-            raise ConfigError(f"run_id {self.settings.run_id!r} is being trained ({seen}): stop it, or choose another")
         yield f"{masked(settings.redis_url)} answers and permits what a trainer does"
         for reason in judge(found).reasons:
             if reason.verdict not in EXPECTED:
@@ -288,20 +301,29 @@ class Examination:
 
 
 def count_parameters(folder: Path) -> int:
-    """Number of values in the folder's safetensors, without reading them. Raises ConfigError if there are none, if one
-    is damaged, or if one that the index names is missing."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model folder {folder}: no *.safetensors file in it (pickled weights are never read)")
+    """Number of values in the model's safetensors, without reading them. Raises ConfigError if a file is missing or
+    damaged."""
     try:
-        index = json.loads((folder / INDEX).read_text()) if (folder / INDEX).exists() else {"weight_map": {}}
-        if missing := sorted(set(index["weight_map"].values()) - {file.name for file in files}):
-            raise ConfigError(f"model folder {folder}: {', '.join(missing)} is missing, which {INDEX} names")
-        return sum(_count(file) for file in files)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        return sum(_count(file) for file in weight_files(folder))
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"model folder {folder}: its weights cannot be read: {error}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that Transformers reads weights from: one file, or those of an index. Raises ConfigError if there are
+    none, or if one is missing."""
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(f"model folder {folder}: no {single.name} and no {INDEX} in it (pickles are never read)")
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model folder {folder}: {INDEX} cannot be read: {error!r}") from None
+    if missing := [str(name) for name in names if not (folder / str(name)).is_file()]:
+        raise ConfigError(f"model folder {folder}: {', '.join(missing)} is missing, which {INDEX} names")
+    return [folder / name for name in names]
 
 
 def _count(file: Path) -> int:
@@ -343,9 +365,11 @@ def _shortened(text: str) -> str:
 
 def _writable(setting: str, folder: Path) -> Path:
     """The folder, or the one in which it will be created. Raises ConfigError if this user cannot write there."""
-    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting} {folder}: user {os.geteuid()} cannot write to {place}")
+    place = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise ConfigError(f"{setting}: {place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: user {os.geteuid()} cannot write to {place}")
     return place
 
 
@@ -353,6 +377,25 @@ def _first_model(replica: ReplicaHealth) -> str:
     """Digest of the folder that the replica was started with; "" if it serves a version of a trainer."""
     version = WeightVersion.parse(replica.version)
     return version.digest if version.seq == INITIAL_SEQ else ""
+
+
+@contextmanager
+def _patient(part: str) -> Iterator[None]:
+    """Says on stderr, every SILENCE_S seconds, that the part is still being looked at."""
+    done = Event()
+
+    def tell() -> None:
+        began = time.monotonic()
+        while not done.wait(SILENCE_S):
+            sys.stderr.write(f"     {part:<13}still looking, {time.monotonic() - began:.0f} s\n")
+
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 class _Listener(logging.Handler):

@@ -31,7 +31,7 @@ from dvp_rl.weights.registry import WeightRegistry
 from dvp_rl.weights.transfers import Transfers
 
 from .config import EvalSettings, TrainSettings
-from .data.prompts import Layout, Order, Prompts, load_prompts
+from .data.prompts import Layout, Order, Prompts, Row, load_prompts
 from .data.reward_failures import RewardFailures
 from .data.reward_pool import RewardPool
 from .data.rewards import needs_answer
@@ -123,6 +123,7 @@ async def _assemble(
     loaded."""
     settings.weights.read_token()
     check_hooks(settings)
+    check_device(settings.model.device)
     tokenizer = open_tokenizer(settings)
     prompts, heldout = open_training(settings, tokenizer), open_heldout(settings, tokenizer)
     compare_kinds(prompts, heldout)
@@ -203,15 +204,26 @@ def check_hooks(settings: TrainSettings) -> None:
             load_hook(setting, name)
 
 
+def check_device(name: str) -> None:
+    """Raises ConfigError unless PyTorch can compute on the device."""
+    try:
+        torch.ones(2, device=name).sum().item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # without CUDA PyTorch asserts; meta has no values
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"model.device {name!r} cannot be used: {reason}") from None
+
+
 def open_tokenizer(settings: TrainSettings) -> Tokenizer:
     """The model's tokenizer, with the chat template of the settings. Raises ConfigError."""
     tokenizer, file = load_tokenizer(settings.model.path), settings.data.chat_template
     if file is not None:
         try:
-            tokenizer.core.chat_template = file.read_text(encoding="utf-8")
+            tokenizer.core.chat_template = file.read_text(encoding="utf-8-sig")
             template_variables(tokenizer.core.chat_template)
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
+        except (OSError, UnicodeDecodeError, TemplateError, RecursionError) as error:
             raise ConfigError(f"data.chat_template {file}: {error}") from None
+        if tokenizer.chat_template is None:
+            raise ConfigError(f"data.chat_template {file}: the file is empty")
     return replace(tokenizer, chat_template_kwargs=settings.data.chat_template_kwargs)
 
 
@@ -244,8 +256,7 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
         rendering=_rendering(settings, tokenizer),
         setting=setting,
     )
-    for row in prompts.first(TRIAL_ROWS):
-        encode_prompt(tokenizer, row, source)
+    _try_rendering(settings, tokenizer, prompts)
     if not holds_chats(prompts):
         for name in ("chat_template", "chat_template_kwargs"):
             if getattr(data, name):
@@ -253,6 +264,29 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
         if tokenizer.chat_template is not None:
             logger.info("%s: plain text, though the model has a chat template: data.as_chat = true uses it", source)
     return prompts
+
+
+def _try_rendering(settings: TrainSettings, tokenizer: Tokenizer, prompts: Prompts) -> None:
+    """Renders the first rows. Raises ConfigError if it fails, or if the system prompt leaves no trace."""
+    rendered: dict[bytes, Row] = {}
+    for row in prompts.first(TRIAL_ROWS):
+        ids = encode_prompt(tokenizer, row, prompts.source).tobytes()
+        alike = rendered.setdefault(ids, row)
+        if alike.text != row.text:
+            logger.warning(
+                "%s: rows %d and %d differ, but become the same tokens: does the chat template show the messages?",
+                *(prompts.source, alike.index, row.index),
+            )
+        if settings.data.system_prompt and ids == _without_system(tokenizer, row, prompts.source):
+            raise ConfigError("data.system_prompt has no effect: the chat template leaves out the system's messages")
+
+
+def _without_system(tokenizer: Tokenizer, row: Row, source: str) -> bytes:
+    """Token ids of a row without its first message; b"" if the chat template needs one."""
+    try:
+        return encode_prompt(tokenizer, replace(row, prompt=row.prompt[1:]), source).tobytes()
+    except ConfigError:
+        return b""
 
 
 def holds_chats(prompts: Prompts) -> bool:
@@ -272,9 +306,9 @@ def compare_kinds(train: Prompts, heldout: Prompts | None) -> None:
 def _rendering(settings: TrainSettings, tokenizer: Tokenizer) -> str:
     """The settings that decide how prompts become tokens; "" for the defaults."""
     data = settings.data
-    if not (data.as_chat or data.chat_template or data.chat_template_kwargs):
-        return ""
-    return json.dumps([data.as_chat, own_template(settings, tokenizer), data.chat_template_kwargs], sort_keys=True)
+    template = own_template(settings, tokenizer)
+    chosen = [data.as_chat, data.system_prompt, template, data.chat_template_kwargs]
+    return json.dumps(chosen, sort_keys=True) if chosen != [False, None, None, {}] else ""
 
 
 def own_template(settings: TrainSettings, tokenizer: Tokenizer) -> str | None:

@@ -37,8 +37,9 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Text of the chat template; None if there is none."""
-        return self.core.get_chat_template() if self.core.chat_template else None
+        """Text of the chat template; None if there is none. Of several, the one that is used without tools."""
+        own = self.core.chat_template
+        return (own.get("default") if isinstance(own, dict) else own) or None
 
     def encode(self, text: str) -> list[int]:
         """Encodes text with the special tokens (such as beginning-of-sequence) that the folder asks for."""
@@ -76,9 +77,9 @@ class Tokenizer:
         own = inspect.signature(self.core.apply_chat_template).parameters.keys()
         try:
             read = template_variables(template)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise RequestError(f"chat_template_kwargs: the chat template cannot be read: {error}") from None
-        known = sorted(read - own - set(self.core.SPECIAL_TOKENS_ATTRIBUTES) - {"messages"})
+        known = sorted(read - own - set(self.core.SPECIAL_TOKENS_ATTRIBUTES) - {"messages", "conversations"})
         for name in kwargs.keys() - known:
             near, allowed = get_close_matches(name, known, n=1), ", ".join(known) or "none"
             hint = f"did you mean {near[0]}?" if near else f"its arguments: {allowed}"

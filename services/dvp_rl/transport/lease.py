@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -54,7 +54,7 @@ class TrainerLease:
         while isinstance(reply := await self._try_acquire(), list):
             *holder, expires_ms = reply
             if int(expires_ms) > left_ms:
-                raise ConfigError(self._refusal(*(part.decode() for part in holder)))
+                raise ConfigError(_refusal(self.broker, holder))
             left_ms = int(expires_ms)
             logger.info("waiting for the lease of a trainer that may have crashed: at most %.1f s", left_ms / 1000)
             await asyncio.sleep(min(ACQUIRE_POLL_S, self.ttl_s / 10))
@@ -63,13 +63,6 @@ class TrainerLease:
 
     async def _try_acquire(self) -> Any:
         return await self.broker.script("lease_acquire", self._nonce, self._ttl_ms, self._above, *self._who)
-
-    def _refusal(self, holder: str, host: str, pid: str, since: str) -> str:
-        when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return (
-            f"run_id {self.broker.run_id!r} is being trained by {holder} (host {host}, pid {pid}, since {when}). "
-            "Stop it, or choose another run_id"
-        )
 
     async def renew(self) -> None:
         """Renews the lease. Raises LeaseLostError if another trainer took over."""
@@ -117,6 +110,27 @@ class TrainerLease:
                 if not self._leaving:
                     body.cancel()
                 return
+
+
+async def check_untrained(broker: Broker) -> None:
+    """Raises ConfigError if a trainer holds the run's lease and renews it, as `acquire` would. Waits for a crashed
+    trainer's lease to expire, and changes nothing."""
+    left_ms = math.inf
+    while reply := await broker.script("lease_holder"):
+        *holder, expires_ms = reply
+        if int(expires_ms) > left_ms:
+            raise ConfigError(_refusal(broker, holder))
+        left_ms = int(expires_ms)
+        await asyncio.sleep(min(ACQUIRE_POLL_S, left_ms / 1000))
+
+
+def _refusal(broker: Broker, found: Sequence[bytes]) -> str:
+    holder, host, pid, since = (part.decode() for part in found)
+    when = datetime.fromtimestamp(int(since) / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return (
+        f"run_id {broker.run_id!r} is being trained by {holder} (host {host}, pid {pid}, since {when}). "
+        "Stop it, or choose another run_id"
+    )
 
 
 async def _briefly(farewell: Coroutine[Any, Any, None]) -> None:

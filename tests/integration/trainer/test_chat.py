@@ -89,15 +89,30 @@ CHAT = [{"role": "user", "content": "1+1="}]
         ),
         (CHAT, {"chat_template": "none.jinja"}, r"data\.chat_template none\.jinja: .*No such file"),
         (CHAT, {"chat_template": "BAD"}, r"data\.chat_template \S+: unexpected '}'"),
+        (CHAT, {"chat_template": "EMPTY"}, r"data\.chat_template \S+: the file is empty"),
+        (CHAT, {"chat_template": "DEEP"}, r"data\.chat_template \S+: maximum recursion depth"),
+        (CHAT, {"chat_template": "SILENT"}, r"row 0 becomes no token at all"),
+        (CHAT, {"chat_template": "MUTE", "system_prompt": "add"}, r"data\.system_prompt has no effect: the chat templ"),
+        (CHAT, {"chat_template_kwargs": '{"enable_thinking": {"a": [null]}}'}, r"null is not allowed: leave the arg"),
+        (CHAT, {"system_prompt": "\udcff"}, r"data\.system_prompt: not UTF-8 text"),
+        ("\ud800", {}, r"row 0, prompt: not Unicode text"),
         (CHAT, {"chat_template": "REFUSES"}, r"row 0: messages: the chat template refused them: no system"),
     ],
 )
 def test_settings_that_would_have_no_effect_or_cannot_work_are_refused(
     tmp_path: Path, model: Path, template: str, prompt: object, settings: dict[str, str], expected: str
 ) -> None:
-    (tmp_path / "bad.jinja").write_text("{{ messages } }")
-    (tmp_path / "refuses.jinja").write_text("{{ raise_exception('no system') }}")
-    files = {"TEMPLATE": template, "BAD": str(tmp_path / "bad.jinja"), "REFUSES": str(tmp_path / "refuses.jinja")}
+    texts = {
+        "BAD": "{{ messages } }",
+        "REFUSES": "{{ raise_exception('no system') }}",
+        "EMPTY": "",
+        "DEEP": f"{{{{ {'(' * 3000}1{')' * 3000} }}}}",
+        "SILENT": "{# nothing #}",
+        "MUTE": "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}",
+    }
+    files = {"TEMPLATE": template, **{name: str(tmp_path / f"{name}.jinja") for name in texts}}
+    for name, text in texts.items():
+        Path(files[name]).write_text(text)
     more = {f"data__{name}": files.get(value, value) for name, value in settings.items()}
     with pytest.raises(ConfigError, match=expected):
         first_prompt(tmp_path, options(model, rows(tmp_path, prompt), **more))
@@ -108,6 +123,69 @@ def test_chats_for_a_model_without_a_template(tmp_path: Path, template: str) -> 
     with pytest.raises(ConfigError, match=r"row 0 is a chat, but the model has no chat template; name one with data\."):
         first_prompt(tmp_path, options(model, rows(tmp_path, CHAT)))
     assert first_prompt(tmp_path, options(model, rows(tmp_path, CHAT), data__chat_template=template)).endswith("you: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_template(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "bom.jinja").write_text(OWN, encoding="utf-8-sig")
+    more = {"data__chat_template": str(tmp_path / "bom.jinja")}
+    assert first_prompt(tmp_path, options(model, rows(tmp_path, CHAT), **more)) == "user: 1+1= you: "
+
+
+def test_a_model_with_several_templates(tmp_path: Path, model: Path) -> None:
+    """Without tools the one named default is used; if there is none, the model has none for us."""
+    (model / CHAT_TEMPLATE).unlink()
+    file = model / "tokenizer_config.json"
+    named = [{"name": name, "template": f"{{{{ '{name}' }}}}"} for name in ("default", "tool_use")]
+    for templates, expected in ((named, "default"), (named[1:], None)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+        assert first_prompt(tmp_path, options(model, rows(tmp_path, "1+1="))) == "1+1="
+        if expected:
+            assert first_prompt(tmp_path, options(model, rows(tmp_path, CHAT))) == expected
+        else:
+            with pytest.raises(ConfigError, match="the model has no chat template"):
+                first_prompt(tmp_path, options(model, rows(tmp_path, CHAT)))
+
+
+def test_a_template_that_ignores_the_messages_is_pointed_out(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "same.jinja").write_text("hi")
+    chats = [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
+    first_prompt(tmp_path, options(model, rows(tmp_path, *chats), data__chat_template=str(tmp_path / "same.jinja")))
+    assert "differ, but become the same tokens" in caplog.text
+
+
+def test_a_template_that_fills_the_context_leaves_no_prompt(tmp_path: Path, model: Path) -> None:
+    """Prompts are not counted if they are short; a template may be long all the same."""
+    (tmp_path / "long.jinja").write_text("1" * 2000 + "{{ messages[0]['content'] }}")
+    more = options(model, rows(tmp_path, CHAT), data__chat_template=str(tmp_path / "long.jinja"))
+    with pytest.raises(ConfigError, match=r"no prompt is left: .* and 1 fill the model's context of 256 tokens"):
+        first_prompt(tmp_path, more)
+
+
+def test_everything_that_changes_a_prompt_changes_the_fingerprint(tmp_path: Path, model: Path, template: str) -> None:
+    def fingerprint(data: str, **more: str) -> str:
+        flags = config(tmp_path, "chat", "redis://127.0.0.1:1", **options(model, data, **more))
+        settings = TrainSettings.load(flags)
+        return open_training(settings, open_tokenizer(settings)).fingerprint
+
+    def turns(*texts: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text} for role, text in zip(("system", "user"), texts, strict=True)]
+
+    text = rows(tmp_path, "a\n\n1")
+    found = [
+        fingerprint(text),
+        fingerprint(text, data__as_chat="true"),
+        fingerprint(text, data__system_prompt="a"),
+        fingerprint(text, data__as_chat="true", data__chat_template=template),
+        fingerprint(text, data__as_chat="true", data__chat_template_kwargs="enable_thinking=false"),
+        fingerprint(rows(tmp_path, "1"), data__system_prompt="a"),
+        *(
+            fingerprint(rows(tmp_path, chat), data__as_chat="true")
+            for chat in (turns("a", "b\n\nc"), turns("a\n\nb", "c"))
+        ),
+    ]
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.slow

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,13 +20,15 @@ from dvp_rl.settings import masked
 from dvp_rl.transport import connection
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.lease import TrainerLease
-from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from dvp_rl.weights.folder import folder_digest
+from dvp_trainer import doctor
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.doctor import Mark, count_parameters, examine
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit.models import make_model
 from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer, train
+from tests.kit.wait import WITHIN_S, until
 
 NOWHERE = "redis://127.0.0.1:1"
 
@@ -94,7 +100,7 @@ def test_every_mistake_shows_at_once(tmp_path: Path, run_id: str, monkeypatch: p
     assert "absent.jsonl: no such file or folder" in found["data.train"][0]
     assert found["data.heldout"][0].startswith(f"ok {HELDOUT}: 200 rows")
     assert found["reward"] == found["prompts"] == ["skip needs data.train"]
-    assert "cannot write to" in found["out_dir"][0]
+    assert f"out_dir: {tmp_path / 'taken'} is not a folder" in found["out_dir"][0]
     assert found["broker"][0].startswith("note Redis at 127.0.0.1:1 does not answer")
     assert found["replicas"] == ["skip needs the broker"]
 
@@ -154,14 +160,33 @@ def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str)
     assert "only one" not in str(examined(config(tmp_path, run_id, NOWHERE, model__path=model, **asked)))
 
 
+@contextmanager
+def held(url: str, run_id: str) -> Iterator[None]:
+    """The run's lease, held and renewed by a thread."""
+    ready, done = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        async with await Broker.connect(url, run_id) as broker, TrainerLease(broker, "elsewhere", ttl_s=0.6).held():
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    holder = threading.Thread(target=lambda: asyncio.run(hold()))
+    holder.start()
+    assert ready.wait(WITHIN_S)
+    try:
+        yield
+    finally:
+        done.set()
+        holder.join()
+
+
 def test_the_broker_and_its_replicas(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    async def beat(digest: str, *, trains: bool = False) -> None:
+    async def beat(digest: str, *, crashed_trainer: bool = False) -> None:
         async with await Broker.connect(broker_url, run_id) as broker:
-            registry = ReplicaRegistry(broker)
-            await registry.beat(ReplicaBeat("one", ReplicaState.SERVING, f"{run_id}:0:{digest}", in_flight=0))
-            if trains:
-                async with TrainerLease(broker, "elsewhere").held() as fence:
-                    await registry.beat_trainer(TrainerBeat(3, f"{run_id}:1:{digest}"), fence=fence)
+            beat = ReplicaBeat("one", ReplicaState.SERVING, f"{run_id}:0:{digest}", in_flight=0)
+            await ReplicaRegistry(broker).beat(beat)
+            if crashed_trainer:
+                await TrainerLease(broker, "crashed", ttl_s=0.6).acquire()
 
     flags, digest = config(tmp_path, run_id, broker_url), folder_digest(MODEL)
     asyncio.run(beat(digest))
@@ -170,10 +195,15 @@ def test_the_broker_and_its_replicas(tmp_path: Path, broker_url: str, run_id: st
     assert found["broker"] == [f"ok {masked(broker_url)} answers and permits what a trainer does"]
     assert found["replicas"] == [f"ok one: serving, serves {run_id}:0:{digest}"]
 
-    asyncio.run(beat("0123", trains=True))
-    found, error = examined(flags)
+    with held(broker_url, run_id):
+        found, error = examined(flags)
     assert error == "the run would stop at broker"
-    assert f"run_id '{run_id}' is being trained (at step 3, last seen" in found["broker"][0]
+    assert f"run_id '{run_id}' is being trained by elsewhere (host" in found["broker"][0]
+    assert found["replicas"] == ["skip needs the broker"]
+
+    asyncio.run(beat("0123", crashed_trainer=True))
+    found, error = examined(flags)
+    assert error == "", "a crashed trainer's lease expires"
     assert "note one was started with another model folder (digest 0123, not" in found["replicas"][1]
 
 
@@ -207,11 +237,19 @@ def test_a_run_that_is_resumed(tmp_path: Path, broker_url: str, run_id: str) -> 
 
 
 def test_weights_of_a_model_folder(tmp_path: Path) -> None:
+    """Those that Transformers would read, whatever else lies there."""
     model = make_model(tmp_path / "model")
+    whole, index = model / "model.safetensors", model / "model.safetensors.index.json"
     num = count_parameters(model)
-    assert abs(4 * num / (model / "model.safetensors").stat().st_size - 1) < 0.05
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert abs(4 * num / whole.stat().st_size - 1) < 0.05
+    (model / "consolidated.safetensors").write_bytes(b"not read")
+    index.write_text("{}")
+    assert count_parameters(model) == num
+
+    whole.rename(model / "model-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": "model-00001.safetensors"}}))
+    assert count_parameters(model) == num
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}))
     with pytest.raises(
         ConfigError, match=r"model-00002\.safetensors is missing, which model\.safetensors\.index\.json"
     ):
@@ -219,10 +257,81 @@ def test_weights_of_a_model_folder(tmp_path: Path) -> None:
     (model / "model-00002.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(ConfigError, match="its weights cannot be read"):
         count_parameters(model)
-    shutil.rmtree(model)
-    model.mkdir()
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors file in it"):
+    for damaged in ("{", "[]", "5", '{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": {}}}'):
+        index.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
+            count_parameters(model)
+    index.unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors and no model\.safetensors\.index\.json in it"):
         count_parameters(model)
+
+
+def spoil_checkpoints(out: Path) -> None:
+    out.mkdir()
+    (out / "checkpoints").write_text("")
+
+
+def spoil_weights(out: Path) -> None:
+    out.mkdir()
+    (out / "weights").write_text("")
+
+
+def spoil_starts(out: Path) -> None:
+    out.mkdir()
+    (out / "starts.jsonl").write_text("{}\n")
+
+
+@pytest.mark.usefixtures("no_patience")
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda out: out.symlink_to(out), "out_dir: OUT is not a folder"),
+        (lambda out: out.write_text(""), "out_dir: OUT is not a folder"),
+        (spoil_checkpoints, "out_dir: OUT/checkpoints is not a folder"),
+        (spoil_weights, "weights.folder: OUT/weights is not a folder"),
+        (spoil_starts, "OUT/starts.jsonl: line 1"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(
+    tmp_path: Path, run_id: str, spoil: Callable[[Path], object], expected: str
+) -> None:
+    spoil(tmp_path / "run")
+    found, error = examined(config(tmp_path, run_id, NOWHERE))
+    assert error == "the run would stop at out_dir"
+    assert found["out_dir"][0].startswith(f"FAIL {expected.replace('OUT', str(tmp_path / 'run'))}")
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_folders_of_others_among_the_checkpoints(tmp_path: Path, run_id: str) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-last").mkdir(parents=True)
+    assert examined(config(tmp_path, run_id, NOWHERE))[1] == ""
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_model_that_is_no_causal_lm(tmp_path: Path, run_id: str) -> None:
+    model = make_model(tmp_path / "model")
+    (model / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 96, "eos_token_id": 1}))
+    found, error = examined(config(tmp_path, run_id, NOWHERE, model__path=str(model), model__device="meta"))
+    assert error == "the run would stop at device, model"
+    assert found["model"] == [f"FAIL model folder {model}: model type t5 is not a causal LM"]
+
+
+def test_a_long_wait_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SILENCE_S", 0.05)
+    with doctor._patient("reward"):
+        until(lambda: "reward       still looking" in capsys.readouterr().err, "the wait is said")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_lacks_characters(tmp_path: Path, run_id: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "\u00e4"}\n', encoding="utf-8")
+    flags = config(
+        tmp_path, run_id, "redis://127.0.0.1:1", data__train=str(tmp_path / "rows.jsonl"), reward__name="exact_match"
+    )
+    command, environment = [sys.executable, "-m", "dvp_trainer", "doctor"], os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "answer '\\xe4'" in done.stdout
 
 
 def test_marks_are_what_the_documentation_says() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from pydantic import Field, SecretStr
@@ -46,6 +47,8 @@ class Example(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
     queue: Queue = Queue()
     rule: Rule = Rule()
+    note: str = ""
+    prose: ClassVar[frozenset[str]] = frozenset({"note", "options"})
 
 
 @pytest.fixture(autouse=True)
@@ -243,6 +246,23 @@ def test_a_bad_secret_is_not_repeated(name: str, text: str, tmp_path: Path) -> N
 )
 def test_passwords_of_urls_are_masked(url: str, shown: str) -> None:
     assert masked(url) == shown
+
+
+def test_a_dictionary_or_list_of_the_wrong_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^options: expected NAME=VALUE or a JSON object"):
+        load("--model", "m", "--options", "x")
+    monkeypatch.setenv("DVP_EXAMPLE__OPTIONS", "x=1")
+    with pytest.raises(ConfigError, match=r"^DVP_EXAMPLE__OPTIONS: not JSON, which lists and dictionaries must be"):
+        load("--model", "m")
+
+
+def test_prose_is_kept_as_it_is(tmp_path: Path) -> None:
+    """It only looks like a URL with a password; a setting that is restored must be the one that was used."""
+    texts = ["Mail bob:smith@example.com", "see https://a.b/?token=abc", "https://user:hunter2@host", "**********"]
+    for text in texts:
+        settings = load("--model", "m", "--note", text, "--options", json.dumps({"url": text}))
+        again = load(toml_file=write(tmp_path, settings.to_toml()))
+        assert (again.note, again.options) == (text, {"url": text})
 
 
 def test_a_refused_url_is_shown_without_its_password() -> None:

@@ -29,6 +29,7 @@ from .sources import Records, open_records
 log = logging.getLogger(__name__)
 
 TEMPLATE_TOKENS = 1024
+"""Tokens that special tokens, roles and turns may add to a prompt."""
 PROMPT_COLUMNS = ("prompt", "messages", "problem", "Problem", "question", "Question")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "Answer", "ground_truth")
 
@@ -152,12 +153,15 @@ def load_prompts(
     kept: list[int] = []
     prompts: set[int] = set()
     num_long = num_beyond = num_unanswered = 0
+    added_tokens = TEMPLATE_TOKENS
     digest = hashlib.sha256(f"{order} {seed}{rendering}".encode())
     for index, record in zip(range(len(records) if limit is None else limit), records, strict=False):
         row = parse_row(record, index, source, layout)
         if needs_answer and row.answer is None:
             raise ConfigError(_missing("answer", record, index, source, layout.answer, ANSWER_COLUMNS))
-        if max_prompt_tokens is not None or (context is not None and most_tokens(row) >= context):
+        if added_tokens == TEMPLATE_TOKENS and not isinstance(row.prompt, str):
+            added_tokens += count_tokens(row)  # more than what the template adds to any row
+        if max_prompt_tokens is not None or (context is not None and most_tokens(row, added_tokens) >= context):
             num_tokens = count_tokens(row)
             too_long = max_prompt_tokens is not None and num_tokens > max_prompt_tokens
             beyond = context is not None and num_tokens >= context
@@ -168,7 +172,8 @@ def load_prompts(
         kept.append(index)
         num_unanswered += row.answer is None
         prompts.add(hash(row.text))
-        digest.update(json.dumps([index, row.text, row.answer]).encode())
+        prompt = row.text if isinstance(row.prompt, str) or not rendering else [[m.role, m.content] for m in row.prompt]
+        digest.update(json.dumps([index, prompt, row.answer]).encode())
     if not kept:
         raise ConfigError(
             f"{source}: no prompt is left: {num_long} are longer than data.max_prompt_tokens = {max_prompt_tokens}, "
@@ -187,10 +192,10 @@ def load_prompts(
     return Prompts(source, records, np.array(kept, np.int64), fingerprint, layout=layout, order=order, seed=seed)
 
 
-def most_tokens(row: Row) -> int:
-    """A bound on the prompt's tokens without counting them, which takes long for large data: one per byte, and some for
-    the chat template."""
-    return len(row.text.encode(errors="replace")) + TEMPLATE_TOKENS
+def most_tokens(row: Row, added_tokens: int) -> int:
+    """A bound on the prompt's tokens without counting them, which takes long for large data: one per byte, and those
+    that special tokens and chat template add."""
+    return len(row.text.encode(errors="replace")) + added_tokens
 
 
 def parse_row(record: dict[str, Any], index: int, source: str, layout: Layout = RECOGNISED) -> Row:
@@ -220,6 +225,10 @@ def _find(record: dict[str, Any], names: tuple[str, ...]) -> tuple[str | None, A
 
 def _parse_prompt(prompt: Any, where: str, layout: Layout) -> Prompt:
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: not Unicode text ({error.reason} at character {error.start})") from None
         if not layout.as_chat and layout.system_prompt is None:
             return prompt
         prompt = [{"role": "user", "content": prompt}]

@@ -40,6 +40,8 @@ def encode_prompt(tokenizer: Tokenizer, row: Row, source: str) -> NDArray[np.int
         ids = tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else tokenizer.encode_chat(row.prompt)
     except RequestError as error:
         raise ConfigError(f"{source}: row {row.index}: {error}") from None
+    if not ids:
+        raise ConfigError(f"{source}: row {row.index} becomes no token at all")
     return np.array(ids, np.int32)
 
 

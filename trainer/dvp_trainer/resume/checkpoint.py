@@ -102,7 +102,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of the checkpoints, ascending. Raises ConfigError if the folder is unreadable, so that a run with
         checkpoints never starts over."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self._entries("step-*") if path.is_dir())
+        names = (path.name.removeprefix("step-") for path in self._entries("step-*") if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def _entries(self, pattern: str) -> list[Path]:
         """Entries that match the pattern. Raises ConfigError if the folder is unreadable; Path.glob would find none."""
