@@ -128,7 +128,7 @@ class DataSection(Section):
     """File with a Jinja template in place of the model's own. Published and exported models carry it."""
     chat_template_kwargs: TemplateArguments = Field(default={})
     """Arguments of the chat template, e.g. { enable_thinking = false }. One that the template does not read is
-    refused."""
+    refused. The texts "true" and "false" stand for the values, because the environment has only texts."""
     shuffle: bool = True
     """Draw training prompts in a new random order in every epoch."""
     limit: Positive | None = None

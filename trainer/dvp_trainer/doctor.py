@@ -52,6 +52,7 @@ from .setup import (
     check_hooks,
     check_resumable,
     compare_kinds,
+    longest_sequence,
     open_heldout,
     open_tokenizer,
     open_training,
@@ -209,7 +210,7 @@ class Examination:
             yield f"row {row.index}, {len(ids)} tokens, answer {_answer(row)}:\n{_shortened(text)}"
 
     def _room(self, lengths: list[int]) -> Iterator[str]:
-        context, limit = model_context(load_config(self.settings.model.path)), self.settings.sampling.max_tokens
+        context, limit = longest_sequence(self.settings), self.settings.sampling.max_tokens
         cut = sum(context is not None and length + limit > context for length in lengths)
         if cut:
             yield Note(

@@ -240,7 +240,7 @@ def open_heldout(settings: TrainSettings, tokenizer: Tokenizer) -> Prompts | Non
 
 
 def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: str, split: str) -> Prompts:
-    data, shape, trains = settings.data, settings.model.fixed_shape, setting == "data.train"
+    data, trains = settings.data, setting == "data.train"
     prompts = load_prompts(
         source,
         split=split,
@@ -251,7 +251,7 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
         seed=settings.seed if trains else 0,
         limit=data.limit if trains else None,
         max_prompt_tokens=data.max_prompt_tokens if trains else None,
-        context=model_context(load_config(settings.model.path)) if shape is None else Shape.parse(shape).length,
+        context=longest_sequence(settings),
         count_tokens=lambda row: len(encode_prompt(tokenizer, row, source)),
         rendering=_rendering(settings, tokenizer),
         setting=setting,
@@ -264,6 +264,12 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
         if tokenizer.chat_template is not None:
             logger.info("%s: plain text, though the model has a chat template: data.as_chat = true uses it", source)
     return prompts
+
+
+def longest_sequence(settings: TrainSettings) -> int | None:
+    """Tokens that prompt and completion may have together; None if the model names no limit."""
+    shape = settings.model.fixed_shape
+    return model_context(load_config(settings.model.path)) if shape is None else Shape.parse(shape).length
 
 
 def _try_rendering(settings: TrainSettings, tokenizer: Tokenizer, prompts: Prompts) -> None:

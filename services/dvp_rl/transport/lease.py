@@ -115,12 +115,17 @@ class TrainerLease:
 async def check_untrained(broker: Broker) -> None:
     """Raises ConfigError if a trainer holds the run's lease and renews it, as `acquire` would. Waits for a crashed
     trainer's lease to expire, and changes nothing."""
-    left_ms = math.inf
-    while reply := await broker.script("lease_holder"):
-        *holder, expires_ms = reply
-        if int(expires_ms) > left_ms:
+    lease, left_ms = broker.keys.lease, math.inf
+    while True:
+        async with broker.call():
+            fields = await broker.redis.hmget(lease, ["holder", "host", "pid", "since"])
+            expires_ms = await broker.redis.pttl(lease)
+        holder = [field for field in fields if isinstance(field, bytes)]
+        if not holder or expires_ms < 0:
+            return
+        if expires_ms > left_ms:
             raise ConfigError(_refusal(broker, holder))
-        left_ms = int(expires_ms)
+        left_ms = expires_ms
         await asyncio.sleep(min(ACQUIRE_POLL_S, left_ms / 1000))
 
 

@@ -63,9 +63,9 @@ _NEEDS = {
         puts="transfers",  # a role that reads requests could answer them with its own weights
     ),
     Role.TRAINER: _Needs(
-        scripts="create_groups lease_acquire lease_holder lease_renew lease_release submit takeover bury_group settle "
+        scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle "
         "acknowledge restore recount next_seq announce pin beat_trainer health pending sweep",
-        commands=f"{_CONNECTION} XREADGROUP MGET SMEMBERS MULTI EXEC RPUSH BLPOP",
+        commands=f"{_CONNECTION} HMGET PTTL XREADGROUP MGET SMEMBERS MULTI EXEC RPUSH BLPOP",
         writes="jobs client_jobs groups evals dead in_flight uncheckpointed counters versions seq pinned lease fence "
         f"replicas trainer job result replica transfers transfer {_CLIENTS}",
         reads="backlogs closed",
