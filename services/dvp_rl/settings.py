@@ -91,7 +91,6 @@ class Settings(BaseSettings):
     """What --help shows after the program's name."""
     hint: ClassVar[str] = ""
     """What to do if no settings are given although some are required."""
-
     prose: ClassVar[frozenset[str]] = frozenset()
     """Settings, with dots, whose text is nobody's secret, whatever it looks like."""
 
@@ -357,7 +356,7 @@ def _explain_flag(cls: type[Settings], message: str) -> str:
     if field := re.match(r'error parsing value for field "(\w+)" from source "EnvSettingsSource"', message):
         start = f"{cls.model_config['env_prefix']}{field[1]}".upper()
         named = sorted(name for name in os.environ if name.upper().startswith(start))
-        return f"{', '.join(named)}: not JSON, which lists and dictionaries must be in the environment"
+        return f"{' or '.join(named)}: not JSON, which lists and dictionaries must be in the environment"
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     if unknown is None:
         return masked(message)

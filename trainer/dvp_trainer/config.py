@@ -136,6 +136,12 @@ class DataSection(Section):
     max_prompt_tokens: Positive | None = None
     """Longer prompts are skipped and counted."""
 
+    @property
+    def renders(self) -> bool:
+        """Whether any setting decides how prompts are rendered."""
+        own = self.chat_template is not None or bool(self.chat_template_kwargs)
+        return own or self.as_chat or self.system_prompt is not None
+
 
 class RewardSection(Section):
     name: Annotated[str, AfterValidator(partial(choice_or_hook, RewardName))]

@@ -42,22 +42,19 @@ from dvp_rl.weights.folder import folder_digest
 
 from .config import TrainSettings
 from .data.prompts import Prompts, Row
-from .data.scoring import encode_prompt
-from .learn.weight_files import INDEX
-from .report.completions import CONTROLS
-from .report.starts import read_starts
-from .resume.checkpoint import Checkpoints
-from .setup import (
-    check_device,
-    check_hooks,
-    check_resumable,
+from .data.rendering import (
     compare_kinds,
+    encode_prompt,
     longest_sequence,
     open_heldout,
     open_tokenizer,
     open_training,
-    scoring,
 )
+from .learn.weight_files import INDEX
+from .report.completions import CONTROLS
+from .report.starts import read_starts
+from .resume.checkpoint import Checkpoints
+from .setup import check_device, check_hooks, check_resumable, scoring
 
 SHOWN_ROWS = 2
 MEASURED_ROWS = 1000

@@ -236,7 +236,7 @@ def model_card(
 
 def _chat(data: DataSection, form: ExportForm) -> str:
     """How prompts became chats, if the settings say so: a served model must get them likewise."""
-    if not (data.as_chat or data.chat_template or data.chat_template_kwargs or data.system_prompt is not None):
+    if not data.renders:
         return ""
     system = "" if data.system_prompt is None else f'{{"role": "system", "content": {data.system_prompt!r}}}, '
     arguments = "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())

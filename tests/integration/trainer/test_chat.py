@@ -13,7 +13,7 @@ from dvp_rl.contract.http import Message
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_rl.weights.folder import CHAT_TEMPLATE
 from dvp_trainer.config import TrainSettings
-from dvp_trainer.setup import open_tokenizer, open_training
+from dvp_trainer.data.rendering import open_tokenizer, open_training
 from tests.kit.models import CHAT_TEMPLATE as MODELS_OWN
 from tests.kit.models import make_model
 from tests.kit.runs import config, replica, run_trainer, train

@@ -16,11 +16,12 @@ from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_trainer.config import RewardSection, TrainSettings
 from dvp_trainer.data.prompts import Row
+from dvp_trainer.data.rendering import open_heldout, open_training
 from dvp_trainer.data.reward_failures import FILE, RewardFailures
 from dvp_trainer.data.reward_pool import RewardPool, RewardResult
 from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.options import OnError
-from dvp_trainer.setup import open_heldout, open_training, scoring
+from dvp_trainer.setup import scoring
 from tests.kit.runs import MODEL
 
 ROW = Row(3, "40+6=", "46")

@@ -72,8 +72,9 @@ class Layout(NamedTuple):
     """How a record is read."""
 
     prompt: str | None = None
-    """Name of its column; None: recognised. A dot selects a nested column. Likewise `answer`."""
+    """Name of the prompt's column; None: recognised. A dot selects a nested column."""
     answer: str | None = None
+    """Likewise of the answer's column."""
     as_chat: bool = False
     """Plain text becomes the user's message of a chat."""
     system_prompt: str | None = None
@@ -160,7 +161,7 @@ def load_prompts(
         if needs_answer and row.answer is None:
             raise ConfigError(_missing("answer", record, index, source, layout.answer, ANSWER_COLUMNS))
         if added_tokens == TEMPLATE_TOKENS and not isinstance(row.prompt, str):
-            added_tokens += count_tokens(row)  # more than what the template adds to any row
+            added_tokens += count_tokens(row)  # a whole prompt, hence no less than what the template adds to it
         if max_prompt_tokens is not None or (context is not None and most_tokens(row, added_tokens) >= context):
             num_tokens = count_tokens(row)
             too_long = max_prompt_tokens is not None and num_tokens > max_prompt_tokens

@@ -1,60 +1,24 @@
-"""Converts prompts to token ids and completions to rewards."""
+"""Scores completions, in groups."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dvp_rl.contract.errors import ConfigError, RequestError
 from dvp_rl.contract.group import Group
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_trainer.config import RewardSection
 from dvp_trainer.options import Overlong
 
 from .batch import ScoredGroup
-from .prompts import Prompts, Row
+from .prompts import Row
 from .reward_failures import RewardFailures
 from .reward_forms import Form
 from .reward_pool import RewardPool, RewardRequest
 from .rewards import overlong_penalty
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 log = logging.getLogger(__name__)
-
-
-def encode_prompt(tokenizer: Tokenizer, row: Row, source: str) -> NDArray[np.int32]:
-    """Token ids of a row's prompt. Chat messages go through the chat template, up to the start of the assistant's turn.
-    Raises ConfigError naming source and row if there is no template, or it refuses the messages."""
-    if not isinstance(row.prompt, str) and tokenizer.chat_template is None:
-        raise ConfigError(
-            f"{source}: row {row.index} is a chat, but the model has no chat template; name one with data.chat_template"
-        )
-    try:
-        ids = tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else tokenizer.encode_chat(row.prompt)
-    except RequestError as error:
-        raise ConfigError(f"{source}: row {row.index}: {error}") from None
-    if not ids:
-        raise ConfigError(f"{source}: row {row.index} becomes no token at all")
-    return np.array(ids, np.int32)
-
-
-class PromptTokens:
-    """Rows of the data set and their token ids, by position."""
-
-    def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
-        self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
-        self._tokenizer, self._source = tokenizer, prompts.source
-        self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
-
-    def _token_ids(self, position: int) -> NDArray[np.int32]:
-        return encode_prompt(self._tokenizer, self.row(position), self._source)
 
 
 class Scorer:

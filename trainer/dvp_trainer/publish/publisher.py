@@ -41,7 +41,7 @@ class Publisher:
     ) -> None:
         """`chat_template`: text of the template to publish in place of the model's."""
         self._write_weights, self._registry, self._replicas, self._fence = write_weights, registry, replicas, fence
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._run_id, self._model_folder = settings.run_id, settings.model.path
         self._root = settings.weights_folder.resolve() / settings.run_id
         with writing(f"weights.folder: {self._root}", self._root):
@@ -122,7 +122,7 @@ class Publisher:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            copy_companions(self._model_folder, partial, self._chat_template)
+            copy_companions(self._model_folder, partial, self.chat_template)
             self._write_weights(partial)
             manifest = write_manifest(partial, self._run_id, seq, step)
             publish_folder(partial, final)

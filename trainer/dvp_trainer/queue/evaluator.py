@@ -16,7 +16,8 @@ from dvp_rl.transport.pending import who_holds
 from dvp_rl.transport.submission import Submission
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.prompts import Prompts, Row
-from dvp_trainer.data.scoring import Scorer, encode_prompt
+from dvp_trainer.data.rendering import encode_prompt
+from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.publish.publisher import Publisher
 
 from .feeder import READ_BLOCK_MS, READ_COUNT, RECHECK_S

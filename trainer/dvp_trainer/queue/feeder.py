@@ -36,7 +36,8 @@ from dvp_rl.transport.pending import who_holds
 from dvp_rl.transport.submission import Submission, Submitted
 from dvp_trainer.config import ModelSection, TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
-from dvp_trainer.data.scoring import PromptTokens, Scorer
+from dvp_trainer.data.rendering import PromptTokens
+from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.publish.publisher import Publisher
 from dvp_trainer.resume.checkpoint import Progress
 from dvp_trainer.resume.ledger import CONSUMED, SUBMITTED, Ledger
