@@ -1,24 +1,42 @@
 # Everything runs in .venv; a second run skips the installation. PIP_FLAGS is passed to every pip install.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 PIP_FLAGS ?=
 # Engine of the demo's replicas: transformers or sglang.
 ENGINE ?= transformers
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEMO_STAMP := .venv/.installed-for-demo
+# Of pip's output, shows the packages of 10 MB and more, and when it has them all.
+LARGE := sed -unE -e 's/^ *(Downloading|Using cached) (.*\([0-9]{2,}[.0-9]* MB\)).*/  \2/p' \
+	-e 's/^Installing collected packages.*/  all are here; unpacking them/p'
 SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 TRL_STAMP := .trl/.installed
 
-.PHONY: install sglang-cpu secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
+.PHONY: install python sglang-cpu secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
 
 install: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml trainer/lab/pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("%s is Python %d.%d: 3.11 or newer is required; choose it with make PYTHON=..." % (sys.executable, *v[:2]))'
+$(STAMP): requirements.lock pyproject.toml trainer/lab/pyproject.toml | python
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -r requirements.lock
+	@echo "installing the $$(grep -c == $<) packages of $< into .venv; the large ones:"
+	@$(BIN)/python -m pip install --progress-bar off $(PIP_FLAGS) -r $< | $(LARGE)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e . -e trainer/lab
+	@echo "installed: $$(du -sh .venv | cut -f1) in .venv"
 	touch $@
+
+# What the demo and a run need, in the versions of requirements.lock, without the developer's tools.
+$(DEMO_STAMP): requirements.lock pyproject.toml | python
+	$(PYTHON) -m venv .venv
+	@echo "installing the trainer into .venv; the large packages:"
+	@$(BIN)/python -m pip install --progress-bar off $(PIP_FLAGS) -c $< -e '.[trainer,embedded]' | $(LARGE)
+	@echo "installed: $$(du -sh .venv | cut -f1) in .venv"
+	touch $@
+
+python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("%s is Python %d.%d: 3.11 or newer is required; choose it with make PYTHON=..." % (sys.executable, *v[:2]))'
 
 # Generates passwords and tokens for docker compose, once.
 secrets:
@@ -41,7 +59,7 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dv
 		./deploy/sglang-cpu/shims ./deploy/dvp-sglang
 	touch $@
 
-demo: install $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
 # Runs every study of trainer/lab/results again; `dvp-lab page` draws a stored one.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from dvp_rl.contract.errors import ConfigError
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
+    earlier: Path | None = None
+    """Where the run that was here lies now."""
 
     @property
     def logs(self) -> Path:
@@ -38,7 +40,7 @@ class RunFolder:
         """progress.json of the newest checkpoint. Raises ConfigError if there is no checkpoint."""
         files = sorted(self.path.glob("checkpoints/step-*/progress.json"))
         if not files:
-            raise ConfigError(f"{self.path}: the trainer left no checkpoint; see {self.logs}/trainer.log")
+            raise ConfigError(f"{self.path}: the trainer left no checkpoint; what it said says why")
         progress: dict[str, Any] = json.loads(files[-1].read_text())
         return progress
 
@@ -53,28 +55,25 @@ class RunFolder:
 
 @contextmanager
 def claim(path: Path) -> Iterator[RunFolder]:
-    """Claims an empty folder at `path`. An earlier run there moves to `<path>.previous` and replaces the one before it.
+    """Claims an empty folder at `path`. An earlier run there moves to `<path>-1`, or the first number that is free.
 
-    Raises ConfigError if another launcher uses the folder, if one of the two folders is not a run of the demo, or if
-    the file system refuses.
+    Raises ConfigError if another launcher uses the folder, if what is there is not a run of the demo, or if the file
+    system refuses.
     """
     path = path.absolute()
-    previous = path.with_name(f"{path.name}.previous")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The lock lies beside the folder, which is moved. The kernel releases it however the launcher ends.
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             _lock(lock.fileno(), path)
-            for folder in (path, previous):
-                if folder.exists() and not _is_run(folder):
-                    raise ConfigError(
-                        f"--out {path}: {folder} is not a run of the demo; move it away or name another folder"
-                    )
-            if path.exists():
-                shutil.rmtree(previous, ignore_errors=True)
-                path.rename(previous)
-            run = RunFolder(path)
-            run.logs.mkdir(parents=True)
+            if path.exists() and not _is_run(path):
+                raise ConfigError(f"--out {path} is not a run of the demo; move it away or name another folder")
+            earlier = None
+            if path.exists() and any(path.iterdir()):
+                numbered = (path.with_name(f"{path.name}-{number}") for number in count(1))
+                earlier = path.rename(next(folder for folder in numbered if not folder.exists()))
+            run = RunFolder(path, earlier)
+            run.logs.mkdir(parents=True, exist_ok=True)
             yield run
     except OSError as error:
         raise ConfigError(f"--out {path}: {error}") from None

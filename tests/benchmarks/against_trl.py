@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from deploy.demo.fleet import interruptible
+from dvp_trainer.up.fleet import interruptible
 from tests.benchmarks.system import TIMEOUT_S, WARM_UP, run_system
 from tests.kit.models import ALPHABET, make_model
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from deploy.demo.fleet import interruptible
+from dvp_trainer.up.fleet import interruptible
 from tests.benchmarks.system import Outcome, run_system
 
 RESULTS = Path(__file__).parent / "results" / "loop.json"

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
-from deploy.demo.__main__ import CONFIG, READY_TIMEOUT_S, Demo, load_settings
-from deploy.demo.fleet import Fleet
+from deploy.demo.__main__ import CONFIG
 from deploy.demo.run_folder import claim
-from dvp_rl.rollout.settings import EngineName
-from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_trainer.config import TrainSettings
 from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.up.replica import flags
 
 WARM_UP = 3
 """Steps left out of the means: start-up and the first swap."""
 TIMEOUT_S = 1800.0
+REPLICAS = {"up.dtype": "bfloat16", "up.options": '{"max_batch": 256, "threads": 1}'}
 SIDES = ("generate", "reward", "train", "publish", "swap")
 
 
@@ -58,11 +58,10 @@ def run_system(
     config: Path = CONFIG,
     options: Mapping[str, object],
 ) -> Outcome:
-    settings = load_settings(seed, steps, out, config=config, options=options)
-    demo = Demo(settings, EngineName.TRANSFORMERS, replicas, TIMEOUT_S, Console(quiet=True), config, options)
-    with claim(out) as folder, EmbeddedBroker(out / "broker") as broker, Fleet(folder.logs) as fleet:
-        servers = [demo.start_replica(fleet, folder, broker.url, f"replica-{i}") for i in range(1, replicas + 1)]
-        fleet.wait_until(lambda: all(s.is_ready() for s in servers), "every replica is ready", READY_TIMEOUT_S)
-        fleet.wait_for(demo.start_trainer(fleet, broker.url), TIMEOUT_S)
-        records = read_metrics(folder.metrics)
+    own = {"seed": seed, "steps": steps, "out_dir": out.absolute(), **REPLICAS, "up.replicas": replicas, **options}
+    settings = TrainSettings.load(flags(own), config)
+    with claim(out), (out / "trainer.log").open("wb") as log:
+        command = [sys.executable, "-m", "dvp_trainer", "up", config, *flags(own)]
+        subprocess.run(command, stdout=log, stderr=log, timeout=TIMEOUT_S, check=True)
+    records = read_metrics(out / "metrics.jsonl")
     return Outcome(list(map(dict, records)), settings.batch.groups * settings.sampling.n)

@@ -21,10 +21,10 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from deploy.demo.fleet import interruptible
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_trainer.up.fleet import interruptible
 from tests.kit.forked import none_left
 from tests.kit.models import make_model
 

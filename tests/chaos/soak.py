@@ -22,10 +22,10 @@ from typing import Annotated
 import psutil
 import typer
 
-from deploy.demo.fleet import interruptible
 from dvp_rl.contract.errors import DvpError
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_trainer.up.fleet import interruptible
 from tests.kit.forked import none_left
 
 from .__main__ import calm, make_layout

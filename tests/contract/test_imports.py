@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "redis", "fastapi", "httpx")
 PACKAGES = ("deploy.demo", "dvp_rl.monitor", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_lab")
 PROGRAMS = ("dvp_rl.monitor.cli", *(f"{package}.__main__" for package in PACKAGES))
@@ -36,6 +38,20 @@ with suppress(SystemExit):
     app({arguments!r})
 """
     assert _imported_by(program) & {"torch", "transformers"} == set()
+
+
+def test_a_trainer_speaks_before_it_loads_anything_heavy(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+from dvp_trainer.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", program, "deploy/demo/config.toml", f"--out-dir={tmp_path}", "--run-id=mine"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert "mine: 80 batches to train in all" in done.stderr
+    assert "dvp-train: error: needs torch" in done.stderr
+    assert _imported_by("import dvp_trainer.__main__") == set()
 
 
 @pytest.mark.parametrize("module", ["health", "groups", "jobs", "submission", "embedded"])

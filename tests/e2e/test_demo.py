@@ -108,19 +108,9 @@ def test_interrupt_ends_everything_and_the_next_run_works(tmp_path: Path) -> Non
         with launched(tmp_path / "demo") as launcher:
             until(launcher.trains, "it trains")
             everybody = launcher.processes()
-            assert len(everybody) >= 5  # launcher, broker, two replicas, trainer
+            assert len(everybody) >= 5  # trainer, broker, two replicas, monitor
             os.killpg(launcher.process.pid, number)
-            assert launcher.process.wait(WITHIN_S) == 130
+            assert launcher.process.wait(WITHIN_S) == 128 + number
         assert psutil.wait_procs(everybody, timeout=WITHIN_S)[1] == []
         assert "traceback" not in launcher.output.lower()
-    assert (tmp_path / "demo.previous" / "metrics.jsonl").exists()
-
-
-def test_death_of_a_replica_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
-    with launched(tmp_path / "demo") as launcher:
-        until(launcher.trains, "it trains")
-        everybody = launcher.processes()
-        launcher.replica("replica-2").kill()
-        assert launcher.process.wait(WITHIN_S) != 0
-    assert "replica-2 was killed by SIGKILL" in launcher.output
-    assert psutil.wait_procs(everybody, timeout=WITHIN_S)[1] == []
+    assert (tmp_path / "demo-1" / "metrics.jsonl").exists()

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from deploy.demo.__main__ import Demo, load_settings
+from deploy.demo.__main__ import CONFIG, run_demo
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import Books, Replica, Summary, find_faults, reconcile, summarize, to_table
 from dvp_rl.contract.weights import WeightVersion
-from dvp_rl.rollout.settings import EngineName
+from dvp_trainer.config import TrainSettings
 
 STEPS, GROUPS, N = 8, 4, 2
 IDS = [f"demo:{position:09d}:0" for position in range(STEPS * GROUPS)]
@@ -81,13 +81,13 @@ def finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     def run(replicas: list[Replica] = SERVING, **files: Any) -> int:
         out = tmp_path / "run"
 
-        class Done(Demo):
-            def train(self, folder: RunFolder) -> list[Replica]:
-                folder.logs.rmdir()
-                write_run(folder.path, **files)
-                return replicas
+        def train(settings: TrainSettings, folder: RunFolder) -> list[Replica]:
+            folder.logs.rmdir()
+            write_run(folder.path, **files)
+            return replicas
 
-        return Done(load_settings(0, None, out), EngineName.FAKE, 2, 1.0, Console(quiet=True)).run()
+        monkeypatch.setattr("deploy.demo.__main__.train", train)
+        return run_demo(TrainSettings.load([f"--out-dir={out}"], CONFIG), Console(quiet=True))
 
     return run
 

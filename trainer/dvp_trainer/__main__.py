@@ -1,10 +1,12 @@
-"""`dvp-train CONFIG [options]` trains, `dvp-train eval CONFIG` scores a checkpoint, `dvp-train doctor CONFIG` says what
-would stop a run; CONFIG is a TOML file, or the out_dir of a run. `check`, `export`, `report` and `compare` need no
-broker."""
+"""`dvp-train CONFIG [options]` trains, `dvp-train up CONFIG` trains with a broker and replicas of its own, `dvp-train
+[up] eval CONFIG` scores a checkpoint, `dvp-train doctor CONFIG` says what would stop a run; CONFIG is a TOML file, or
+the out_dir of a run. `check`, `export`, `report` and `compare` need no broker."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,10 +18,14 @@ from dvp_rl.logs import configure
 from dvp_rl.settings import user_errors
 
 from .config import CheckSettings, CompareSettings, EvalSettings, ExportSettings, ReportSettings, TrainSettings
+from .patience import patient
 from .report.starts import SETTINGS
 
 if TYPE_CHECKING:
     from .learn.world import World
+    from .up.launch import Local
+
+logger = logging.getLogger(__name__)
 
 RANK_TIMEOUT_S = 600.0
 """Longest time that one rank may be ahead of another, in seconds."""
@@ -34,17 +40,29 @@ def main() -> None:
             for line in answer(argv[1:]):
                 sys.stdout.write(f"{line}\n")
                 sys.stdout.flush()
-        elif argv[:1] == ["eval"]:
-            start(EvalSettings, argv[1:])
         else:
-            start(TrainSettings, argv)
+            start(argv)
 
 
-def start(kind: type[TrainSettings], argv: list[str]) -> None:
+def start(argv: list[str]) -> None:
     """Trains or evaluates."""
-    settings = load(kind, argv)
+    up, argv = argv[:1] == ["up"], argv[argv[:1] == ["up"] :]
+    evaluates = argv[:1] == ["eval"]
+    settings = load(EvalSettings, argv[1:]) if evaluates else load(TrainSettings, argv)
     configure(settings.log_format, settings.log_level).run = settings.run_id
-    run(settings)
+    if up and leads():
+        from .up.fleet import interruptible
+        from .up.launch import launched
+
+        with interruptible(), launched(settings) as local:
+            run(settings, local)
+    else:
+        run(settings)
+
+
+def leads() -> bool:
+    """Whether this process is the only one of the run, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def load(kind: type[TrainSettings], argv: list[str]) -> TrainSettings:
@@ -114,41 +132,44 @@ ANSWERS: dict[str, Callable[[list[str]], Iterator[object]]] = {
 """Commands that print lines."""
 
 
-def run(settings: TrainSettings) -> None:
+def run(settings: TrainSettings, local: Local | None = None) -> None:
+    logger.info("%s: %d batches to train in all; loading PyTorch", settings.run_id, settings.steps)
     # torch and transformers are imported here, so that --help and a mistyped option answer at once.
-    from .learn.world import World
-    from .setup import follow
+    with patient("loading PyTorch"):
+        from .learn.world import World
+        from .setup import follow
 
     # A rank may wait for orders as long as the leader waits for the broker and then for groups.
     with World.joined(settings.model.device, 2 * settings.broker.stall_timeout_s + RANK_TIMEOUT_S) as world:
         if not world.leads:
             follow(settings, world)
         elif isinstance(settings, EvalSettings):
-            asyncio.run(_stoppable(_evaluate(settings, world)))
+            asyncio.run(_stoppable(_evaluate(settings, world, local)))
         else:
-            asyncio.run(_stoppable(_train(settings, world)))
+            asyncio.run(_stoppable(_train(settings, world, local)))
 
 
-async def _train(settings: TrainSettings, world: World) -> None:
+async def _train(settings: TrainSettings, world: World, local: Local | None) -> None:
     from .loop import train
     from .setup import open_run
 
     with tracing.configured("dvp-train", settings.trace_url, **{"service.instance.id": settings.run_id}):
-        async with open_run(settings, world) as run:
+        async with open_run(settings, world, local) as run:
             await train(run)
 
 
-async def _evaluate(settings: EvalSettings, world: World) -> None:
+async def _evaluate(settings: EvalSettings, world: World, local: Local | None) -> None:
     from .setup import open_evaluation
 
-    async with open_evaluation(settings, world) as run:
+    async with open_evaluation(settings, world, local) as run:
         metrics = await run.evaluate()
     lines = [f"step {run.step}", *(f"{name} {value:.4f}" for name, value in metrics.items() if "time/" not in name)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
-    """Runs `command`. SIGTERM and Ctrl-C end it cleanly; a resumed run repeats what followed the last checkpoint."""
+    """Runs `command`. SIGTERM, Ctrl-C and the end of the terminal end it cleanly; a resumed run repeats what followed
+    the last checkpoint."""
     task = asyncio.ensure_future(command)
     received: list[int] = []
 
@@ -156,7 +177,8 @@ async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    hangup = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()  # nohup
+    for number in (signal.SIGTERM, signal.SIGINT, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         await task

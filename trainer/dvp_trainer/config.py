@@ -21,7 +21,7 @@ from dvp_rl.http.settings import Listening, WeightReader
 from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.settings import Section, Settings
 from dvp_rl.tracing import TraceUrl
-from dvp_rl.transport.connection import RedisUrl
+from dvp_rl.transport.urls import RedisUrl
 
 from .options import ExportForm, OnError, Overlong, RewardName
 
@@ -29,6 +29,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
 HookName = Annotated[str, AfterValidator(hook_name)]
 
 
@@ -96,13 +97,18 @@ class LoraSection(Section):
 
 
 class BrokerSection(Section):
-    redis_url: RedisUrl = "redis://127.0.0.1:6379/0"
-    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
+    redis_url: RedisUrl | None = None
+    """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME. None:
+    redis://127.0.0.1:6379/0, or with `up` a broker that it starts."""
     stall_timeout_s: Seconds = 3600.0
     """Longest wait for a group, in seconds; then the run stops, names the replicas that hold its jobs, and can be
     resumed. Also the longest wait for an unavailable broker, including at start."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 15.0
     """TTL of the trainer's lease, in seconds: how long a crashed trainer blocks its successor."""
+
+    @property
+    def url(self) -> str:
+        return self.redis_url or DEFAULT_URL
 
 
 class DataSection(Section):
@@ -308,6 +314,23 @@ class ReportSection(Section):
     `dvp-lab signature --run`; 0: never."""
 
 
+class UpSection(Section):
+    """Only for `dvp-train up`: what it starts on this machine beside the trainer."""
+
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of rollout replicas."""
+    engine: str = "transformers"
+    """Their --engine, e.g. sglang."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Number format in which they compute. None: model.compute_dtype."""
+    gpus: tuple[str, ...] = ()
+    """GPUs of each replica in turn, as CUDA_VISIBLE_DEVICES takes them, e.g. 1 and 2,3. Empty: model.device."""
+    options: dict[str, bool | int | float | str] = Field(default={})
+    """More options of dvp-rollout, e.g. { max_batch = 256 }."""
+    monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
+    """Port of the monitor on 127.0.0.1; 0 takes a free one. None: no monitor."""
+
+
 class MetricsSection(Listening, Section):
     """/metrics for Prometheus, and /healthz."""
 
@@ -320,6 +343,7 @@ class MetricsSection(Listening, Section):
 
 
 USAGE = """CONFIG [options]
+       dvp-train up CONFIG [options]
        dvp-train doctor CONFIG [options]
        dvp-train eval CONFIG [--step STEP] [options]
        dvp-train check MODEL [options]
@@ -329,9 +353,10 @@ USAGE = """CONFIG [options]
 
 
 class TrainSettings(Settings):
-    """Trains by CONFIG: a TOML file, or the out_dir of a run, which starts again with its settings. doctor says what
-    would stop the run and shows its first prompts, eval scores a checkpoint, check tries a model, export writes one,
-    report and compare describe runs. Each command explains its own options with --help."""
+    """Trains by CONFIG: a TOML file, or the out_dir of a run, which starts again with its settings. up also starts what
+    a run needs beside the trainer, on this machine: a broker, replicas, a monitor. doctor says what would stop the run
+    and shows its first prompts, eval scores a checkpoint, check tries a model, export writes one, report and compare
+    describe runs. Each command explains its own options with --help."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_TRAIN__", cli_prog_name="dvp-train")
     usage: ClassVar[str] = USAGE
@@ -370,6 +395,7 @@ class TrainSettings(Settings):
     evaluate: EvaluateSection = EvaluateSection()
     report: ReportSection = ReportSection()
     metrics: MetricsSection = MetricsSection()
+    up: UpSection = UpSection()
     trace_url: TraceUrl | None = None
     """Collector of OpenTelemetry traces, e.g. http://127.0.0.1:4318; needs the extra otel."""
     log_level: LogLevel = LogLevel.INFO

@@ -11,17 +11,15 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from math import prod
 from pathlib import Path
-from shlex import quote
 from statistics import median
-from threading import Event, Thread
 from typing import NamedTuple
 
 import torch
@@ -51,14 +49,15 @@ from .data.rendering import (
     open_training,
 )
 from .learn.weight_files import INDEX
+from .patience import patient
 from .report.completions import CONTROLS
 from .report.starts import read_starts
 from .resume.checkpoint import Checkpoints
 from .setup import check_device, check_hooks, check_resumable, scoring
+from .up.replica import flags, options_of_replica
 
 SHOWN_ROWS = 2
 MEASURED_ROWS = 1000
-SILENCE_S = 5.0
 MAX_CHARACTERS = 2000
 """Longest rendered prompt that is shown in full."""
 STATE_BYTES = 12
@@ -257,7 +256,7 @@ class Examination:
         settings = self.settings.broker
 
         async def snapshot() -> Snapshot:
-            url, run_id = settings.redis_url, self.settings.run_id
+            url, run_id = settings.url, self.settings.run_id
             async with await Broker.connect(url, run_id, role=Role.TRAINER, create=False) as broker:
                 await broker.check_server()
                 await check_untrained(broker)
@@ -266,9 +265,10 @@ class Examination:
         try:
             self.snapshot = found = asyncio.run(snapshot())
         except NoBrokerError as error:
-            yield Note(f"{error}. The run would wait for it for up to {settings.stall_timeout_s:g} s")
+            own = "" if settings.redis_url else ". `dvp-train up` starts a broker and replicas, too"
+            yield Note(f"{error}. The run would wait for it for up to {settings.stall_timeout_s:g} s{own}")
             return
-        yield f"{masked(settings.redis_url)} answers and permits what a trainer does"
+        yield f"{masked(settings.url)} answers and permits what a trainer does"
         for reason in judge(found).reasons:
             if reason.verdict not in EXPECTED:
                 yield Note(f"{reason.detail}; {reason.remedy}")
@@ -336,19 +336,9 @@ def _columns(prompts: Prompts) -> str:
 
 
 def _rollout(settings: TrainSettings) -> str:
-    """The command that starts a replica of the transformers engine for this run."""
-    model = settings.model
-    options = {
-        "model": quote(str(model.path)),
-        "device": model.device,
-        "dtype": model.compute_dtype,
-        "redis-url": quote(masked(settings.broker.redis_url)),
-        "run-id": settings.run_id,
-    }
-    if model.fixed_shape is not None:
-        options["fixed-shape"] = model.fixed_shape
-    command = ["dvp-rollout", *(f"--{name} {value}" for name, value in options.items())]
-    return " ".join(command + ["--fp32-head"] * model.fp32_head + ["--deterministic"] * settings.deterministic)
+    """The command that starts a replica for this run."""
+    options = options_of_replica(settings) | {"redis_url": masked(settings.broker.url)}
+    return shlex.join(["dvp-rollout", *flags(options)])
 
 
 def _answer(row: Row) -> str:
@@ -377,23 +367,8 @@ def _first_model(replica: ReplicaHealth) -> str:
     return version.digest if version.seq == INITIAL_SEQ else ""
 
 
-@contextmanager
-def _patient(part: str) -> Iterator[None]:
-    """Says on stderr, every SILENCE_S seconds, that the part is still being looked at."""
-    done = Event()
-
-    def tell() -> None:
-        began = time.monotonic()
-        while not done.wait(SILENCE_S):
-            sys.stderr.write(f"     {part:<13}still looking, {time.monotonic() - began:.0f} s\n")
-
-    teller = Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        done.set()
-        teller.join()
+def _patient(part: str) -> AbstractContextManager[None]:
+    return patient(f"     {part:<13}still looking", say=lambda text: sys.stderr.write(f"{text}\n"))
 
 
 class _Listener(logging.Handler):

@@ -93,7 +93,8 @@ def _facts(out_dir: Path, start: Start, reached: Outcome) -> Iterator[tuple[str,
     if steps:
         which = "last" if reached.heldout_best is None else "best"
         if start.settings["data"]["heldout"] is not None:
-            yield "evaluate", f"{train} eval {out} --step {which}, with its broker and a replica running{again}"
+            needs = "" if start.up else ", with its broker and a replica running"
+            yield "evaluate", f"{train} eval {out} --step {which}{needs}{again}"
         yield "export", f"{program} export {out} --step {which} --to {out}/model"
         yield "serve", f"with Transformers, vLLM or SGLang, as {out}/model/README.md then shows"
 
@@ -119,7 +120,7 @@ def _train(start: Start) -> str:
     """The command that trains and evaluates. It runs in the working directory of the start, for relative paths."""
     ranks = start.machine.get("ranks", "1")
     torchrun = f"torchrun --nproc-per-node {ranks} -m dvp_trainer"
-    command = _program(start) if ranks == "1" else torchrun
+    command = (_program(start) if ranks == "1" else torchrun) + " up" * start.up
     return command if _is_here(start) else f"cd {quote(start.folder)} && {command}"
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ from .learn.step import Learner, open_learner
 from .learn.world import World
 from .loop import Run
 from .options import Overlong
+from .patience import patient
 from .publish.publisher import Publisher
 from .publish.sender import Sender
 from .queue.evaluator import Evaluator
@@ -66,21 +67,26 @@ from .report.sinks import (
 from .report.starts import Start, describe_start, read_starts, write_start
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
+from .up.launch import Local
 
 logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_run(settings: TrainSettings, world: World | None = None) -> AsyncIterator[Run]:
+async def open_run(
+    settings: TrainSettings, world: World | None = None, local: Local | None = None
+) -> AsyncIterator[Run]:
     """A run ready to train: resumed if there is a checkpoint, its weights announced, its background tasks running. When
-    it is closed, whatever the reason, its report is written, and how it stands is printed."""
+    it is closed, whatever the reason, its report is written, and how it stands is printed. `local`: its broker and
+    replicas, if this process has started them."""
     async with (
         AsyncExitStack() as after,
         exporting(settings.metrics) as exporter,
-        _assemble(settings, None, world or World()) as run,
+        _watched(local),
+        _assemble(settings, None, world or World(), local) as run,
     ):
         await run.feeder.restore(run.resumed_from)
-        start = await asyncio.to_thread(record_start, run)
+        start = await asyncio.to_thread(record_start, run, up=local is not None)
         after.callback(conclude, start, settings.out_dir, html=settings.report.html)
         run.reporter = open_reporter(settings, start, exporter)
         try:
@@ -95,11 +101,13 @@ async def open_run(settings: TrainSettings, world: World | None = None) -> Async
 
 
 @asynccontextmanager
-async def open_evaluation(settings: EvalSettings, world: World | None = None) -> AsyncIterator[Run]:
+async def open_evaluation(
+    settings: EvalSettings, world: World | None = None, local: Local | None = None
+) -> AsyncIterator[Run]:
     """A run with the weights of one checkpoint announced and no prompts submitted for training."""
     if settings.data.heldout is None:
         raise ConfigError("data.heldout is not set: there is nothing to evaluate on")
-    async with _assemble(settings, settings.step, world or World()) as run:
+    async with _watched(local), _assemble(settings, settings.step, world or World(), local) as run:
         run.finished = run.step >= settings.steps
         async with _beside(run.beat(), *run.sending()):
             yield run
@@ -115,9 +123,13 @@ async def _beside(*background: Coroutine[Any, Any, None]) -> AsyncIterator[None]
             task.cancel()
 
 
+def _watched(local: Local | None) -> AbstractAsyncContextManager[None]:
+    return nullcontext() if local is None else _beside(local.watch())
+
+
 @asynccontextmanager
 async def _assemble(
-    settings: TrainSettings, which: Literal["best", "last"] | int | None, world: World
+    settings: TrainSettings, which: Literal["best", "last"] | int | None, world: World, local: Local | None
 ) -> AsyncIterator[Run]:
     """Assembles the run. Cheap checks come first, so that a user's mistake shows before a lease is taken or a model
     loaded."""
@@ -125,7 +137,8 @@ async def _assemble(
     check_hooks(settings)
     check_device(settings.model.device)
     tokenizer = open_tokenizer(settings)
-    prompts, heldout = open_training(settings, tokenizer), open_heldout(settings, tokenizer)
+    with patient("reading the prompts"):
+        prompts, heldout = open_training(settings, tokenizer), open_heldout(settings, tokenizer)
     compare_kinds(prompts, heldout)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
@@ -133,7 +146,7 @@ async def _assemble(
         scorer, heldout_scorer = await stack.enter_async_context(
             scoring(settings, tokenizer, prompts, heldout, trains=which is None)
         )
-        url, patience_s = settings.broker.redis_url, settings.broker.stall_timeout_s
+        url, patience_s = local.broker_url if local else settings.broker.url, settings.broker.stall_timeout_s
         broker = await stack.enter_async_context(
             await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=patience_s)
         )
@@ -146,15 +159,17 @@ async def _assemble(
         fence = await stack.enter_async_context(lease.held())
         checkpoints.claim(fence)
 
-        learner = await asyncio.to_thread(open_learner, settings, tokenizer.pad_id, world)
-        progress = await asyncio.to_thread(restore, settings, checkpoints, learner, prompts, which)
+        with patient("loading the model"):
+            learner = await asyncio.to_thread(open_learner, settings, tokenizer.pad_id, world)
+            progress = await asyncio.to_thread(restore, settings, checkpoints, learner, prompts, which)
         replicas, submission, groups = ReplicaRegistry(broker), Submission(broker), GroupQueue(broker, fence=fence)
         template = own_template(settings, tokenizer)
         publisher = Publisher(learner.write_weights, WeightRegistry(broker), replicas, settings, fence, template)
         sender = None
         if settings.weights.route is WeightRoute.DISTRIBUTED:
             sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
-        await publisher.publish(progress.weight_steps, after=progress.seq)
+        with patient("publishing the weights"):
+            await publisher.publish(progress.weight_steps, after=progress.seq)
         tokens = PromptTokens(prompts, tokenizer)
         evaluator = None
         if heldout and heldout_scorer:
@@ -227,7 +242,8 @@ async def scoring(
         )
         scorer = Scorer(pool, tokenizer, reward, failures)
         if trains:
-            await scorer.try_on(prompts.first(TRIAL_ROWS), settings.sampling.n)
+            with patient("trying the reward on the first rows"):
+                await scorer.try_on(prompts.first(TRIAL_ROWS), settings.sampling.n)
         if heldout is None:
             yield scorer, None
             return
@@ -235,7 +251,8 @@ async def scoring(
         failures = RewardFailures(reward, settings.out_dir, heldout.source, patience=num * settings.evaluate.n)
         plain = Scorer(pool, tokenizer, reward.model_copy(update={"overlong": Overlong.KEEP}), failures)
         if settings.evaluate.interval or not trains:
-            await plain.try_on(heldout.first(TRIAL_ROWS), settings.evaluate.n)
+            with patient("trying the reward on the first held-out rows"):
+                await plain.try_on(heldout.first(TRIAL_ROWS), settings.evaluate.n)
         yield scorer, plain
 
 
@@ -305,7 +322,7 @@ def check_base(settings: TrainSettings, learner: Learner) -> None:
         )
 
 
-def record_start(run: Run) -> Start:
+def record_start(run: Run, *, up: bool) -> Start:
     """Writes down what this start is made from. Raises ConfigError (disk full)."""
     settings, learner = run.settings, run.learner
     device = torch.device(settings.model.device)
@@ -313,6 +330,7 @@ def record_start(run: Run) -> Start:
     start = describe_start(
         settings,
         step=run.step,
+        up=up,
         model=learner.base_digest,
         chat_template=run.publisher.chat_template,
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},

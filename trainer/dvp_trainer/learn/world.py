@@ -6,6 +6,7 @@ rank then runs. A single process runs the same code without orders and collectiv
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ class Order(NamedTuple):
     payload: bytes = b""
 
 
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 class World:
     """A group of ranks, as seen by one of them; a single process unless opened by `joined`."""
 
@@ -41,8 +48,8 @@ class World:
     def joined(cls, device: str, timeout_s: float) -> Iterator[World]:
         """The world described by torchrun's environment. `timeout_s` is the longest wait for another rank.
 
-        With several ranks, the process exits when the block ends, before Python's own shutdown: a gloo thread that
-        releases its last tensor during that shutdown aborts the process (pytorch/pytorch#179291).
+        With several ranks, a process that ends well skips Python's own shutdown: a gloo thread that releases its last
+        tensor during that shutdown aborts the process (pytorch/pytorch#179291).
 
         Raises ConfigError if the ranks cannot connect.
         """
@@ -66,9 +73,7 @@ class World:
             world.order(Order(STOP))
         finally:
             dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        atexit.register(_end)
 
     @property
     def leads(self) -> bool:

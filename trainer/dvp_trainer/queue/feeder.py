@@ -167,6 +167,12 @@ class Feeder:
         """Seconds that `next_batch` has been waiting; 0 if it is not."""
         return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
 
+    def progress(self) -> str:
+        """What `next_batch` has and waits for. Safe in any thread."""
+        awaited = self.rewards_awaited()
+        rewards = f" and rewards of {awaited} completions" if awaited else ""
+        return f"waiting for groups{rewards}: {self._num_taken} of {self.settings.batch.groups} are ready"
+
     def rewards_awaited(self) -> int:
         """Number of completions whose rewards `next_batch` waits for; 0 while it waits for groups."""
         has = self._num_taken + self._scored.qsize() + self.scorer.num_groups

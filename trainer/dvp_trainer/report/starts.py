@@ -45,6 +45,8 @@ class Start(BaseModel):
     """Digest of the folder model.path."""
     chat_template: str | None = None
     """Text of the file data.chat_template."""
+    up: bool = False
+    """Whether `dvp-train up` started a broker and replicas for it."""
     folder: str
     """Working directory: relative paths in `settings` start there."""
     code: dict[str, str]
@@ -63,7 +65,13 @@ class Start(BaseModel):
 
 
 def describe_start(
-    settings: Settings, *, step: int, model: str, machine: Mapping[str, str], chat_template: str | None = None
+    settings: Settings,
+    *,
+    step: int,
+    model: str,
+    machine: Mapping[str, str],
+    chat_template: str | None = None,
+    up: bool = False,
 ) -> Start:
     """A start with `settings` now. `model` is the digest of the model folder, `machine` adds to what is known of it."""
     here = Path.cwd()
@@ -73,6 +81,7 @@ def describe_start(
         settings=settings.to_json(),
         model=model,
         chat_template=chat_template,
+        up=up,
         folder=str(here),
         code=dict(_commits(here, Path(__file__).parent)),
         software={"python": platform.python_version(), **dict(_versions())},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,7 @@ from dvp_rl.contract.errors import ConfigError
 from dvp_rl.cpus import usable_cpus
 from dvp_rl.extras import print_version
 from dvp_rl.settings import forget_variables, user_errors
+from dvp_trainer.patience import patient
 
 from .engines import Engine
 from .page import write_page
@@ -238,18 +239,24 @@ def _write(study: Study, folder: Path) -> None:
 
 @contextmanager
 def progress() -> Iterator[Tell]:
-    """Shows a progress bar on a terminal, and one line per stage elsewhere."""
+    """Shows a progress bar on a terminal; elsewhere a line per stage, and then how far it is."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task, said = bar.add_task(""), ""
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar, ExitStack() as stack:
+        task, stage, so_far = bar.add_task(""), "", ""
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, soft_wrap=True)
 
         def tell(done: int, total: int, what: str) -> None:
-            nonlocal said
+            nonlocal stage, so_far
             bar.update(task, completed=done, total=total, description=what)
-            if not console.is_terminal and what.partition(",")[0] != said:
-                said = what.partition(",")[0]
-                console.print(said, highlight=False)
+            so_far = f"{what}: {done} of {total}"
+            if not console.is_terminal and what.partition(",")[0] != stage:
+                stage = what.partition(",")[0]
+                say(stage)
+                stack.close()
+                stack.enter_context(patient(lambda: so_far, say))
 
         yield tell
 

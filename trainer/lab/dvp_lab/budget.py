@@ -83,6 +83,7 @@ def rewards(rules: Sequence[Rule], budget: Budget, progress: Progress) -> dict[R
     ends = dict[str, float]()
     # spawn, not fork: PyTorch's threads do not survive a fork.
     with ProcessPoolExecutor(budget.jobs, mp_context=get_context("spawn")) as pool:
+        progress(0, len(runs), "training under every rule")
         for name, outcome in run_cells(runs, budget.folder, pool):
             ends[name] = outcome.mean("reward/mean", budget.steps - WINDOW)
             progress(len(ends), len(runs), "training under every rule")

@@ -1,4 +1,4 @@
-"""Child processes that end together: an unexpected death of one ends all of them, as does leaving the fleet."""
+"""Child processes that end together: leaving the fleet ends all of them, and so does the end of their launcher."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dvp_rl.contract.errors import UnavailableError
+from dvp_rl.tether import tethered
 
-POLL_S = 0.1
-GRACE_S = 5.0
+GRACE_S = 10.0
 """Grace period between SIGTERM and SIGKILL, in seconds."""
 LAST_LINES = 15
+TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+)
+"""Variables by which torchrun tells a launcher its place; a child would take it for its own."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -27,6 +31,9 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     def obituary(self) -> str:
         """How the process ended, and the last lines of its log."""
@@ -41,63 +48,41 @@ class Fleet:
     which then stops them properly."""
 
     def __init__(self, logs: Path) -> None:
+        """`logs`: folder for the children's output, which exists."""
         self._logs = logs
-        self._children: list[Child] = []
-        self._awaited: list[Child] = []
+        self._children: dict[str, Child] = {}
 
-    def start(
-        self, name: str, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], show: bool = False
-    ) -> Child:
-        """Starts a child. `show` sends its standard output to the launcher's own instead of the log."""
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> Child:
+        """Starts a child, or starts one that has ended again. Its output is appended to its log."""
         log = self._logs / f"{name}.log"
-        with log.open("wb") as file:
+        with log.open("ab") as file:
             process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=os.environ | env,
+                tethered(command),
+                env={name: value for name, value in os.environ.items() if name not in TORCHRUN} | dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=None if show else file,
+                stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
         child = Child(name, process, log)
-        self._children.append(child)
+        if earlier := self._children.get(name):
+            _end_group(earlier)
+        self._children[name] = child
         return child
-
-    def wait_for(self, child: Child, timeout_s: float) -> None:
-        """Waits until `child` ends. Raises UnavailableError if it fails, and in the cases of `wait_until`."""
-        self._awaited.append(child)
-        self.wait_until(lambda: child.process.poll() is not None, f"{child.name} has ended", timeout_s)
-        if child.process.returncode != 0:
-            raise UnavailableError(child.obituary())
-
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Polls `condition`. Raises UnavailableError after `timeout_s`, or if a child ends that nobody waits for."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            for child in self._children:
-                if child not in self._awaited and child.process.poll() is not None:
-                    raise UnavailableError(child.obituary())
-            if time.monotonic() > deadline:
-                raise UnavailableError(f"timed out after {timeout_s:g} s waiting until {what}; see {self._logs}")
-            time.sleep(POLL_S)
 
     def stop(self) -> None:
         """Sends SIGTERM to each child, and SIGKILL after GRACE_S to all that is left of their process groups.
         STOP_SIGNALS are ignored meanwhile."""
         with undisturbed():
-            running = [child.process for child in self._children if child.process.poll() is None]
+            running = [child.process for child in self._children.values() if not child.has_ended()]
             for process in running:
                 process.terminate()
             deadline = time.monotonic() + GRACE_S
             for process in running:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-            for child in self._children:
-                # The process group outlives its leader while one of the leader's workers still runs.
-                with suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, signal.SIGKILL)
-                child.process.wait()
+            for child in self._children.values():
+                _end_group(child)
 
     def __enter__(self) -> Self:
         return self
@@ -106,6 +91,13 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _end_group(child: Child) -> None:
+    """Kills what is left of the child's process group, which outlives its leader while one of its workers runs."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.process.pid, signal.SIGKILL)
+    child.process.wait()
 
 
 @contextmanager
@@ -121,8 +113,10 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, like Ctrl-C, so that all of them end the block the same way."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in STOP_SIGNALS}
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, like Ctrl-C, so that all of them end the block the same way. An
+    ignored one (nohup) stays ignored."""
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
     try:
         yield
     finally:

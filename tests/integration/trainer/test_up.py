@@ -1,0 +1,222 @@
+"""`dvp-train up`: one command starts broker, replicas, monitor and trainer, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dvp_rl.client import Client
+from dvp_trainer import patience
+from dvp_trainer.report.sinks import read_metrics
+from tests.kit import forked
+from tests.kit.forked import TRAINER, Service, service
+from tests.kit.processes import PYTHON, process
+from tests.kit.runs import HELDOUT, config, run_trainer
+from tests.kit.wait import WITHIN_S, until
+
+FAKE = {"up__engine": "fake"}
+"""An engine that starts without PyTorch. Its samples do not match their log-probs, so nothing is learned from them."""
+
+
+class Up:
+    """One `dvp-train up`."""
+
+    def __init__(self, service: Service, out: Path, log: Path) -> None:
+        self.service, self.out, self._log = service, out, log
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def says(self, text: str) -> None:
+        def looked() -> bool:
+            assert self.service.poll() is None or text in self.output, self.output
+            return text in self.output
+
+        until(looked, f"it says {text!r}")
+
+    def url(self, name: str) -> str:
+        found = re.search(rf"^ +{name} +(http://127.0.0.1:\d+)$", self.output, re.MULTILINE)
+        assert found, self.output
+        return found[1]
+
+    def processes(self) -> list[psutil.Process]:
+        """The trainer and all that it has started."""
+        trainer = psutil.Process(self.service.pid)
+        return [trainer, *trainer.children(recursive=True)]
+
+    def replicas(self) -> dict[str, psutil.Process]:
+        found = {}
+        for one in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                found |= {word.partition("=")[2]: one for word in one.cmdline() if "--replica-id=" in word}
+        return found
+
+
+def flags(folder: Path, run_id: str, **overrides: str | None) -> list[str]:
+    return config(folder, run_id, "", **{"broker__redis_url": None, **overrides})
+
+
+@contextmanager
+def up(folder: Path, run_id: str, **overrides: str | None) -> Iterator[Up]:
+    log = folder / "up.log"
+    log.touch()
+    with service(TRAINER, ["up", *flags(folder, run_id, **overrides)], log) as started:
+        yield Up(started, folder / "run", log)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return psutil.wait_procs(processes, timeout=WITHIN_S)[1] == []
+
+
+@pytest.mark.slow
+def test_one_command_trains_evaluates_and_goes_on(tmp_path: Path, run_id: str) -> None:
+    options = {"data__heldout": str(HELDOUT), "evaluate__limit": "8"}
+    first = run_trainer(["up", *flags(tmp_path, run_id, **options)])
+    assert first.returncode == 0, first.stdout + first.stderr
+    out = tmp_path / "run"
+    assert f"{run_id}: finished, 6 of 6 steps" in first.stdout
+    assert f"dvp-train up {out} --steps 12" in first.stdout
+    assert re.search(rf"evaluate +\S*dvp-train up eval {out} --step last$", first.stdout, re.MULTILINE)
+    # From now on by the run's own settings, each time with an empty broker.
+    score = run_trainer(["up", "eval", str(out), "--step", "last"])
+    assert score.returncode == 0, score.stdout + score.stderr
+    assert re.search(r"^step 6\nheldout/score \d", score.stdout, re.MULTILINE), score.stdout
+    second = run_trainer(["up", str(out), "--steps=8"])
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(1, 9))
+    consumed = [json.loads(line) for line in (out / "consumed.jsonl").read_text().splitlines()]
+    trained = [entry["job_id"] for entry in consumed if entry["outcome"] == "trained"]
+    assert len(trained) == len(set(trained)) == 8 * 4
+
+
+@pytest.mark.slow
+def test_a_replica_that_served_is_started_again(tmp_path: Path, run_id: str) -> None:
+    options = {"steps": "1000000", "checkpoint__interval": "100", "up__options": '{"lease_s": 2}'}
+    with up(tmp_path, run_id, **options) as run:
+        run.says("replica-1 serves")
+        run.says("step 2/")
+        run.replicas()["replica-1"].kill()
+        run.says("replica-1 is started again: replica-1 was killed by SIGKILL")
+        num = len(read_metrics(run.out / "metrics.jsonl"))
+        until(lambda: len(read_metrics(run.out / "metrics.jsonl")) > num + 20, "it trains on")
+        run.service.send_signal(signal.SIGINT)
+        assert run.service.wait() == 130
+        assert f"{run_id}: stopped at step" in run.output
+
+
+@pytest.mark.slow
+def test_two_ranks_share_one_broker(tmp_path: Path, run_id: str) -> None:
+    two = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dvp_trainer", "up"]
+    log = tmp_path / "ranks.log"
+    with process([*two, *flags(tmp_path, run_id, steps="3")], log) as ranks:
+        assert ranks.wait(WITHIN_S) == 0, log.read_text()
+    said = log.read_text()
+    assert f"{run_id}: finished, 3 of 3 steps" in said
+    assert "torchrun --nproc-per-node 2 -m dvp_trainer up" in said
+    assert not (tmp_path / "run/broker/operator.url").exists()
+
+
+@pytest.mark.slow
+def test_people_can_look_at_monitor_replica_and_queue(tmp_path: Path, run_id: str) -> None:
+    with up(tmp_path, run_id, **FAKE, steps="1000") as run:
+        run.says("replica-1 serves")
+        with Client(run.url("replica-1")) as client:
+            assert client.ready().status == "ok"
+        with socket.create_connection(("127.0.0.1", int(run.url("monitor").rpartition(":")[2]))):
+            pass
+        file = run.out / "broker/operator.url"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert f'DVP_QUEUE__REDIS_URL="$(cat {file})" dvp-queue --run-id {run_id} status' in run.output
+        health = forked.run("dvp_rl.monitor.cli", f"--run-id={run_id}", "status", DVP_QUEUE__REDIS_URL=file.read_text())
+        assert "replica-1" in health.stdout, health.stdout + health.stderr
+        second = run_trainer(["up", *flags(tmp_path, run_id, **FAKE)])
+        assert (second.returncode, "another `dvp-train up` runs there" in second.stderr) == (2, True)
+        everybody = run.processes()
+        assert len(everybody) >= 4  # trainer, broker, replica, monitor
+        run.service.send_signal(signal.SIGTERM)
+        assert run.service.wait() == 143
+        assert not file.exists()
+    assert gone(everybody)
+    assert "Traceback" not in run.output
+
+
+def be_impatient() -> None:
+    patience.SILENCE_S = patience.LONGEST_SILENCE_S = 0.05
+
+
+@pytest.mark.slow
+def test_waits_are_told(tmp_path: Path, run_id: str) -> None:
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, steps="2")], be_impatient)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "waiting for groups: 0 of 4 are ready, 0 s so far" in done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path, run_id: str) -> None:
+    with up(tmp_path, run_id, **FAKE, steps="1000") as run:
+        run.says("replica-1 serves")
+        everybody = run.processes()
+        run.service.kill()
+        assert gone(everybody)
+
+
+def test_a_replica_that_cannot_start_ends_the_run_with_its_last_words(tmp_path: Path, run_id: str) -> None:
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__options='{"max_bach": 3}')])
+    assert done.returncode == 2
+    assert "dvp-train: error: replica-1 ended with exit code 2" in done.stderr
+    assert "--max-bach" in done.stderr
+    assert "max_batch" in done.stderr or "--max-batch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_end_of_the_broker_ends_the_run(tmp_path: Path, run_id: str) -> None:
+    with up(tmp_path, run_id, **FAKE, steps="1000") as run:
+        run.says("replica-1 serves")
+        (broker,) = [p for p in run.processes() if "valkey" in p.name() or "redis" in p.name()]
+        everybody = run.processes()
+        broker.kill()
+        assert run.service.wait() == 2
+        assert "the broker has ended, see" in run.output
+    assert gone(everybody)
+
+
+@pytest.mark.slow
+def test_a_broker_of_ones_own_is_used(tmp_path: Path, run_id: str, broker_url: str) -> None:
+    with up(tmp_path, run_id, **FAKE, steps="1000", broker__redis_url=broker_url) as run:
+        run.says("on the broker of broker.redis_url")
+        run.says("replica-1 serves")
+        assert not (run.out / "broker").exists()
+        health = forked.run("dvp_rl.monitor.cli", f"--redis-url={broker_url}", f"--run-id={run_id}", "status")
+        assert "replica-1" in health.stdout, health.stdout + health.stderr
+
+
+def test_replicas_get_their_gpus_and_options(tmp_path: Path, run_id: str) -> None:
+    gpus = {"up__replicas": "3", "up__gpus": "4,5", "up__options": '{"max_batch": 9, "fp32_head": false}'}
+    with up(tmp_path, run_id, **FAKE, **gpus) as run:
+        run.says("replica-3 ")
+        found = run.replicas()
+        seen = [found[f"replica-{number}"].environ()["CUDA_VISIBLE_DEVICES"] for number in (1, 2, 3)]
+        assert seen == ["4", "5", "4"]
+        words = found["replica-1"].cmdline()
+        assert {"--device=cuda", "--max-batch=9", "--no-fp32-head", "--dtype=float32"} <= set(words)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__monitor_port=port)])
+    assert (done.returncode, f"monitor: port {port} cannot be taken" in done.stderr) == (2, True), done.stderr
+    options = {"up__replicas": "2", "deterministic": "true", "batch__max_staleness": "0"}
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, **options)])
+    assert (done.returncode, "a deterministic run has one replica" in done.stderr) == (2, True), done.stderr
