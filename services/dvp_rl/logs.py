@@ -88,13 +88,17 @@ class _Alike:
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Limits the lines of FROM_OUTSIDE, so that nobody can fill the disk, and reports how many it left out."""
+    """Limits the lines of FROM_OUTSIDE, so that nobody can fill the disk, and reports how many it left out. On a
+    terminal, lines go where sys.stderr points now: a live progress bar stands in for it, and would erase others."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._alike: dict[str, _Alike] = {}
+        self._on_terminal = stream is sys.stderr and stream.isatty()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._on_terminal:
+            self.stream = sys.stderr
         if not record.name.startswith(FROM_OUTSIDE):
             super().emit(record)
             return

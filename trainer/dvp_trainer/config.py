@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from dvp_rl.contract.job import MAX_GROUP_TOKENS, Metadata
@@ -30,6 +30,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
+SET_BY_UP = {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"}
 HookName = Annotated[str, AfterValidator(hook_name)]
 
 
@@ -329,6 +330,14 @@ class UpSection(Section):
     """More options of dvp-rollout, e.g. { max_batch = 256 }."""
     monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Port of the monitor on 127.0.0.1; 0 takes a free one. None: no monitor."""
+
+    @field_validator("options")
+    @classmethod
+    def _not_ours(cls, options: dict[str, Any]) -> dict[str, Any]:
+        plain = {name.replace("-", "_"): value for name, value in options.items()}
+        if own := plain.keys() & SET_BY_UP:
+            raise ValueError(f"`dvp-train up` sets {', '.join(sorted(own))} itself")
+        return plain
 
 
 class MetricsSection(Listening, Section):

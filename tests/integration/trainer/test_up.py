@@ -217,6 +217,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
         port = str(taken.getsockname()[1])
         done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__monitor_port=port)])
     assert (done.returncode, f"monitor: port {port} cannot be taken" in done.stderr) == (2, True), done.stderr
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__options='{"port": 8000, "replica-id": "a"}')])
+    assert (done.returncode, "`dvp-train up` sets port, replica_id itself" in done.stderr) == (2, True), done.stderr
     options = {"up__replicas": "2", "deterministic": "true", "batch__max_staleness": "0"}
     done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, **options)])
     assert (done.returncode, "a deterministic run has one replica" in done.stderr) == (2, True), done.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -88,3 +90,21 @@ def test_a_log_says_how_much_it_left_out(
     assert "left out 5 lines like" in told
     assert "test_logs.py" in told
     assert "connection %d" in told
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "moves"), [(Screen, True), (io.StringIO, False)])
+def test_on_a_terminal_lines_go_above_a_live_bar(
+    stream: type[io.StringIO], moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich puts a stream of its own in the place of sys.stderr while it shows a bar."""
+    first, bar = stream(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    configure()
+    monkeypatch.setattr(sys, "stderr", bar)
+    logging.getLogger("dvp_rl").warning("a replica died")
+    assert ["a replica died" in place.getvalue() for place in (first, bar)] == [not moves, moves]
