@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dvp_rl.rollout.settings import EngineName
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.settings import forget_variables, user_errors
 from dvp_trainer.__main__ import run
 from dvp_trainer.config import TrainSettings

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.up.launch import locked
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def claim(path: Path) -> Iterator[RunFolder]:
             earlier = None
             if path.exists() and any(path.iterdir()):
                 numbered = (path.with_name(f"{path.name}-{number}") for number in count(1))
-                earlier = path.rename(next(folder for folder in numbered if not folder.exists()))
+                with locked(path):  # `dvp-train up` may have gone on with it
+                    earlier = path.rename(next(folder for folder in numbered if not folder.exists()))
             run = RunFolder(path, earlier)
             run.logs.mkdir(parents=True, exist_ok=True)
             yield run

@@ -18,9 +18,10 @@ import jsonschema
 import pytest
 import yaml
 
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.monitor.settings import MonitorSettings
-from dvp_rl.rollout.settings import EngineName, RolloutSettings
+from dvp_rl.rollout.settings import RolloutSettings
 from dvp_trainer.config import TrainSettings
 from tests.kit.wait import WITHIN_S
 

@@ -21,11 +21,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.keys import Keys
 from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.settings import WeightReader
 from dvp_rl.monitor.settings import MonitorSettings
-from dvp_rl.rollout.settings import EngineName, RolloutSettings
+from dvp_rl.rollout.settings import RolloutSettings
 from dvp_rl.transport.roles import Role
 from dvp_rl.weights.settings import WeightServerSettings
 from dvp_trainer.config import SamplingSection, TrainSettings

@@ -8,6 +8,7 @@ import pytest
 
 from deploy.demo.run_folder import claim
 from dvp_rl.contract.errors import ConfigError
+from dvp_trainer.up.launch import locked
 
 
 def test_earlier_runs_are_kept(tmp_path: Path) -> None:
@@ -27,6 +28,18 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
         claim(tmp_path / "demo"),
     ):
         pass
+
+
+def test_a_run_that_goes_on_is_left_where_it_is(tmp_path: Path) -> None:
+    with claim(tmp_path / "demo"):
+        pass
+    with (
+        locked(tmp_path / "demo"),
+        pytest.raises(ConfigError, match="another `dvp-train up`"),
+        claim(tmp_path / "demo"),
+    ):
+        pass
+    assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] == ["demo"]
 
 
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:

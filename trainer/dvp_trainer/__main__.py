@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dvp_rl import tracing
+from dvp_rl.contract.errors import ConfigError
 from dvp_rl.logs import configure
 from dvp_rl.settings import user_errors
 
@@ -48,6 +49,8 @@ def start(argv: list[str]) -> None:
     """Trains or evaluates."""
     up, argv = argv[:1] == ["up"], argv[argv[:1] == ["up"] :]
     evaluates = argv[:1] == ["eval"]
+    if up and argv and argv[0] in ANSWERS:
+        raise ConfigError(f"`up` goes with CONFIG or eval; `dvp-train {argv[0]}` starts nothing")
     settings = load(EvalSettings, argv[1:]) if evaluates else load(TrainSettings, argv)
     configure(settings.log_format, settings.log_level).run = settings.run_id
     if up and leads():
@@ -62,7 +65,7 @@ def start(argv: list[str]) -> None:
 
 def leads() -> bool:
     """Whether this process is the only one of the run, or the first of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
 
 
 def load(kind: type[TrainSettings], argv: list[str]) -> TrainSettings:
@@ -177,15 +180,22 @@ async def _stoppable(command: Coroutine[Any, Any, None]) -> None:
         received.append(number)
         task.cancel()
 
-    hangup = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()  # nohup
-    for number in (signal.SIGTERM, signal.SIGINT, *hangup):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    loop, numbers = asyncio.get_running_loop(), [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
     try:
         await task
     except asyncio.CancelledError:
         raise SystemExit(128 + received[0] if received else 1) from None
     except BaseExceptionGroup as group:
         raise _first(group) from group
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.job import MAX_GROUP_TOKENS, Metadata
 from dvp_rl.contract.sampling import LOG_RHO, Sampling
 from dvp_rl.contract.shape import ShapeText
@@ -31,6 +33,7 @@ Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 SET_BY_UP = {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"}
+SECRET = re.compile(r"(^|[._])(token|\w*key)$")
 HookName = Annotated[str, AfterValidator(hook_name)]
 
 
@@ -320,14 +323,14 @@ class UpSection(Section):
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of rollout replicas."""
-    engine: str = "transformers"
-    """Their --engine, e.g. sglang."""
+    engine: Annotated[str, AfterValidator(partial(choice_or_hook, EngineName))] = EngineName.TRANSFORMERS
+    """What generates: `transformers`, a `sglang` server per replica, or your own as module:function."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number format in which they compute. None: model.compute_dtype."""
     gpus: tuple[str, ...] = ()
-    """GPUs of each replica in turn, as CUDA_VISIBLE_DEVICES takes them, e.g. 1 and 2,3. Empty: model.device."""
-    options: dict[str, bool | int | float | str] = Field(default={})
-    """More options of dvp-rollout, e.g. { max_batch = 256 }."""
+    """For each replica in turn its CUDA_VISIBLE_DEVICES, e.g. ["1", "2"], or ["1,2"]. Empty: model.device."""
+    options: Annotated[dict[str, bool | int | float | str], BeforeValidator(_from_text)] = Field(default={})
+    """More options of dvp-rollout, e.g. { max_batch = 256 }. Secrets belong in its environment (DVP_ROLLOUT__...)."""
     monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Port of the monitor on 127.0.0.1; 0 takes a free one. None: no monitor."""
 
@@ -337,6 +340,10 @@ class UpSection(Section):
         plain = {name.replace("-", "_"): value for name, value in options.items()}
         if own := plain.keys() & SET_BY_UP:
             raise ValueError(f"`dvp-train up` sets {', '.join(sorted(own))} itself")
+        for name in plain:
+            if SECRET.search(name):
+                variable = f"DVP_ROLLOUT__{name.upper().replace('.', '__')}"
+                raise ValueError(f"{name} is a secret, which would be written down; give it as {variable}")
         return plain
 
 
@@ -354,7 +361,7 @@ class MetricsSection(Listening, Section):
 USAGE = """CONFIG [options]
        dvp-train up CONFIG [options]
        dvp-train doctor CONFIG [options]
-       dvp-train eval CONFIG [--step STEP] [options]
+       dvp-train [up] eval CONFIG [--step STEP] [options]
        dvp-train check MODEL [options]
        dvp-train export RUN --to FOLDER [options]
        dvp-train report RUN
@@ -425,6 +432,8 @@ class TrainSettings(Settings):
                 raise ValueError(
                     f"{section}.n x {section}.max_tokens is {num_tokens}, at most {MAX_GROUP_TOKENS} allowed in a group"
                 )
+        if self.deterministic and self.up.replicas > 1:
+            raise ValueError(f"deterministic needs up.replicas = 1, got {self.up.replicas}")
         if self.batch.updates > self.batch.groups:
             raise ValueError(
                 f"batch.updates is {self.batch.updates}, but each needs at least one group: at most batch.groups = "
@@ -468,7 +477,7 @@ Which = Literal["best", "last"] | NonNegative
 class EvalSettings(TrainSettings):
     """Scores one checkpoint of a run on its held-out prompts."""
 
-    usage: ClassVar[str] = "eval CONFIG [--step STEP] [options]"
+    usage: ClassVar[str] = "[up] eval CONFIG [--step STEP] [options]"
 
     step: Which = "best"
     """The checkpoint: that with the best held-out score (the newest if there are no scores), the newest, or that of a

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 async def train(run: Run) -> None:
     """Trains until `steps` batches are done. A crash at any point costs at most the work since the last checkpoint."""
     while run.step < run.settings.steps:
-        with run.watch.measure("wait"), patient(run.feeder.progress):
+        with run.watch.measure("wait", run.feeder.progress):
             batch = await run.next_batch()
-        with run.watch.measure("train"), tracing.span("train", batch.metadata), patient("training on the batch"):
+        with run.watch.measure("train", "training on the batch"), tracing.span("train", batch.metadata):
             metrics = await asyncio.to_thread(run.learner.step, batch)
         run.count(batch, metrics)
         if run.is_due(run.settings.report.tokens_interval) and run.learner.evidence is not None:
@@ -52,7 +52,7 @@ async def train(run: Run) -> None:
         if run.shows_completions():
             run.reporter.log_completions(run.step, run.completions(batch, updated=metrics["optimizer/updates"] > 0))
         if metrics["optimizer/updates"]:
-            with run.watch.measure("publish"), tracing.span("publish", batch.metadata), patient("publishing"):
+            with run.watch.measure("publish", "publishing the weights"), tracing.span("publish", batch.metadata):
                 await run.publisher.publish(run.weight_steps)
         await run.feeder.close_batch(batch)
         if run.is_due(run.settings.evaluate.interval):
@@ -116,7 +116,7 @@ class Run:
     async def evaluate(self) -> dict[str, float]:
         """Held-out scores of the weights announced last."""
         assert self.evaluator is not None, "evaluate.interval without data.heldout is refused by the settings"
-        with self.watch.measure("eval"), patient("evaluating on the held-out prompts"):
+        with self.watch.measure("eval", "evaluating on the held-out prompts"):
             score = await self.evaluator.evaluate()
         if self.best is None or score.avg > self.best[1]:
             self.best = (self.step, score.avg)

@@ -16,12 +16,15 @@ LONGEST_SILENCE_S = 60.0
 
 
 @contextmanager
-def patient(what: str | Callable[[], str], say: Callable[[str], object] = logger.info) -> Iterator[None]:
-    """Says that `what` still goes on while the block does. A function is asked each time, in another thread."""
+def patient(
+    what: str | Callable[[], str], say: Callable[[str], object] = logger.info, *, usual_s: float = 0.0
+) -> Iterator[None]:
+    """Says that `what` still goes on while the block does. A function is asked each time, in another thread. What
+    usually takes `usual_s` is first mentioned after twice that."""
     done = Event()
 
     def tell() -> None:
-        began, pause_s = time.monotonic(), SILENCE_S
+        began, pause_s = time.monotonic(), max(SILENCE_S, 2 * usual_s)
         while not done.wait(pause_s):
             passed = time.monotonic() - began
             say(f"{what if isinstance(what, str) else what()}, {passed:.0f} s so far")

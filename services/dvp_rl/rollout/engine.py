@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.shape import Shape
 from dvp_rl.contract.weights import INITIAL_SEQ, WeightVersion
@@ -14,7 +15,7 @@ from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_rl.weights.folder import folder_digest
 
 from .prompts import Prompts
-from .settings import EngineName, RolloutSettings, SglangSettings
+from .settings import RolloutSettings, SglangSettings
 
 FAKE_CONTEXT = 4096
 ENGINE_ATTRIBUTES = ("facts", "context_length", "vocab_size", "capacity", "job_by_job", "version", "num_running")

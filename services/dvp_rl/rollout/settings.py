@@ -6,7 +6,6 @@ import os
 import secrets
 import shlex
 import socket
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -14,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.shape import ShapeText
 from dvp_rl.contract.weights import RUN_ID
 from dvp_rl.hooks import choice_or_hook
@@ -21,12 +21,6 @@ from dvp_rl.http.settings import MAX_REQUESTS, ListenSettings, WeightReader
 from dvp_rl.settings import Section
 from dvp_rl.tracing import TraceUrl
 from dvp_rl.transport.urls import RedisUrl
-
-
-class EngineName(StrEnum):
-    TRANSFORMERS = "transformers"
-    SGLANG = "sglang"
-    FAKE = "fake"
 
 
 def _replica_id() -> str:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.shape import Shape
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_rl.rollout.engine import build
-from dvp_rl.rollout.settings import EngineName, RolloutSettings
+from dvp_rl.rollout.settings import RolloutSettings
 from tests.kit.models import make_model
 
 from .conftest import MakeEngine

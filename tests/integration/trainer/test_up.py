@@ -219,6 +219,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
     assert (done.returncode, f"monitor: port {port} cannot be taken" in done.stderr) == (2, True), done.stderr
     done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__options='{"port": 8000, "replica-id": "a"}')])
     assert (done.returncode, "`dvp-train up` sets port, replica_id itself" in done.stderr) == (2, True), done.stderr
+    (tmp_path / "file").touch()
+    done = run_trainer(["up", *flags(tmp_path / "file", run_id, **FAKE)])
+    assert (done.returncode, "error: out_dir: " in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__options='{"sglang.api-key": "x"}')])
+    assert "is a secret, which would be written down; give it as DVP_ROLLOUT__SGLANG__API_KEY" in done.stderr
+    assert "up.engine" in run_trainer(["up", *flags(tmp_path, run_id, up__engine="sglagn")]).stderr
+    done = run_trainer(["up", "doctor", *flags(tmp_path, run_id)])
+    assert "`up` goes with CONFIG or eval" in done.stderr
     options = {"up__replicas": "2", "deterministic": "true", "batch__max_staleness": "0"}
     done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, **options)])
-    assert (done.returncode, "a deterministic run has one replica" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "deterministic needs up.replicas = 1" in done.stderr) == (2, True), done.stderr

@@ -85,7 +85,7 @@ def test_the_page_of_the_trainer_begins_with_its_commands(capsys: pytest.Capture
         "compare RUN RUN",
     ):
         assert f"dvp-train {command}" in usage
-    assert "usage: dvp-train eval CONFIG [--step STEP]" in helped(EvalSettings, capsys)
+    assert "usage: dvp-train [up] eval CONFIG [--step STEP]" in helped(EvalSettings, capsys)
     assert "usage: dvp-train export RUN --to FOLDER" in helped(ExportSettings, capsys)
 
 

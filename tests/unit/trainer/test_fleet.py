@@ -96,14 +96,15 @@ def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 def test_children_do_not_take_torchruns_variables_for_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+    theirs = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in theirs:
         monkeypatch.setenv(name, "7")
     with Fleet(tmp_path) as fleet:
         child = start(fleet, "one", "import os; print(sorted(os.environ))", MINE="1")
         until(child.has_ended, "it ends")
     names = child.log.read_text()
     assert "'MINE'" in names
-    assert not [name for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if f"'{name}'" in names]
+    assert not [name for name in theirs if f"'{name}'" in names]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -10,6 +10,7 @@ import pytest
 from dvp_trainer.data.batch import Batch, ScoredGroup
 from dvp_trainer.report.stopwatch import Coverage, Stopwatch
 from tests.kit.records import make_sample, make_scored
+from tests.kit.wait import until
 
 
 def test_intervals_side_by_side_count_once() -> None:
@@ -28,9 +29,9 @@ def scored(replica: str, position: int, *, start: float, end: float, reward_s: f
 
 def test_each_side_is_idle_for_what_it_did_not_work() -> None:
     watch = Stopwatch()
-    with watch.measure("train"):
+    with watch.measure("train", "training"):
         pass
-    with watch.measure("publish"):
+    with watch.measure("publish", "publishing"):
         pass
     now = time.monotonic()
     batch = Batch(
@@ -44,7 +45,7 @@ def test_each_side_is_idle_for_what_it_did_not_work() -> None:
     assert metrics["idle/reward"] == 0.0
     assert metrics["idle/train"] == pytest.approx(1 - metrics["time/train_s"] / metrics["time/step_s"])
     assert metrics["idle/publish"] == pytest.approx(1 - metrics["time/publish_s"] / metrics["time/step_s"])
-    with watch.measure("train"):
+    with watch.measure("train", "training"):
         pass
     assert watch.lap(batch, 2)["idle/generate"] == 1.0  # the same seconds do not count again
 
@@ -57,7 +58,7 @@ def test_swaps_are_those_between_tellings_of_replicas_that_went_on(monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr(time, "monotonic", lambda: later)
             watch.tell_swaps(swaps_s)
-        with watch.measure("train"):
+        with watch.measure("train", "training"):
             pass
         return watch.lap(Batch((scored("a", 0, start=0.0, end=0.0, reward_s=0.0),)), 2).get("idle/swap")
 
@@ -65,3 +66,25 @@ def test_swaps_are_those_between_tellings_of_replicas_that_went_on(monkeypatch: 
     assert idle_after(20, {"a": 8.0, "b": 1.0}) == pytest.approx(1 - (5 + 1) / 2 / 10, abs=1e-3)
     assert idle_after(30, {"a": 8.0, "b": 1.0}) == 1.0
     assert idle_after(40, {"a": 1.0, "b": 3.0, "c": 100.0}) == pytest.approx(1 - 2 / 10, abs=1e-3)
+
+
+def test_a_part_is_mentioned_once_it_takes_longer_than_the_last_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("dvp_trainer.patience.SILENCE_S", 0.05)
+    watch = Stopwatch()
+
+    def said() -> int:
+        return sum("training, 0 s so far" in message for message in caplog.messages)
+
+    with watch.measure("train", "training"):
+        until(said, "the first time is mentioned")
+        told = said()
+    watch._last["train"] = 1000.0
+    before = said()
+    with watch.measure("train", "training"):
+        time.sleep(0.2)
+    assert told <= before == said()
+    with watch.measure("train", "training"):
+        until(lambda: said() > before, "a longer time than that is mentioned")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import fmean
 
 from dvp_trainer.data.batch import Batch
+from dvp_trainer.patience import patient
 
 
 class Stopwatch:
@@ -18,6 +19,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._parts: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        """Seconds that each part took the last time."""
         self._generated: dict[str, Coverage] = {}
         self._swaps_s: dict[str, float] = {}
         self._swaps_told = self._started
@@ -35,10 +38,12 @@ class Stopwatch:
         self._swapping = fmean(spent) / elapsed if spent else None
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
+    def measure(self, part: str, what: str | Callable[[], str]) -> Iterator[None]:
+        """Measures the block, and says `what` goes on if that takes much longer than the last time."""
         start = time.monotonic()
-        yield
-        self._parts[f"time/{part}_s"] = time.monotonic() - start
+        with patient(what, usual_s=self._last.get(part, 0.0)):
+            yield
+        self._last[part] = self._parts[f"time/{part}_s"] = time.monotonic() - start
 
     def lap(self, batch: Batch, reward_workers: int) -> dict[str, float]:
         """Times of the parts since the last lap, throughput, and the idle share of each side."""

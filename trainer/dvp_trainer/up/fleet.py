@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,9 +19,8 @@ from dvp_rl.tether import tethered
 GRACE_S = 10.0
 """Grace period between SIGTERM and SIGKILL, in seconds."""
 LAST_LINES = 15
-TORCHRUN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
-    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|TORCHELASTIC_\w+"
 )
 """Variables by which torchrun tells a launcher its place; a child would take it for its own."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -58,7 +58,7 @@ class Fleet:
         with log.open("ab") as file:
             process = subprocess.Popen(
                 tethered(command),
-                env={name: value for name, value in os.environ.items() if name not in TORCHRUN} | dict(env),
+                env={name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)} | dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -25,6 +25,7 @@ from dvp_rl.ports import HOST, ReservedPort
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.roles import Role
 from dvp_trainer.config import TrainSettings
+from dvp_trainer.disk import writing
 
 from .fleet import Child, Fleet
 from .replica import flags, options_of_replica
@@ -151,14 +152,13 @@ def launched(settings: TrainSettings) -> Iterator[Local]:
     """Starts everything, and stops it when the block ends. Raises ConfigError if that cannot be, or if another one has
     its `out_dir`."""
     out = settings.out_dir
-    if settings.deterministic and settings.up.replicas > 1:
-        raise ConfigError(f"up.replicas is {settings.up.replicas}, but a deterministic run has one replica")
     with ExitStack() as stack:
         logs = out / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_locked(out))
-        for log in logs.glob("*.log"):
-            log.replace(log.with_suffix(".log.previous"))
+        with writing(f"out_dir: {out}", out):
+            logs.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out))
+            for log in logs.glob("*.log"):
+                log.replace(log.with_suffix(".log.previous"))
         broker = None
         if settings.broker.redis_url is None:
             broker = stack.enter_context(_embedded(settings, logs / "broker.log"))
@@ -195,8 +195,9 @@ def _embedded(settings: TrainSettings, log: Path) -> Iterator[EmbeddedBroker]:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Two brokers would let two trainers into one folder. The kernel releases the lock however this process ends."""
+def locked(out: Path) -> Iterator[None]:
+    """Keeps another `dvp-train up` out of the folder: the lease cannot, because each has a broker of its own. The
+    kernel releases the lock however this process ends. Raises ConfigError if it is taken."""
     with (out / "up.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
