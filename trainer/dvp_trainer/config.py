@@ -23,7 +23,7 @@ from dvp_rl.http.settings import Listening, WeightReader
 from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.settings import Section, Settings
 from dvp_rl.tracing import TraceUrl
-from dvp_rl.transport.urls import RedisUrl
+from dvp_rl.transport.urls import DEFAULT_URL, RedisUrl
 
 from .options import ExportForm, OnError, Overlong, RewardName
 
@@ -31,7 +31,6 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 SET_BY_UP = {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"}
 SECRET = re.compile(r"(^|[._])(token|\w*key)$")
 HookName = Annotated[str, AfterValidator(hook_name)]

@@ -31,9 +31,10 @@ from dvp_rl.transport.results import Held, client_jobs
 from dvp_rl.transport.roles import Role, rules
 from dvp_rl.transport.runs import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.submission import Submission
+from dvp_rl.transport.urls import DEFAULT_URL
 
 from .bodies import Fate, Fates, LetterDetail, LetterPage
-from .settings import DEFAULT_RUN, DEFAULT_URL, QueueSettings
+from .settings import DEFAULT_RUN, QueueSettings
 from .tables import (
     output,
     show_changes,

@@ -11,9 +11,8 @@ from pydantic_settings import SettingsConfigDict
 from dvp_rl.contract.weights import RUN_ID
 from dvp_rl.http.settings import ListenSettings
 from dvp_rl.settings import Settings
-from dvp_rl.transport.urls import RedisUrl
+from dvp_rl.transport.urls import DEFAULT_URL, RedisUrl
 
-DEFAULT_URL = "redis://127.0.0.1:6379/0"
 DEFAULT_RUN = "default"
 
 

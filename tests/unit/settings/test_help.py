@@ -79,7 +79,8 @@ def test_the_page_of_the_trainer_begins_with_its_commands(capsys: pytest.Capture
     for command in (
         "CONFIG",
         "doctor CONFIG",
-        "eval CONFIG",
+        "up CONFIG",
+        "[up] eval CONFIG",
         "check MODEL",
         "export RUN --to FOLDER",
         "compare RUN RUN",
