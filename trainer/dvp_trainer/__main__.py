@@ -136,7 +136,7 @@ ANSWERS: dict[str, Callable[[list[str]], Iterator[object]]] = {
 
 
 def run(settings: TrainSettings, local: Local | None = None) -> None:
-    logger.info("%s: %d batches to train in all; loading PyTorch", settings.run_id, settings.steps)
+    logger.info("%s in %s: loading PyTorch", settings.run_id, settings.out_dir)
     # torch and transformers are imported here, so that --help and a mistyped option answer at once.
     with patient("loading PyTorch"):
         from .learn.world import World
