@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,15 @@ fleet = Fleet(Path(sys.argv[1]))
 print(fleet.start("child", [sys.executable, "-c", sys.argv[2]], {}).process.pid, flush=True)
 time.sleep(300)
 """
+
+
+@contextmanager
+def handled(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def start(fleet: Fleet, name: str, code: str, **env: str) -> Child:
@@ -109,19 +120,15 @@ def test_children_do_not_take_torchruns_variables_for_their_own(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with interruptible(), Fleet(tmp_path) as fleet:
-        child = start(fleet, "one", SLEEP)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    assert child.process.returncode is not None
-    assert signal.getsignal(number) is before
+    with handled(number, signal.SIG_DFL):  # these tests may run under nohup
+        with interruptible(), Fleet(tmp_path) as fleet:
+            child = start(fleet, "one", SLEEP)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        assert child.process.returncode is not None
+        assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with interruptible():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with handled(signal.SIGHUP, signal.SIG_IGN), interruptible():
+        os.kill(os.getpid(), signal.SIGHUP)
