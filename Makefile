@@ -21,7 +21,7 @@ install: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml trainer/lab/pyproject.toml | python
 	$(PYTHON) -m venv .venv
-	@echo "installing the $$(grep -c == $<) packages of $< into .venv; the large ones:"
+	@echo "installing the $$(grep -c '^[^#]*==' $<) packages of $< into .venv; the large ones:"
 	@$(BIN)/python -m pip install --progress-bar off $(PIP_FLAGS) -r $< | $(LARGE)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e . -e trainer/lab
 	@echo "installed: $$(du -sh .venv | cut -f1) in .venv"

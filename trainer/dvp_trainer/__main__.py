@@ -47,7 +47,9 @@ def main() -> None:
 
 def start(argv: list[str]) -> None:
     """Trains or evaluates."""
-    up, argv = argv[:1] == ["up"], argv[argv[:1] == ["up"] :]
+    up = argv[:1] == ["up"]
+    if up:
+        argv = argv[1:]
     evaluates = argv[:1] == ["eval"]
     if up and argv and argv[0] in ANSWERS:
         raise ConfigError(f"`up` goes with CONFIG or eval; `dvp-train {argv[0]}` starts nothing")

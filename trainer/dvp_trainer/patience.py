@@ -30,7 +30,7 @@ def patient(
             say(f"{what if isinstance(what, str) else what()}, {passed:.0f} s so far")
             pause_s = min(passed, LONGEST_SILENCE_S)
 
-    teller = Thread(target=tell, daemon=True)
+    teller = Thread(target=tell, name=__name__, daemon=True)
     teller.start()
     try:
         yield

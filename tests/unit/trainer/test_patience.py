@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
+import threading
 from itertools import count
 
 import pytest
 
 from dvp_lab.__main__ import progress
+from dvp_trainer import patience
 from dvp_trainer.patience import patient
 from tests.kit.wait import until
 
@@ -19,14 +20,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dvp_trainer.patience.LONGEST_SILENCE_S", 0.02)
 
 
+def is_telling() -> bool:
+    return any(thread.name == patience.__name__ for thread in threading.enumerate())
+
+
 def test_a_wait_is_said_again_and_again_until_it_ends() -> None:
     said, numbers = list[str](), count(1)
     with patient(lambda: f"has {next(numbers)}", said.append):
         until(lambda: len(said) >= 3, "it is said three times")
     assert said[:3] == [f"has {number}, 0 s so far" for number in (1, 2, 3)]
-    ended = len(said)
-    time.sleep(0.1)
-    assert len(said) == ended
+    assert not is_telling()
 
 
 def test_a_failure_ends_it_too() -> None:
@@ -38,9 +41,24 @@ def test_a_failure_ends_it_too() -> None:
 
     with pytest.raises(ValueError, match="broken"), patient("loading", said.append):
         fail()
-    ended = len(said)
-    time.sleep(0.1)
-    assert len(said) == ended
+    assert not is_telling()
+
+
+def test_what_usually_takes_long_is_mentioned_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = list[float]()
+
+    class Ended:
+        def wait(self, pause_s: float) -> bool:
+            pauses.append(pause_s)
+            return True
+
+        def set(self) -> None: ...
+
+    monkeypatch.setattr(patience, "Event", Ended)
+    for usual_s in (0.0, 100.0):
+        with patient("training", usual_s=usual_s):
+            pass
+    assert pauses == [patience.SILENCE_S, 200.0]
 
 
 def test_the_lab_tells_how_far_a_stage_is(capsys: pytest.CaptureFixture[str]) -> None:

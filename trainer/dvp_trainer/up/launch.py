@@ -140,9 +140,8 @@ class Local:
         deadline = time.monotonic() + timeout_s
         while True:
             served = [replica.version() for replica in self.replicas]
-            if all(version and WeightVersion.parse(version).seq == seq for version in served):
-                return served
-            if time.monotonic() > deadline:
+            is_there = all(version and WeightVersion.parse(version).seq == seq for version in served)
+            if is_there or time.monotonic() > deadline:
                 return served
             time.sleep(WATCH_S)
 
