@@ -27,8 +27,8 @@ from dvp_rl.contract.job import Job, Sink, job_id
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
-from tests.integration.monitor.browser import Browser, chromium, running
 from tests.integration.monitor.process import write_metrics
+from tests.kit.browser import Browser, chromium, running
 
 RESULTS = Path(__file__).parent / "results" / "monitor.json"
 RUN_ID = "bench"

@@ -16,6 +16,8 @@ from .sampling import MAX_SEED, Sampling
 
 
 class FinishReason(StrEnum):
+    """Why a sample ended."""
+
     STOP = "stop"
     """The sample ended with an end-of-sequence token, a stop token or a stop string, which token_ids includes."""
     LENGTH = "length"
@@ -23,6 +25,8 @@ class FinishReason(StrEnum):
 
 
 class LogprobKind(StrEnum):
+    """What log-probabilities are renormalised over."""
+
     CONSTRAINED = "constrained"
     """log pi_mp: renormalised over the safe set."""
     FULL = "full"
@@ -33,19 +37,26 @@ class VersionSpan(Record):
     """token_ids[start:end] were drawn from these weights."""
 
     version: str
+    """run_id:seq:digest of the weights."""
     start: Annotated[int, Field(ge=0)]
+    """Index of the first token."""
     end: Annotated[int, Field(ge=0)]
+    """Index after the last token."""
 
 
 class EngineFacts(Record):
     """The engine that generated a group, and how it computed."""
 
     name: str
+    """E.g. transformers, or sglang."""
     version: str
+    """The version of that library."""
     dtype: str
+    """Number format in which the model computes."""
     fp32_head: bool = False
     """The LM head computes in float32, whatever `dtype` is."""
     logprob_kind: LogprobKind = LogprobKind.CONSTRAINED
+    """constrained: renormalised over the safe set. full: over the whole vocabulary, which is never trained on."""
 
 
 class Sample(Record):

@@ -18,7 +18,14 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_FIELDS = 64
 
 
+def example(**values: Any) -> ConfigDict:
+    """An example of a body for the OpenAPI document, as the model's `model_config`."""
+    return ConfigDict(json_schema_extra={"examples": [values]})
+
+
 class Body(BaseModel):
+    """Every field has a description, which the OpenAPI document shows."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
@@ -34,16 +41,21 @@ class SamplingBody(Body):
     """Sampling settings, with min_p instead of its logarithm. top_p and top_k exist to be refused with a reason."""
 
     min_p: Annotated[float, Field(gt=0, le=1)] = MIN_P
+    """Tokens less likely than min_p times the most likely one are never drawn. The default is e^-13."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     """0 is greedy: the most likely token, with log-prob 0 and kept mass 1. Such samples have no importance weight."""
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    """Most tokens of one sample. Less if the model's context ends before."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16, fail_fast=True)
     ] = ()
+    """Strings that end a sample. Their tokens stay in token_ids; the text is cut before them."""
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=64, fail_fast=True)
     ] = ()
+    """Token ids that end a sample, besides the model's end of sequence."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    """Sample i is a function of (seed, i), and of how the engine computes. null: the job's id gives the seed."""
     top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
     """Only 1: nothing but min-p may prune, or the log-probs would not be the sampler's."""
     top_k: None = None
@@ -56,8 +68,12 @@ class SamplingBody(Body):
 
 
 class Message(Body):
+    """One turn of a conversation."""
+
     role: Annotated[str, Field(min_length=1, max_length=64)]
+    """Who speaks, as the model's chat template names it: usually system, user or assistant."""
     content: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)]
+    """What is said."""
 
 
 class RolloutRequest(Body):
@@ -66,14 +82,21 @@ class RolloutRequest(Body):
     prompt_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)] | None = (
         None
     )
+    """The prompt as token ids, taken as they are."""
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)] | None = None
+    """The prompt as text. The tokenizer adds its special tokens."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    """The prompt as a conversation, rendered by the model's chat template."""
     chat_template_kwargs: Metadata = Field(default_factory=dict)
     """Arguments of the model's chat template besides the messages, e.g. {"enable_thinking": false}."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Number of samples."""
     sampling: SamplingBody = SamplingBody()
+    """How tokens are drawn, and when a sample ends."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    """Anything in JSON, returned with the samples: at most 16 KiB."""
     return_text: bool = True
+    """Whether samples come with their decoded text."""
 
     @model_validator(mode="after")
     def _one_prompt(self) -> RolloutRequest:
@@ -86,6 +109,8 @@ class RolloutRequest(Body):
 
 
 class JobRequest(RolloutRequest):
+    """A rollout to be queued: exactly one of prompt_ids, prompt and messages."""
+
     job_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
     """Submitting the same id again is a no-op. Ids that begin with the run's id and a colon are reserved for the
     trainer."""
@@ -95,13 +120,24 @@ class JobRequest(RolloutRequest):
 
 
 class SampleBody(Body):
+    """One continuation of T >= 1 tokens."""
+
     token_ids: Int32Array
+    """int32[T]. Sampled ids, including a final end-of-sequence token and every token of a stop string."""
     logprobs: Float32Array
+    """float32[T]. Natural log-probability of each token under the constrained policy: renormalised over the safe
+    set."""
     kept_mass: Float32Array
+    """float32[T]. Probability, in (0, 1], that the unconstrained policy gives to the safe set at each position."""
     kept_count: Int32Array
+    """int32[T]. Number of tokens in the safe set at each position."""
     finish_reason: FinishReason
+    """stop: at an end-of-sequence token, stop token or stop string. length: at max_tokens or the end of the
+    context."""
     versions: tuple[VersionSpan, ...]
+    """Which weights drew which tokens: several if weights were swapped meanwhile."""
     seed: int
+    """Seed of this sample's own random stream."""
     text: str | None = None
     """Decoded text without special tokens, cut before a stop string. null if return_text is false."""
 
@@ -110,50 +146,120 @@ class SampleBody(Body):
         return cls(**{name: getattr(sample, name) for name in type(sample).model_fields}, text=text)
 
 
+ANSWERED: dict[str, Any] = {
+    "job_id": "4a836d7537b44a06a29652e552a6f385",
+    "run_id": "default",
+    "prompt_ids": [22, 26, 14, 24, 27, 32],
+    "engine": {
+        "name": "transformers",
+        "version": "5.19.0",
+        "dtype": "float32",
+        "fp32_head": False,
+        "logprob_kind": "constrained",
+    },
+    "metadata": {"row": 7},
+    "samples": [
+        {
+            "token_ids": [27, 24, 1],
+            "logprobs": [-1.621987223625183, -0.4696982800960541, 0.0],
+            "kept_mass": [0.928727388381958, 0.9431865215301514, 0.9999600648880005],
+            "kept_count": [3, 4, 1],
+            "finish_reason": "stop",
+            "versions": [{"version": "default:0:26c3b9c3533dd897", "start": 0, "end": 3}],
+            "seed": 1,
+            "text": "85",
+        }
+    ],
+}
+"""What the demo's model, untrained, answered once."""
+
+
 class RolloutResponse(Body):
+    """The samples of one prompt, and what drew them."""
+
+    model_config = example(**ANSWERED)
+
     job_id: str
+    """Id of the job; of a rollout, one made up by the replica."""
     run_id: str
+    """The training run that the replica belongs to."""
     prompt_ids: Int32Array
+    """int32[P]. The prompt as the model saw it."""
     engine: EngineFacts
+    """The engine that drew the samples."""
     samples: tuple[SampleBody, ...]
+    """All n samples, in order of their streams."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    """The request's metadata, unchanged."""
 
 
 class JobAccepted(Body):
+    """The job is in the queue."""
+
+    model_config = example(job_id="37+58-row-7")
+
     job_id: str
+    """Id under which GET /v1/jobs/{job_id} finds it."""
 
 
 class JobStatus(Body):
+    """How far a job is, and its samples once it is done."""
+
+    model_config = example(status="done", error=None, group=ANSWERED | {"job_id": "37+58-row-7"})
+
     status: JobState
+    """queued: no replica has taken it. running: a replica generates. done: `group` holds the samples. dead: it was
+    given up, `error` says why."""
     group: RolloutResponse | None = None
+    """The samples; null unless the job is done."""
     error: str | None = None
+    """Why the job is dead; null if it is not."""
 
 
 class WeightStatus(Body):
     """The version served, the one being loaded, and why the newest one could not be loaded."""
 
+    model_config = example(
+        version="qwen3-math:12:26c3b9c3533dd897", loading="qwen3-math:13:0f6e8d6d2a9b4c11", error=None
+    )
+
     version: str
+    """run_id:seq:digest of the weights served; seq 0 is the model folder that the replica was started with."""
     loading: str | None = None
+    """The version being loaded; null if none is."""
     error: str | None = None
+    """Why the newest version could not be loaded; null if nothing failed."""
 
 
 class FieldError(Body):
+    """One field of a request that breaks the contract."""
+
     field: str
+    """Path of the field, e.g. sampling.min_p."""
     value: Any = None
+    """What was sent, shortened; null if it is missing."""
     allowed: str
+    """What would be accepted."""
 
 
 class Problem(Body):
     """RFC 9457 problem details, `application/problem+json`."""
 
     type: str = "about:blank"
+    """Always about:blank: title and status say what kind of problem it is."""
     title: str
+    """What kind of problem this is, the same for every one of its kind."""
     status: int
+    """The HTTP status."""
     detail: str
+    """What was wrong here, and what to do."""
     errors: tuple[FieldError, ...] = ()
+    """The fields that are wrong, at most 16; empty if the problem is not about fields."""
 
 
 class StreamHealth(Body):
+    """One stream of the queue."""
+
     backlog: int
     """Entries no consumer has read: XLEN minus pending."""
     pending: int
@@ -161,9 +267,12 @@ class StreamHealth(Body):
     oldest_age_s: float | None
     """Age of the oldest entry; null when there is none."""
     redelivered: int
+    """Entries that were read more than once because their reader died or failed."""
 
 
 class ReplicaState(StrEnum):
+    """What a replica does. lost: its heartbeats ended without a goodbye."""
+
     STARTING = "starting"
     SERVING = "serving"
     LOADING = "loading"
@@ -172,22 +281,36 @@ class ReplicaState(StrEnum):
 
 
 class ReplicaHealth(Body):
+    """One replica, as its last heartbeat told."""
+
     id: str
+    """Its replica_id."""
     state: ReplicaState
+    """What it does."""
     version: str
+    """run_id:seq:digest of the weights that it serves."""
     in_flight: int
+    """Samples that generate or wait there."""
     last_seen_s: float
+    """Seconds since its last heartbeat."""
     up_s: float | None = None
     """Seconds since its first heartbeat; null if its version does not report that."""
 
 
 class TrainerHealth(Body):
+    """The run's trainer, as its last heartbeat told."""
+
     step: int
+    """Its last finished step."""
     version: str
+    """run_id:seq:digest of the weights that it announced last."""
     last_seen_s: float
+    """Seconds since its last heartbeat."""
 
 
 class Verdict(StrEnum):
+    """The state of the queue in one word; services/dvp_rl/monitor/README.md says what each means."""
+
     OK = "ok"
     IDLE = "idle"
     NO_REPLICAS = "no_replicas"
@@ -207,8 +330,9 @@ class Verdict(StrEnum):
 
 
 class Severity(StrEnum):
+    """critical: nothing gets done until somebody acts."""
+
     CRITICAL = "critical"
-    """Nothing gets done until somebody acts."""
     WARNING = "warning"
     INFO = "info"
 
@@ -217,28 +341,82 @@ class Reason(Body):
     """One rule that fired: what was seen, and what to do."""
 
     verdict: Verdict
+    """The rule."""
     severity: Severity
+    """How urgent it is."""
     detail: str
+    """What was seen, with numbers."""
     remedy: str
+    """What to do."""
 
 
 class QueueHealth(Body):
+    """Everything about one run's queue at one moment."""
+
+    model_config = example(
+        run_id="qwen3-math",
+        jobs={"backlog": 4, "pending": 12, "oldest_age_s": 3.2, "redelivered": 6},
+        client_jobs={"backlog": 0, "pending": 1, "oldest_age_s": 0.8, "redelivered": 0},
+        groups={"backlog": 1, "pending": 7, "oldest_age_s": 5.1, "redelivered": 0},
+        uncheckpointed=24,
+        dead=2,
+        duplicates=0,
+        in_flight=24,
+        replicas=[
+            {
+                "id": "replica-1",
+                "state": "serving",
+                "version": "qwen3-math:12:26c3b9c3533dd897",
+                "in_flight": 96,
+                "last_seen_s": 0.4,
+                "up_s": 512.0,
+            }
+        ],
+        trainer={"step": 12, "version": "qwen3-math:12:26c3b9c3533dd897", "last_seen_s": 0.9},
+        verdict="dead_letters",
+        reasons=[
+            {
+                "verdict": "dead_letters",
+                "severity": "warning",
+                "detail": "2 jobs were given up",
+                "remedy": "read their errors and which can be replayed (dvp-queue dead list), fix the cause, then "
+                "replay or drop them",
+            }
+        ],
+    )
+
     run_id: str
+    """The training run."""
     jobs: StreamHealth
     """Stream of the trainer's jobs."""
     client_jobs: StreamHealth = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
     """Stream of clients' jobs. Older replicas count them in `jobs`."""
     groups: StreamHealth
+    """Stream of finished groups, which the trainer reads."""
     uncheckpointed: int
+    """Jobs trained or dropped since the last checkpoint; their groups are kept until the next one."""
     dead: int
+    """Dead letters."""
     duplicates: int
+    """Results discarded because their job had already ended, e.g. on a replica that was believed lost."""
     in_flight: int
+    """Jobs of the trainer that it has submitted and neither trained nor dropped, and that are not dead."""
     replicas: tuple[ReplicaHealth, ...]
+    """Replicas that serve this run, and those lost lately."""
     trainer: TrainerHealth | None
+    """null if no trainer was ever seen."""
     verdict: Verdict
+    """The most urgent rule that applies; ok if none does."""
     reasons: tuple[Reason, ...]
+    """All rules that apply, the most urgent first."""
 
 
 class Health(Body):
+    """Whether this process can do its work."""
+
+    model_config = example(status="ok", detail="")
+
     status: Literal["ok", "unavailable"]
+    """unavailable comes with status 503."""
     detail: str = ""
+    """What is missing; empty if nothing is."""

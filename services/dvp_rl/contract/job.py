@@ -64,6 +64,8 @@ class Sink(StrEnum):
 
 
 class JobState(StrEnum):
+    """How far a job is."""
+
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"

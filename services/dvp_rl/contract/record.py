@@ -29,7 +29,7 @@ def _raw(value: Any) -> bytes:
 class Record(BaseModel):
     """Immutable. Unknown fields are errors. Two records are equal if their encodings are."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def to_bytes(self) -> bytes:
         encoded: bytes = msgpack.packb([SCHEMA_VERSION, self.model_dump()], default=_raw)

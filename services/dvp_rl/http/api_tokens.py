@@ -33,6 +33,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class Scope(StrEnum):
+    """What a token is good for."""
+
     READ = "read"
     """The queue, the monitor's page, metrics."""
     ROLLOUT = "rollout"

@@ -21,13 +21,13 @@ from dvp_rl.loopback import is_loopback
 from .api_tokens import ApiTokens, Caller, Scope
 from .connections import MAX_HEAD_BYTES
 from .problems import MAX_VALUE_CHARS, respond
-from .settings import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 operators = logging.getLogger("dvp_rl.operators")
 """Logs calls that need scope `operate`. Outsiders cannot trigger its lines, so services/dvp_rl/logs.py limits none."""
 
 BUSY_S = 1.0
+NEEDS_TOKEN = "this service needs a token: send Authorization: Bearer <token>"
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_TIMEOUT_S = 60.0
@@ -47,24 +47,27 @@ class Guard:
         self,
         app: ASGIApp,
         tokens: ApiTokens,
+        max_requests: int,
         scopes: Mapping[str, Scope] | None = None,
         nobody: Scope = Scope.OPERATE,
         max_body: int = MAX_BODY_BYTES,
-        max_requests: int = MAX_REQUESTS,
-        challenge: str = "Bearer",
+        limited_by: str = "max_requests",
+        realm: str = "dvp-rl",
     ) -> None:
-        """`scopes`: scope needed for a path and all paths below it. `nobody`: scope of callers where there are no
-        tokens. `max_requests`: requests answered at the same time, each with a body of up to `max_body` bytes.
-        `challenge`: sent with a 401; `Basic realm=...` makes a browser show its login dialog."""
+        """`scopes`: see `needed_scope`. `nobody`: scope of callers where there are no tokens. `max_requests`: requests
+        answered at the same time, each with a body of up to `max_body` bytes; `limited_by` names the settings behind
+        that number. `realm`: what a browser names when it asks its user for the token."""
         self._app = app
         self._max_requests = max_requests
+        self._limited_by = limited_by
         self._in_progress = 0
         self._of_callers: Counter[str] = Counter()
         self._tokens = tokens
         self._scopes = scopes or {}
         self._nobody = Caller("", nobody)
         self._max_body = max_body
-        self._challenge = challenge
+        # Basic makes a browser ask its user; whoever sends a Bearer token knows what to send.
+        self._challenge = f'Basic realm="{realm}"'
 
     async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,7 +76,7 @@ class Guard:
         headers = dict(scope["headers"])
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         path = scope["path"]
-        caller, needed = self._caller(path, headers), self._needed(scope["method"], path)
+        caller, needed = self._caller(path, headers), needed_scope(scope["method"], path, self._scopes)
         name = caller.limited if caller else EVERYBODY
         scope.setdefault("state", {})["caller"] = caller
         refusal = (
@@ -111,12 +114,7 @@ class Guard:
             return None if names and all(map(is_loopback, names)) else HTTPException(403, detail)
         if caller is not None:
             return None
-        detail = "this service needs a token: send Authorization: Bearer <token>"
-        return HTTPException(401, detail, {"WWW-Authenticate": self._challenge})
-
-    def _needed(self, method: str, path: str) -> Scope:
-        of_path = (scope for prefix, scope in self._scopes.items() if path == prefix or path.startswith(f"{prefix}/"))
-        return next(of_path, Scope.READ if method in READING else Scope.OPERATE)
+        return HTTPException(401, NEEDS_TOKEN, {"WWW-Authenticate": self._challenge})
 
     def _out_of_scope(self, caller: Caller | None, needed: Scope, method: str, path: str) -> HTTPException | None:
         if caller is None or path in OPEN_PATHS or caller.scope.includes(needed):
@@ -134,7 +132,8 @@ class Guard:
         own, free = self._of_callers[name], self._max_requests - self._in_progress
         if path in OPEN_PATHS or fits(name, own, 1, free):
             return None
-        reason = f"{self._in_progress} requests are being answered, at most {self._max_requests}"
+        limit = f"{self._max_requests} ({self._limited_by})"
+        reason = f"{self._in_progress} requests are being answered, at most {limit}"
         return OverloadedError(f"{reason}; {own} are of {name}: {RULE}" if free > 0 else reason, BUSY_S)
 
     def _limit(self, size: str) -> HTTPException:
@@ -166,6 +165,13 @@ class Guard:
             return message
 
         return counted, noticed
+
+
+def needed_scope(method: str, path: str, scopes: Mapping[str, Scope]) -> Scope:
+    """The scope that a call needs: that of the first of `scopes` whose path is this one or above it, else `read` for
+    reading and `operate` for the rest."""
+    of_path = (scope for prefix, scope in scopes.items() if path == prefix or path.startswith(f"{prefix}/"))
+    return next(of_path, Scope.READ if method in READING else Scope.OPERATE)
 
 
 def _foreign(method: str, headers: dict[bytes, bytes], hosts: Sequence[str]) -> HTTPException | None:

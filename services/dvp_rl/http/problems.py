@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -30,9 +31,20 @@ from dvp_rl.contract.http import Body, FieldError, Problem
 logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+NOT_JSON = "the body is not JSON: {}"
 MAX_ERRORS = 16
 MAX_VALUE_CHARS = 200
 
+PHRASES = {
+    400: "Malformed request",
+    401: "A token is needed",
+    403: "Not allowed",
+    404: "No such path",
+    405: "Method not allowed",
+    408: "Body not received",
+    413: "Body too large",
+    415: "Not declared as JSON",
+}
 OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
     (RequestError, 422, "The request breaks the contract"),
     (ConfigError, 422, "The request does not fit this service"),
@@ -46,32 +58,28 @@ OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
 )
 
 
-def install(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
+def install(app: FastAPI, bodies: Mapping[str, type[Body]], hints: Mapping[str, str]) -> None:
     """Answers every error of the app with a problem document, including 404, 405 and bugs.
 
-    `bodies`: the model of the body posted to each path; its schema tells the caller what is allowed.
+    `bodies`: the model of the body posted to each path; its schema tells the caller what is allowed. `hints`: what to
+    tell callers of paths that the app does not have.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
-            return _answer(_invalid(error.errors(), bodies.get(request.url.path, Body)), {})
+            items = error.errors()
+            unreadable = _unreadable(request, items)
+            if unreadable is None:
+                return _answer(_invalid(items, bodies.get(request.url.path, Body)), {})
+            error = unreadable
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            error = HTTPException(error.status_code, _unrouted(request, error), error.headers)
+            remedy = _remedy(request.url.path, error, app.openapi()["paths"], hints)
+            detail = f"{request.method} {request.url.path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
+            error = HTTPException(error.status_code, detail, error.headers)
         return respond(error)
 
     for kind in (DvpError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handle)
-    openapi = app.openapi
-    app.openapi = lambda: _documented(openapi())  # type: ignore[method-assign]
-
-
-def _documented(document: dict[str, Any]) -> dict[str, Any]:
-    """Corrects the media type of problem documents: FastAPI declares every model as application/json."""
-    for operation in (operation for path in document["paths"].values() for operation in path.values()):
-        content = operation["responses"].get("default", {}).get("content", {})
-        if "application/json" in content:
-            content[MEDIA_TYPE] = content.pop("application/json")
-    return document
 
 
 def respond(error: Exception) -> Response:
@@ -97,21 +105,35 @@ def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
     return Problem(title="Internal error", status=500, detail="see this service's log"), {}
 
 
-def _unrouted(request: Request, error: HTTPException) -> str:
-    allowed = (error.headers or {}).get("Allow")
-    remedy = f"allowed: {allowed}" if allowed else "GET /openapi.json lists all paths"
-    return f"{request.method} {request.url.path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
+def _remedy(path: str, error: HTTPException, paths: Iterable[str], hints: Mapping[str, str]) -> str:
+    if allowed := (error.headers or {}).get("Allow"):
+        return f"allowed: {allowed}"
+    near = get_close_matches(path[:MAX_VALUE_CHARS], paths, n=2)
+    hint = hints.get(path.rstrip("/")) or (f"did you mean {' or '.join(near)}?" if near else "")
+    return f"{hint} GET /docs shows all paths".lstrip()
+
+
+def _unreadable(request: Request, items: Sequence[Mapping[str, Any]]) -> HTTPException | None:
+    """What is wrong with a body whose fields could not be read at all; None if they could."""
+    item = items[0]
+    if item["type"] == "json_invalid":
+        return HTTPException(400, NOT_JSON.format(item["ctx"]["error"]))
+    sent = request.headers.get("content-type")
+    # FastAPI hands a body of another type to the model as bytes.
+    return not_declared_json(sent) if tuple(item["loc"]) == ("body",) and isinstance(item["input"], bytes) else None
+
+
+def not_declared_json(content_type: str | None) -> HTTPException:
+    """The refusal of a body that is not declared to be JSON."""
+    found = f"Content-Type is {content_type[:MAX_VALUE_CHARS]!r}" if content_type else "there is no Content-Type"
+    return HTTPException(415, f"{found}: send Content-Type: application/json")
 
 
 def _phrase(error: HTTPException) -> str:
-    return {404: "No such path", 405: "Method not allowed", 413: "Body too large"}.get(
-        error.status_code, "Request refused"
-    )
+    return PHRASES.get(error.status_code, "Request refused")
 
 
 def _invalid(items: Sequence[Mapping[str, Any]], body: type[Body]) -> Problem:
-    if items and items[0]["type"] == "json_invalid":
-        return Problem(title="Not JSON", status=400, detail=f"the body is not JSON: {items[0]['ctx']['error']}")
     errors = tuple(_field_error(item, body) for item in items[:MAX_ERRORS])
     lines = [f"{error.field}: got {_short(error.value)}, allowed: {error.allowed}" for error in errors]
     more = [f"and {len(items) - MAX_ERRORS} more"] if len(items) > MAX_ERRORS else []
@@ -151,6 +173,8 @@ def _allowed(schema: dict[str, Any], path: Sequence[str | int], kind: str) -> st
     """What the schema allows at `path`, in words; "" if it says nothing."""
     if kind == "extra_forbidden":
         return f"only the fields {', '.join(_node(schema, path[:-1]).get('properties', {}))}"
+    if not path and kind != "value_error":
+        return f"a JSON object with the fields {', '.join(schema.get('properties', {}))}"
     return _words(_node(schema, path)) if path else ""
 
 

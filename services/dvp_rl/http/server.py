@@ -21,7 +21,6 @@ from fastapi import FastAPI
 from dvp_rl.contract.errors import ConfigError
 
 from .connections import Connection, Idle
-from .settings import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
 
 
-def http_server(app: FastAPI, drain_s: float, max_requests: int = MAX_REQUESTS) -> HttpServer:
+def http_server(app: FastAPI, drain_s: float, max_requests: int) -> HttpServer:
     """`drain_s`: how long requests may continue after `should_exit`, in seconds. `max_requests`: requests answered at
     the same time; twice as many connections are kept, if the process may open that many files. Raises ConfigError if it
     may open too few."""

@@ -32,6 +32,8 @@ class Listening(BaseModel):
     token_folder: Path | None = None
     """Folder of callers' tokens, in files SCOPE/NAME (services/dvp_rl/http/README.md). Reread while the service
     runs."""
+    max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
+    """HTTP requests that are answered at the same time; further ones get 429."""
 
     @field_validator("token", mode="before")
     @classmethod

@@ -10,12 +10,12 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from dvp_rl.contract.errors import UnavailableError
-from dvp_rl.contract.http import Health, Problem, QueueHealth
-from dvp_rl.http import problems
+from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
+from dvp_rl.contract.http import Health, QueueHealth
 from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
-from dvp_rl.http.guard import Guard
-from dvp_rl.http.settings import MAX_REQUESTS
+from dvp_rl.http.application import application
+from dvp_rl.http.openapi import NOT_READY, Responses, refusals
+from dvp_rl.http.pages import page_file
 from dvp_rl.transport.audit import changes
 from dvp_rl.transport.dead_letters import DeadLetters
 
@@ -25,34 +25,48 @@ from .poller import NUM_LETTERS, Poller
 
 MAX_BODY_BYTES = 64 * 1024
 PAGE = files(__package__) / "page"
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
+DESCRIPTION = (
+    "The queue of one training run: its state and what to do about it, its dead letters, and who changed what. The "
+    "page at / shows it live."
+)
+AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
+NO_LETTER = NotFoundError("no dead letter 1795601122334-0: replayed or dropped before, or it never existed")
+NO_ID = RequestError(
+    'before: got "x", allowed: string like ^[0-9]{1,20}-[0-9]{1,20}$',
+    [{"field": "before", "value": "x", "allowed": "string like ^[0-9]{1,20}-[0-9]{1,20}$"}],
+)
+NO_COUNT = RequestError(
+    "count: got 0, allowed: integer in [1, 1000]", [{"field": "count", "value": 0, "allowed": "integer in [1, 1000]"}]
+)
+STREAM: Responses = {
+    200: {
+        "description": "A stream without end",
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "example": 'event: picture\ndata: {"at": 1795601199.5, "run_id": "qwen3-math", "error": "", ...}\n\n',
+            }
+        },
+    }
 }
 
-router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
+router = APIRouter()
 
 
-def create_app(poller: Poller, tokens: ApiTokens) -> FastAPI:
-    # No /docs: its page loads scripts from elsewhere.
-    app = FastAPI(title="dvp-monitor", version="1", description="The queue, live.", docs_url=None, redoc_url=None)
-    app.state.poller = poller
-    app.state.tokens = tokens
-    app.include_router(router)
-    problems.install(app, {"/v1/dead/replay": Selection, "/v1/dead/drop": Selection})
-    app.add_middleware(
-        Guard,
-        tokens=tokens,
+def create_app(poller: Poller, tokens: ApiTokens, max_requests: int) -> FastAPI:
+    app = application(
+        "dvp-monitor",
+        DESCRIPTION,
+        router,
+        tokens,
+        bodies={"/v1/dead/replay": Selection, "/v1/dead/drop": Selection},
         nobody=Scope.READ,
         max_body=MAX_BODY_BYTES,
-        max_requests=poller.feed.max_viewers + MAX_REQUESTS,
-        challenge='Basic realm="dvp-monitor"',
+        max_requests=max_requests,
+        limited_by="max_requests + max_viewers",
     )
+    app.state.poller = poller
+    app.state.tokens = tokens
     return app
 
 
@@ -74,26 +88,26 @@ Calling = Annotated[Caller, Depends(_caller)]
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    return _file("page.html", "text/html")
+    return page_file(PAGE, "page.html")
 
 
 @router.get("/page.css", include_in_schema=False)
 async def style() -> Response:
-    return _file("page.css", "text/css")
+    return page_file(PAGE, "page.css")
 
 
 @router.get("/page.js", include_in_schema=False)
 async def script() -> Response:
-    return _file("page.js", "text/javascript")
+    return page_file(PAGE, "page.js")
 
 
 @router.get("/v1/caller", response_model=Viewer)
 async def viewer(caller: Calling) -> Response:
-    """The caller that the token belongs to."""
+    """The caller, as this service knows it."""
     return _json(Viewer(name=caller.name, scope=caller.scope))
 
 
-@router.get("/v1/events", response_class=StreamingResponse)
+@router.get("/v1/events", response_class=StreamingResponse, responses=STREAM)
 async def events(request: Request, poller: Watched, caller: Calling) -> Response:
     """Server-sent events: `picture` at every poll of the broker, `curves` when the trainer has logged a step. The
     stream ends when the caller's token is no longer accepted."""
@@ -104,25 +118,27 @@ async def events(request: Request, poller: Watched, caller: Calling) -> Response
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
-@router.get("/v1/queue", response_model=QueueHealth)
+@router.get("/v1/queue", response_model=QueueHealth, responses=refusals(AWAY))
 async def queue(poller: Watched) -> Response:
-    """Queue health in the form that replicas answer, from the last poll."""
+    """The state of the run's queue at the last poll, and what to do about it. Replicas answer the same."""
     if poller.snapshot is None or poller.picture.health is None:
         raise UnavailableError(poller.picture.error)
     return _json(poller.picture.health)
 
 
-@router.get("/v1/dead", response_model=LetterPage)
+@router.get("/v1/dead", response_model=LetterPage, responses=refusals(NO_ID, AWAY))
 async def letters(
     poller: Watched,
-    before: Annotated[str | None, Query(pattern=ENTRY_ID)] = None,
-    count: Annotated[int, Query(ge=1, le=100)] = NUM_LETTERS,
+    before: Annotated[
+        str | None, Query(pattern=ENTRY_ID, description="`next` of the page before; without it, the newest page.")
+    ] = None,
+    count: Annotated[int, Query(ge=1, le=100, description="Most letters on the page.")] = NUM_LETTERS,
 ) -> Response:
     """Dead letters, newest first."""
     return _json(LetterPage.of(await DeadLetters(poller.broker).page(count, before=before), count))
 
 
-@router.post("/v1/dead/replay", response_model=Fates)
+@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(NO_LETTER, AWAY))
 async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Puts the jobs back into the queue."""
     letters = DeadLetters(poller.broker, by=_named(caller))
@@ -132,7 +148,7 @@ async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
 
 
-@router.post("/v1/dead/drop", response_model=Fates)
+@router.post("/v1/dead/drop", response_model=Fates, responses=refusals(AWAY))
 async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Deletes the letters, with their jobs."""
     outcomes = await DeadLetters(poller.broker, by=_named(caller)).drop(body.entry_ids)
@@ -140,8 +156,10 @@ async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
 
 
-@router.get("/v1/audit", response_model=Changes)
-async def audit(poller: Watched, count: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+@router.get("/v1/audit", response_model=Changes, responses=refusals(NO_COUNT, AWAY))
+async def audit(
+    poller: Watched, count: Annotated[int, Query(ge=1, le=1000, description="Most changes to return.")] = 100
+) -> Response:
     """Who changed the run by hand, and which trainer published which weights. Newest first."""
     found = await changes(poller.broker, count)
     return _json(Changes(changes=tuple(Change.model_validate(change._asdict()) for change in found)))
@@ -149,11 +167,11 @@ async def audit(poller: Watched, count: Annotated[int, Query(ge=1, le=1000)] = 1
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Response:
-    """200 as long as this process runs."""
+    """200 while this process answers. A supervisor restarts what does not."""
     return _json(Health(status="ok"))
 
 
-@router.get("/readyz", response_model=Health)
+@router.get("/readyz", response_model=Health, responses=NOT_READY)
 async def readyz(poller: Watched) -> Response:
     """200 if the broker answers, otherwise 503 with the reason."""
     if poller.snapshot is None:
@@ -163,15 +181,12 @@ async def readyz(poller: Watched) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(poller: Watched) -> Response:
+    """Metrics for Prometheus."""
     return Response(exposition(lambda: poller.snapshot), media_type=CONTENT_TYPE_LATEST)
 
 
 def _named(caller: Caller) -> str:
     return f"{caller.scope}/{caller.name} (dvp-monitor)"
-
-
-def _file(name: str, media_type: str) -> Response:
-    return Response((PAGE / name).read_bytes(), media_type=media_type, headers=HEADERS)
 
 
 def _json(body: BaseModel, status: int = 200) -> Response:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from dvp_rl.contract.http import Body, QueueHealth
+from dvp_rl.contract.http import Body, QueueHealth, example
 from dvp_rl.contract.job import Sink
 from dvp_rl.http.api_tokens import Scope
 from dvp_rl.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
@@ -18,16 +18,40 @@ ENTRY_ID = r"^[0-9]{1,20}-[0-9]{1,20}$"
 EntryId = Annotated[str, Field(pattern=ENTRY_ID)]
 
 
+DEAD: dict[str, Any] = {
+    "entry_id": "1795601122334-0",
+    "job_id": "37+58-row-7",
+    "sink": "client",
+    "error": "generation took longer than 3600 s",
+    "replica_id": "replica-1",
+    "deliveries": 3,
+    "died_at": 1795601122.334,
+    "prospect": "open",
+    "num_prompt_tokens": 6,
+}
+"""A dead letter, for examples."""
+
+
 class LetterBody(Body):
+    """One dead letter, without its prompt."""
+
     entry_id: str
+    """Id of the letter: milliseconds since 1970 and a number."""
     job_id: str
+    """Id of the job that was given up; empty if it was not readable."""
     sink: Sink
+    """Whose job it was: train and eval are the trainer's, client came over HTTP."""
     error: str
+    """Why it was given up."""
     replica_id: str
+    """The replica that gave it up, or was lost with it."""
     deliveries: int
+    """How often replicas have tried it."""
     died_at: float
     """Unix seconds."""
     prospect: Prospect
+    """open: it can be replayed. closed: the trainer has counted it as dead. again: a job with the same id was submitted
+    since. no_job: it holds no readable job."""
     num_prompt_tokens: int | None
     """null if what died was not a readable job."""
 
@@ -53,7 +77,12 @@ class LetterDetail(LetterBody):
 
 
 class LetterPage(Body):
+    """Some dead letters, newest first."""
+
+    model_config = example(letters=[DEAD], next=DEAD["entry_id"])
+
     letters: tuple[LetterBody, ...]
+    """The letters of this page."""
     next: str | None
     """Value of `before` that gets the next page; null on the last."""
 
@@ -64,15 +93,23 @@ class LetterPage(Body):
 
 
 class Selection(Body):
+    """Dead letters to act on."""
+
+    model_config = example(entry_ids=[DEAD["entry_id"]])
+
     entry_ids: Annotated[tuple[EntryId, ...], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)]
+    """Their ids, from GET /v1/dead."""
 
 
 class Fate(Body):
     """What became of one letter."""
 
     entry_id: str
+    """Id of the letter."""
     outcome: Outcome
+    """replayed, dropped, or why the letter was left alone."""
     detail: str = ""
+    """The same in words; empty if it was replayed or dropped."""
 
     @classmethod
     def of(cls, entry_id: str, outcome: Outcome) -> Self:
@@ -80,26 +117,45 @@ class Fate(Body):
 
 
 class Fates(Body):
+    """What became of each letter."""
+
+    model_config = example(fates=[{"entry_id": DEAD["entry_id"], "outcome": "replayed", "detail": ""}])
+
     fates: tuple[Fate, ...]
+    """One per id, in the order of the request."""
 
 
 class Change(Body):
+    """Something that was done to the run by hand, or weights that were published."""
+
     at: float
-    """Unix seconds."""
+    """Unix seconds, by the broker's clock."""
     by: str
+    """Who did it."""
     did: str
+    """What was done, e.g. replayed."""
     what: str
+    """To what, e.g. the id of a job."""
 
 
 class Changes(Body):
     """Newest first."""
 
+    model_config = example(
+        changes=[{"at": 1795601199.5, "by": "operate/bob (dvp-monitor)", "did": "replayed", "what": DEAD["job_id"]}]
+    )
+
     changes: tuple[Change, ...]
+    """The last changes."""
 
 
 class Viewer(Body):
+    """The caller, as this service knows it."""
+
+    model_config = example(name="bob", scope="operate")
+
     name: str
-    """Empty if no token is needed."""
+    """Name of the caller's token. Empty if no token is needed."""
     scope: Scope
     """`operate` may replay and drop."""
 

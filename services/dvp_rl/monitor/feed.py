@@ -45,9 +45,10 @@ class Feed:
         """Raises OverloadedError if no place is free, or if this caller would take more places than it leaves free."""
         own, free = self._viewers[caller], self.max_viewers - self.num_viewers
         if free < 1:
-            raise OverloadedError(f"{self.max_viewers} viewers are watching already", RETRY_AFTER_S)
+            raise OverloadedError(f"{self.max_viewers} viewers are watching already (max_viewers)", RETRY_AFTER_S)
         if not fits(caller, own, 1, free):
-            raise OverloadedError(f"{caller} has {own} viewers, and {free} more may watch: {RULE}", RETRY_AFTER_S)
+            free_places = f"{free} of {self.max_viewers} places (max_viewers) are free"
+            raise OverloadedError(f"{caller} has {own} viewers, and {free_places}: {RULE}", RETRY_AFTER_S)
 
     async def follow(
         self, may_watch: Callable[[], bool] = lambda: True, caller: str = EVERYBODY

@@ -6,7 +6,6 @@ import asyncio
 import logging
 
 from dvp_rl.http.server import bound, http_server, port_file
-from dvp_rl.http.settings import MAX_REQUESTS
 
 from .app import create_app
 from .poller import Poller
@@ -20,7 +19,8 @@ async def serve(settings: MonitorSettings, asked_to_stop: asyncio.Event) -> None
     tokens = settings.tokens()
     with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
         poller = Poller(settings)
-        http = http_server(create_app(poller, tokens), drain_s=0, max_requests=poller.feed.max_viewers + MAX_REQUESTS)
+        max_requests = settings.max_requests + settings.max_viewers
+        http = http_server(create_app(poller, tokens, max_requests), drain_s=0, max_requests=max_requests)
         logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         polling = asyncio.create_task(poller.run())

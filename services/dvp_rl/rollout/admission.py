@@ -134,13 +134,13 @@ class Clients(Side):
         if self.requested and n > free:
             raise OverloadedError(
                 f"{self.requested} samples of requests are in flight on this replica and {n} more exceed its limit of "
-                f"{limit}",
+                f"{self._limited(limit)}",
                 RETRY_AFTER_S,
             )
         if own and not fits(caller, own, n, free):
             raise OverloadedError(
                 f"{own} samples of requests of {caller} are in flight on this replica and {n} more would leave room "
-                f"for {free - n}: {RULE}",
+                f"for {free - n} of {self._limited(limit)}: {RULE}",
                 RETRY_AFTER_S,
             )
         self.of_callers[caller] += n
@@ -148,6 +148,11 @@ class Clients(Side):
             yield
         finally:
             self.of_callers[caller] -= n
+
+    def _limited(self, limit: int) -> str:
+        """The limit, with the settings behind it."""
+        slots = "client_share of max_batch" if self.slots.trained else "max_batch"
+        return f"{limit} ({slots} + max_waiting: {self.allowed} + {self.max_waiting})"
 
     async def turn(self, n: int) -> int:
         """Waits in line and returns how many of `n` samples may start, at least 1. Call `ended` for each of them."""

@@ -1,49 +1,115 @@
-"""The HTTP API. Bodies are in dvp_rl.contract.http; every error is answered by dvp_rl.http.problems."""
+"""The HTTP API. Bodies are in dvp_rl.contract.http; dvp_rl.http does what all services have in common."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
+from fastapi import Path as InPath
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
+from dvp_rl.contract.errors import EngineError, NotFoundError, RequestError, UnavailableError, WeightError
 from dvp_rl.contract.http import (
     Health,
     JobAccepted,
     JobRequest,
     JobStatus,
-    Problem,
     QueueHealth,
     RolloutRequest,
     RolloutResponse,
     WeightStatus,
 )
-from dvp_rl.http import problems
 from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
+from dvp_rl.http.application import application
 from dvp_rl.http.counted import CountedRequests
-from dvp_rl.http.guard import Guard
+from dvp_rl.http.openapi import NOT_READY, refusals
 
 from .answers import Streamed
 from .loops import race
 from .service import Service
 
-API_VERSION = "1"
+DESCRIPTION = (
+    "Samples of a language model under its constrained policy: tokens less likely than min_p times the most likely one "
+    "are never drawn, and every token comes with its log-probability under exactly that policy. Rollouts are answered "
+    "by this replica; jobs go through the queue, to any replica of the run."
+)
 SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT}
+NO_OPENAI = "this server does not speak OpenAI's API: POST /v1/rollouts takes {} and returns samples;"
+MESSAGES = NO_OPENAI.format('{"messages": [{"role": "user", "content": "..."}]}')
+PROMPT = NO_OPENAI.format('{"prompt": "..."}')
+MODELS = "GET /v1/weights names the weights that are served;"
+HEALTH = "GET /readyz answers 200 if this replica can do its work, /healthz if its process runs;"
+HINTS = {
+    "/v1/chat/completions": MESSAGES,
+    "/chat/completions": MESSAGES,
+    "/v1/responses": MESSAGES,
+    "/responses": MESSAGES,
+    "/v1/messages": MESSAGES,
+    "/v1/completions": PROMPT,
+    "/completions": PROMPT,
+    "/generate": PROMPT,
+    "/v1/models": MODELS,
+    "/models": MODELS,
+    "/health": HEALTH,
+    "/v1/health": HEALTH,
+    "/ping": HEALTH,
+}
+"""Paths that clients of other servers try first."""
 CLIENT_GONE = 499
 """Status of requests whose client disconnected. Only the metrics show it."""
 
-router = APIRouter(responses={"default": {"model": Problem, "description": "Problem details, RFC 9457"}})
+EXAMPLES = {
+    "text": {
+        "summary": "Four samples of a text",
+        "value": {"prompt": "37+58=", "n": 4, "sampling": {"min_p": 0.05, "max_tokens": 6, "seed": 1}},
+    },
+    "conversation": {
+        "summary": "A conversation, rendered by the model's chat template",
+        "value": {"messages": [{"role": "user", "content": "What is 37+58?"}], "sampling": {"max_tokens": 64}},
+    },
+    "token ids": {
+        "summary": "Token ids, greedily, without text",
+        "value": {
+            "prompt_ids": [22, 26, 14, 24, 27, 32],
+            "sampling": {"temperature": 0, "max_tokens": 6},
+            "return_text": False,
+        },
+    },
+}
+JOB_EXAMPLES = {
+    name: {"summary": example["summary"], "value": {**example["value"], "deadline_s": 600}}  # type: ignore[dict-item]
+    for name, example in EXAMPLES.items()
+}
+LOADING = UnavailableError("the model /models/qwen3 is still being loaded")
+NO_QUEUE = UnavailableError(
+    "this replica serves HTTP only: it was started without a redis_url, so there is no job queue"
+)
+NO_JOB = NotFoundError("job 'job-1': never submitted, deleted, or ended more than an hour ago")
+NOT_YOURS = RequestError(
+    "job qwen3-math:000000007:0 is the trainer's; only what was submitted over HTTP can be deleted"
+)
+NOT_GENERATED = EngineError("4 samples took longer than 3600 s")
+NOT_LOADED = WeightError("qwen3-math:13:0f6e8d6d2a9b4c11: /weights/13: No such file or directory")
+
+router = APIRouter()
 
 
 def create_app(service: Service, tokens: ApiTokens, max_requests: int) -> FastAPI:
-    app = FastAPI(title="dvp-rollout", version=API_VERSION, description="Rollouts under the constrained policy.")
+    bodies = {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest}
+    app = application(
+        "dvp-rollout",
+        DESCRIPTION,
+        router,
+        tokens,
+        bodies=bodies,
+        scopes=SCOPES,
+        hints=HINTS,
+        max_requests=max_requests,
+    )
     app.state.service = service
-    app.include_router(router)
-    problems.install(app, {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest})
-    app.add_middleware(Guard, tokens=tokens, scopes=SCOPES, max_requests=max_requests)
     app.add_middleware(CountedRequests, requests=service.metrics.requests)
     return app
 
@@ -60,56 +126,63 @@ def _caller(request: Request) -> str:
 
 Served = Annotated[Service, Depends(_service)]
 By = Annotated[str, Depends(_caller)]
+JobId = Annotated[str, InPath(description="The job_id that POST /v1/jobs was given, or returned.")]
 
 
-@router.post("/v1/rollouts", response_model=RolloutResponse)
-async def rollout(body: RolloutRequest, request: Request, service: Served, caller: By) -> Response:
-    """Samples now, on this replica. Stops when the client disconnects."""
+@router.post("/v1/rollouts", response_model=RolloutResponse, responses=refusals(NOT_GENERATED, LOADING))
+async def rollout(
+    body: Annotated[RolloutRequest, Body(openapi_examples=EXAMPLES)], request: Request, service: Served, caller: By
+) -> Response:
+    """Samples now, on this replica. Generation stops when the client disconnects."""
     pieces = await race(service.rollout(body, caller), _disconnected(request))
     return Response(status_code=CLIENT_GONE) if pieces is None else Streamed(nullcontext(pieces))
 
 
-@router.post("/v1/jobs", status_code=202, response_model=JobAccepted)
-async def submit(body: JobRequest, service: Served, caller: By) -> Response:
-    """Queues the job for any replica of the run."""
+@router.post("/v1/jobs", status_code=202, response_model=JobAccepted, responses=refusals(NO_QUEUE))
+async def submit(
+    body: Annotated[JobRequest, Body(openapi_examples=JOB_EXAMPLES)], service: Served, caller: By
+) -> Response:
+    """Queues a job for any replica of the run. GET /v1/jobs/{job_id} tells when it is done."""
     return _json(JobAccepted(job_id=await service.submit(body, caller)), status=202)
 
 
-@router.get("/v1/jobs/{job_id}", response_model=JobStatus)
-async def job(job_id: str, service: Served, caller: By) -> Response:
+@router.get("/v1/jobs/{job_id}", response_model=JobStatus, responses=refusals(NO_JOB, NO_QUEUE))
+async def job(job_id: JobId, service: Served, caller: By) -> Response:
     """The state of a job submitted over HTTP. Results are kept one hour, or until they are deleted."""
     return Streamed(service.job(job_id, caller))
 
 
-@router.delete("/v1/jobs/{job_id}", response_model=JobStatus)
-async def delete_job(job_id: str, service: Served, caller: By) -> Response:
+@router.delete("/v1/jobs/{job_id}", response_model=JobStatus, responses=refusals(NO_JOB, NOT_YOURS, NO_QUEUE))
+async def delete_job(job_id: JobId, service: Served, caller: By) -> Response:
     """Deletes the job and its result, or cancels it. Returns the state that it had."""
     return _json(await service.delete_job(job_id, caller))
 
 
-@router.get("/v1/queue", response_model=QueueHealth)
+@router.get("/v1/queue", response_model=QueueHealth, responses=refusals(NO_QUEUE))
 async def queue(service: Served) -> Response:
+    """The state of the run's queue, and what to do about it. dvp-monitor answers the same."""
     return _json(await service.queue())
 
 
-@router.get("/v1/weights", response_model=WeightStatus)
+@router.get("/v1/weights", response_model=WeightStatus, responses=refusals(LOADING))
 async def weights(service: Served) -> Response:
+    """The weights that this replica serves."""
     return _json(service.weights())
 
 
-@router.post("/v1/weights", response_model=WeightStatus)
+@router.post("/v1/weights", response_model=WeightStatus, responses=refusals(NOT_LOADED, NO_QUEUE))
 async def refresh_weights(service: Served) -> Response:
-    """Loads the newest announced version now."""
+    """Loads the newest announced weights now. If that fails, the old ones stay in service."""
     return _json(await service.refresh_weights())
 
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Response:
-    """200 while this process answers."""
+    """200 while this process answers. A supervisor restarts what does not."""
     return _json(Health(status="ok"))
 
 
-@router.get("/readyz", response_model=Health)
+@router.get("/readyz", response_model=Health, responses=NOT_READY)
 async def readyz(service: Served) -> Response:
     """200 if this replica can do everything it was started for, else 503 and what is missing."""
     health = service.readiness()
@@ -118,6 +191,7 @@ async def readyz(service: Served) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Served) -> Response:
+    """Metrics for Prometheus."""
     return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -17,7 +17,7 @@ from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.shape import ShapeText
 from dvp_rl.contract.weights import RUN_ID
 from dvp_rl.hooks import choice_or_hook
-from dvp_rl.http.settings import MAX_REQUESTS, ListenSettings, WeightReader
+from dvp_rl.http.settings import ListenSettings, WeightReader
 from dvp_rl.settings import Section
 from dvp_rl.tracing import TraceUrl
 from dvp_rl.transport.urls import RedisUrl
@@ -130,8 +130,6 @@ class RolloutSettings(ListenSettings):
     sglang: SglangSettings = SglangSettings()
     weights: WeightSettings = WeightSettings()
 
-    max_requests: Annotated[int, Field(ge=1)] = MAX_REQUESTS
-    """HTTP requests that are answered at the same time; further ones get 429."""
     max_waiting: Annotated[int, Field(ge=0)] = 128
     """Samples of HTTP requests that may wait; further requests get 429."""
     client_share: Annotated[float, Field(ge=0, le=1)] = 0.25

@@ -172,7 +172,7 @@ class Broker:
             reason = str(error) or self._outage.reason or f"no reply within {limit_s:g} s"
             raise UnavailableError(f"Redis at {self._where} does not answer: {reason}") from None
         except OutOfMemoryError:
-            raise OverloadedError("the broker's memory is full", RETRY_AFTER_MEMORY_S) from None
+            raise OverloadedError("the broker's memory is full (its maxmemory)", RETRY_AFTER_MEMORY_S) from None
         except ResponseError as error:
             if isinstance(error, NoPermissionError) or str(error).startswith(_REFUSED_IN_A_SCRIPT):
                 kind = UnavailableError if self._outage.answered else ConfigError

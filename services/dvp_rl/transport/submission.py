@@ -84,32 +84,39 @@ class Submission:
         reply, taken, allowed = await self.broker.script("submit_client", *args)
         match reply.decode():
             case "backlog":
-                raise OverloadedError(f"{limit} jobs already wait for a replica", RETRY_AFTER_BACKLOG_S)
+                reason = f"{limit} jobs already wait for a replica, the most that max_queued allows"
+                raise OverloadedError(reason, RETRY_AFTER_BACKLOG_S)
             case "closed":
                 reason = "the queue is being drained: no new jobs until dvp-queue open"
                 raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
             case "caller_backlog":
-                has = f"{taken} jobs of {caller} wait for a replica, and {allowed} places are free in the queue"
-                raise OverloadedError(f"{has}: {RULE}", RETRY_AFTER_BACKLOG_S)
+                has = f"{taken} jobs of {caller} wait for a replica"
+                reason = f"{has}, and {allowed} places of {limit} (max_queued) are free: {RULE}"
+                raise OverloadedError(reason, RETRY_AFTER_BACKLOG_S)
             case "memory":
-                reason = f"the broker's memory would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
+                reason = (
+                    f"the broker's memory (its maxmemory) would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for "
+                    "training"
+                )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "results":
                 reason = (
-                    f"clients' jobs use or have reserved {_mib(taken)} of {_mib(allowed)}, and this one may take up to "
-                    f"{_mib(size)}: delete results that were read (DELETE /v1/jobs/...)"
+                    f"clients' jobs use or have reserved {_mib(taken)} of {_mib(allowed)} ({CLIENT_SHARE:.0%} of the "
+                    f"broker's maxmemory), and this one may take up to {_mib(size)}: delete results that were read "
+                    "(DELETE /v1/jobs/...)"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "caller_results":
                 reason = (
-                    f"jobs of {caller} use or have reserved {_mib(taken)}, {_mib(allowed)} are free, and this one may "
-                    f"take up to {_mib(size)}: {RULE}; delete results that were read (DELETE /v1/jobs/...), or request "
+                    f"jobs of {caller} use or have reserved {_mib(taken)}, {_mib(allowed)} of the clients' share "
+                    f"({CLIENT_SHARE:.0%} of the broker's maxmemory) are free, and this one may take up to "
+                    f"{_mib(size)}: {RULE}; delete results that were read (DELETE /v1/jobs/...), or request "
                     "less"
                 )
                 raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "large":
                 whose = "one caller, half of what all have together" if caller else "all clients together"
-                most = f"{_mib(allowed)} for {whose} ({CLIENT_SHARE:.0%} of the broker's memory)"
+                most = f"{_mib(allowed)} for {whose} ({CLIENT_SHARE:.0%} of the broker's maxmemory)"
                 raise RequestError(
                     f"n: {job.n} samples of up to {job.sampling.max_tokens} tokens, and the prompt, may take up to "
                     f"{_mib(size)}, allowed: {most}; lower n or sampling.max_tokens",

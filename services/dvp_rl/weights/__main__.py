@@ -31,7 +31,7 @@ async def _serve(settings: WeightServerSettings) -> None:
     asked_to_stop, tokens = stop_signals(), settings.tokens()
     with bound(settings.host, settings.port) as listener, port_file(settings.port_file, listener):
         mirror = None if settings.upstream.url is None else Mirror(settings.folder, settings.upstream)
-        http = http_server(create_app(settings.folder, tokens, mirror), drain_s=0)
+        http = http_server(create_app(settings.folder, tokens, settings.max_requests, mirror), 0, settings.max_requests)
         logger.info("serving %s on http://%s:%d", settings.folder, settings.host, listener.getsockname()[1])
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         stopping = asyncio.create_task(asked_to_stop.wait())

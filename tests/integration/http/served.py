@@ -28,19 +28,19 @@ AppMaker = Callable[[ApiTokens], FastAPI]
 
 def _rollout(tokens: ApiTokens) -> FastAPI:
     settings = RolloutSettings.load(["--model", "none"])
-    return rollout.create_app(Service(settings, LogContext()), tokens, settings.max_requests)
+    return rollout.create_app(Service(settings, LogContext()), tokens, MAX_REQUESTS)
 
 
 def _monitor(tokens: ApiTokens) -> FastAPI:
-    return monitor.create_app(Poller(MonitorSettings.load([])), tokens)
+    return monitor.create_app(Poller(MonitorSettings.load([])), tokens, MAX_REQUESTS)
 
 
 def _weights(tokens: ApiTokens) -> FastAPI:
-    return weights.create_app(Path("none"), tokens)
+    return weights.create_app(Path("none"), tokens, MAX_REQUESTS)
 
 
 def _trainer(tokens: ApiTokens) -> FastAPI:
-    return prometheus._app(prometheus.PrometheusSink(), tokens)
+    return prometheus._app(prometheus.PrometheusSink(), tokens, MAX_REQUESTS)
 
 
 APPS: dict[str, AppMaker] = {

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dvp_rl.http import connections, server
 from dvp_rl.http.guard import Guard
 from dvp_rl.http.server import bound, http_server
+from dvp_rl.http.settings import MAX_REQUESTS
 from tests.chaos.troubles import no_files
 from tests.integration.http.served import serving
 from tests.kit import web
@@ -50,7 +51,7 @@ def _app() -> FastAPI:
     def medium() -> Response:
         return Response(bytes(MEDIUM_BYTES))
 
-    app.add_middleware(Guard, tokens=())
+    app.add_middleware(Guard, tokens=(), max_requests=MAX_REQUESTS)
     return app
 
 
@@ -196,7 +197,7 @@ def test_too_few_files_are_refused_by_name(small_model: Path) -> None:
 
 def test_a_low_soft_limit_is_raised() -> None:
     with _files(soft=256):
-        http_server(_app(), drain_s=0)
+        http_server(_app(), 0, MAX_REQUESTS)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1_920
 
 
@@ -285,7 +286,7 @@ async def test_a_listener_that_could_not_accept_closes_without_a_traceback(
     """asyncio alone would try to accept on the closed listener a second later."""
     retry_s = 0.05
     monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", retry_s)
-    one = http_server(_app(), drain_s=0)
+    one = http_server(_app(), 0, MAX_REQUESTS)
     with bound("127.0.0.1", 0) as listener, socket.socket() as client:
         running = asyncio.create_task(one.serve([listener]))
         await until_async(lambda: one.started)

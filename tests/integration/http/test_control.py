@@ -94,8 +94,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, ...]]:
 
 
 def test_everybody_may_do_what_their_token_is_for(rows: list[tuple[str, ...]]) -> None:
-    """Expectations come from what each route is about, not from the rule under test."""
+    """Expectations come from what each route is about, not from the rule under test. The OpenAPI document says the
+    same."""
     assert len(rows) > 25
+    documents = {name: make(ApiTokens()).openapi()["paths"] for name, make in APPS.items()}
     for service, call, *statuses in rows:
         method, path = call.strip("`").split()
         scopes = set(Scope)
@@ -108,6 +110,10 @@ def test_everybody_may_do_what_their_token_is_for(rows: list[tuple[str, ...]]) -
         nobody = {found.pop("tokens set, none sent"), found.pop("wrong token")}
         assert nobody == ({"answered"} if path in OPEN else {"401"}), call
         assert found == {scope: "answered" if scope in scopes else "403" for scope in Scope}, call
+        operation = documents[service].get(path, {}).get(method.lower())
+        if operation is not None:
+            needed = [Scope(scope) for item in operation["security"] for scope in item["token"]]
+            assert scopes == {scope for scope in Scope if all(map(scope.includes, needed))}, call
 
 
 def _others(service: str, method: str, path: str) -> set[Scope]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.transport.embedded import EmbeddedBroker
-from tests.integration.monitor.browser import chromium, running
 from tests.integration.monitor.process import HOSTILE, Monitor, write_metrics
 from tests.integration.transport.rig import Rig
+from tests.kit.browser import chromium, running
 from tests.kit.tokens import TOKEN
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)")

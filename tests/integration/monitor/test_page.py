@@ -152,7 +152,7 @@ def test_a_token_protects_everything(broker_url: str, run_id: str, tmp_path: Pat
         assert web.get(f"{monitor.url}/healthz").status_code == 200
         # What another site's form could send with the browser's stored password.
         form = web.post(f"{monitor.url}/v1/dead/drop", content='{"entry_ids": ["1-1"]}', auth=("", TOKEN))
-        assert form.status_code == 422
+        assert form.status_code == 415
 
 
 async def test_readers_watch_until_their_token_is_gone(staged: Rig, broker_url: str, tmp_path: Path) -> None:
@@ -186,7 +186,6 @@ def test_the_page_needs_nothing_from_elsewhere(broker_url: str, run_id: str, tmp
             outside = response.text.replace("http://www.w3.org/2000/svg", "")
             assert "http://" not in outside
             assert "https://" not in outside
-        assert problem(monitor.get("/docs"), 404).detail
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_too_many_viewers_are_told(broker_url: str, run_id: str, tmp_path: Path)
     with Monitor(tmp_path, broker_url, run_id, "--max-viewers", "1") as monitor, monitor.events() as events:
         next(events)
         refused = monitor.get("/v1/events")
-        assert "1 viewers are watching already" in problem(refused, 429).detail
+        assert "1 viewers are watching already (max_viewers)" in problem(refused, 429).detail
         assert refused.headers["retry-after"] == "10"
 
 

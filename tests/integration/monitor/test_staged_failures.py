@@ -21,7 +21,8 @@ from redis.asyncio import Redis
 from dvp_rl.contract.http import Verdict
 from dvp_rl.contract.keys import Keys
 from dvp_rl.transport.embedded import EmbeddedBroker
-from tests.integration.monitor import browser, prometheus
+from tests.integration.monitor import prometheus
+from tests.kit import browser
 from tests.kit.forked import MONITOR, ROLLOUT, Service, service
 from tests.kit.ports import free_port
 from tests.kit.runs import MODEL, config, trainer_process

@@ -116,10 +116,14 @@ async def broker(broker_url: str) -> AsyncIterator[Broker]:
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        (("--max-requests", str(MOST)), "8 requests are being answered, at most 16; 8 are of alice: nobody takes more"),
+        (
+            ("--max-requests", str(MOST)),
+            "8 requests are being answered, at most 16 (max_requests); 8 are of alice: nobody takes more",
+        ),
         (
             ("--max-batch", "4", "--max-waiting", str(MOST - 4)),
-            "8 samples of requests of alice are in flight on this replica and 1 more would leave room for 7: nobody",
+            "8 samples of requests of alice are in flight on this replica and 1 more would leave room for 7 of 16 "
+            "(max_batch + max_waiting: 4 + 12): nobody",
         ),
     ],
 )
@@ -149,7 +153,7 @@ async def test_who_submits_all_jobs_leaves_half_of_the_queue(start: Start) -> No
     ids, detail = await callers.submit_all("alice")
     assert len(ids) == 8
     assert detail.startswith(
-        "8 jobs of alice wait for a replica, and 8 places are free in the queue: nobody takes more"
+        "8 jobs of alice wait for a replica, and 8 places of 16 (max_queued) are free: nobody takes more"
     )
     (bobs, _), (carols, _) = await callers.submit_all("bob"), await callers.submit_all("carol")
     assert (len(bobs), len(carols)) == (4, 2)

@@ -216,9 +216,58 @@ def test_numbers_must_be_finite(number: str, replica: ReplicaProcess) -> None:
     assert problem(response, 422).errors[0].field == "sampling.temperature"
 
 
-def test_a_form_is_no_json(replica: ReplicaProcess) -> None:
-    response = web.post(f"{replica.url}/v1/rollouts", content=json.dumps({"prompt": "1"}))
-    problem(response, 422)
+@pytest.mark.parametrize("path", ["/v1/rollouts", "/v1/jobs"])
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (None, "there is no Content-Type"),
+        ("application/x-www-form-urlencoded", "Content-Type is 'application/x-www-form-urlencoded'"),  # curl -d
+        ("text/json; charset=utf-8", "Content-Type is 'text/json; charset=utf-8'"),
+    ],
+)
+def test_json_that_is_not_declared_as_such(replica: ReplicaProcess, path: str, sent: str | None, said: str) -> None:
+    headers = {"Content-Type": sent} if sent else {}
+    response = web.post(replica.url + path, content=json.dumps({"prompt": "1"}), headers=headers)
+    assert problem(response, 415).detail == f"{said}: send Content-Type: application/json"
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '"1"', "7"])
+@pytest.mark.parametrize("kind", ["application/json", "application/vnd.dvp+json; charset=utf-8"])
+def test_a_body_that_is_no_object(replica: ReplicaProcess, content: str, kind: str) -> None:
+    response = web.post(f"{replica.url}/v1/rollouts", content=content, headers={"Content-Type": kind})
+    (error,) = problem(response, 422).errors
+    assert error.field == "body"
+    assert error.allowed.startswith("a JSON object with the fields prompt_ids, prompt, messages,")
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        ("POST /v1/chat/completions", 'POST /v1/rollouts takes {"messages": [{"role": "user", "content": "..."}]}'),
+        ("POST /v1/chat/completions/", 'POST /v1/rollouts takes {"messages": '),
+        ("POST /v1/completions", 'POST /v1/rollouts takes {"prompt": "..."}'),
+        ("GET /v1/models", "GET /v1/weights names the weights"),
+        ("GET /health", "GET /readyz answers 200"),
+        ("POST /v1/rollout", "did you mean /v1/rollouts"),
+        ("GET /v1/jobs/a/result", "did you mean /v1/jobs or /v1/jobs/{job_id}?"),
+        ("GET /nothing/like/it", "Not Found; GET /docs shows all paths"),
+    ],
+)
+def test_an_unknown_path_is_answered_with_a_hint(replica: ReplicaProcess, call: str, hint: str) -> None:
+    method, path = call.split()
+    detail = problem(web.request(method, replica.url + path, json={}), 404).detail
+    assert detail.startswith(f"{call}: Not Found")
+    assert hint in detail
+    assert detail.endswith("GET /docs shows all paths")
+
+
+@pytest.mark.parametrize("path", ["/v1/rollouts", "/v1/jobs"])
+def test_examples_of_the_document_are_answered(replica: ReplicaProcess, path: str) -> None:
+    operation = web.get(f"{replica.url}/openapi.json").json()["paths"][path]["post"]
+    examples = operation["requestBody"]["content"]["application/json"]["examples"]
+    assert len(examples) == 3
+    for example in examples.values():
+        assert post(replica, path, example["value"]).is_success
 
 
 @pytest.mark.parametrize("stated", [True, False])

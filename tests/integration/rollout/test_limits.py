@@ -54,12 +54,14 @@ def test_a_queue_that_takes_no_more_says_why(busy_replica: ReplicaThread, own_br
     until(lambda: web.get(status).json()["status"] == "running")
     for i in range(QUEUED):
         assert submit(busy_replica, f"waiting-{i}").status_code == 202
-    assert reason(submit(busy_replica, "more")) == f"{QUEUED} jobs already wait for a replica"
+    full = f"{QUEUED} jobs already wait for a replica, the most that max_queued allows"
+    assert reason(submit(busy_replica, "more")) == full
     assert submit(busy_replica, "waiting-0").status_code == 202
 
     with Redis.from_url(own_broker.url) as redis:
         redis.config_set("maxmemory", int(redis.info("memory")["used_memory"] / 0.85))
-        assert reason(submit(busy_replica, "more")) == "the broker's memory would be 50% full, the rest is for training"
+        full = "the broker's memory (its maxmemory) would be 50% full, the rest is for training"
+        assert reason(submit(busy_replica, "more")) == full
         redis.config_set("maxmemory", 0)
 
     asyncio.run(drain(closed=True))
@@ -77,7 +79,7 @@ def test_requests_at_the_same_time_are_bounded_and_probes_are_not(busy_replica: 
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", busy_replica.port)))
             connection.sendall(unfinished)
         until(lambda: web.get(ask).status_code == 429)
-        assert reason(web.get(ask)) == "2 requests are being answered, at most 2"
+        assert reason(web.get(ask)) == "2 requests are being answered, at most 2 (max_requests)"
         assert web.get(probe).status_code == 200
     until(lambda: web.get(ask).status_code == 200)
 

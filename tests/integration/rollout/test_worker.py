@@ -27,6 +27,7 @@ from dvp_rl.engines.protocol import Engine
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_rl.http.server import bound, http_server
+from dvp_rl.http.settings import MAX_REQUESTS
 from dvp_rl.logs import LogContext
 from dvp_rl.rollout import worker as worker_module
 from dvp_rl.rollout.admission import Slots
@@ -480,7 +481,7 @@ async def test_weights_are_fetched_where_the_volume_is_not_seen(
         await until_async(lambda: finished(broker, "still"))
 
         with bound("127.0.0.1", port) as listener:
-            http = http_server(create_app(tmp_path, ()), drain_s=0)
+            http = http_server(create_app(tmp_path, (), MAX_REQUESTS), 0, MAX_REQUESTS)
             serving = asyncio.create_task(http.serve(sockets=[listener]))
             await running.swap.follow(WeightRegistry(broker))
             http.should_exit = True

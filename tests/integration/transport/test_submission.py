@@ -349,7 +349,7 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
             await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         async def refused(job: Job) -> None:
-            with pytest.raises(OverloadedError, match=r"clients' jobs use or have reserved .* of 3\.8 MiB"):
+            with pytest.raises(OverloadedError, match=r"clients' jobs use or have reserved .* of 3\.8 MiB \(25% of"):
                 await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         await refused(jobs[2])
@@ -401,7 +401,7 @@ async def test_what_training_has_taken_clients_cannot_add_to(own_broker: Embedde
 
         outcomes = Counter([await outcome(number) for number in range(30)])
         used = (await broker.redis.info("memory"))["used_memory"]
-        full = "the broker's memory would be 50% full, the rest is for training"
+        full = "the broker's memory (its maxmemory) would be 50% full, the rest is for training"
         assert outcomes == {Submitted.NEW: outcomes[Submitted.NEW], full: outcomes[full]}
         assert min(outcomes.values()) > 1
         assert used + sum((await taken(rig)).values()) < (CLIENT_MEMORY_SHARE + 0.01) * limit
@@ -441,11 +441,13 @@ async def test_a_caller_leaves_as_many_places_as_it_takes(rig: Rig) -> None:
             await submission.submit_client(client_job(rig, name), limit=8, caller=caller)
 
     await refused(
-        "a4", "alice", "^4 jobs of alice wait for a replica, and 4 places are free in the queue: nobody takes more"
+        "a4",
+        "alice",
+        r"^4 jobs of alice wait for a replica, and 4 places of 8 \(max_queued\) are free: nobody takes more",
     )
     await submission.submit_client(client_job(rig, "b0"), limit=8, caller="bob")
     await submission.submit_client(client_job(rig, "b1"), limit=8, caller="bob")
-    await refused("b2", "bob", "^2 jobs of bob wait for a replica, and 2 places are free")
+    await refused("b2", "bob", "^2 jobs of bob wait for a replica, and 2 places of 8")
     replica = rig.replica("a", clients=True)
     done, failed, back, deleted = await replica.claim(4, BLOCK_MS)
     assert [lease.job.job_id for lease in (done, failed, back, deleted)] == ["a0", "a1", "a2", "a3"]
@@ -476,7 +478,7 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
         jobs = {name: client_job(rig, name, tokens=100_000) for name in ("a0", "a1", "b0", "b1")}
         await broker.redis.config_set("maxmemory", int(3.5 * jobs["a0"].max_bytes / CLIENT_SHARE))
         large = client_job(rig, "large", tokens=200_000)
-        half = r"allowed: 2\.7 MiB for one caller, half of what all have together \(25% of the broker's memory\)"
+        half = r"allowed: 2\.7 MiB for one caller, half of what all have together \(25% of the broker's maxmemory\)"
         with pytest.raises(RequestError, match=half):
             await rig.submission.submit_client(large, limit=NO_LIMIT, caller="alice")
 
@@ -485,7 +487,8 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
 
         await submit("a0", "alice")
         message = (
-            r"^jobs of alice use or have reserved 1\.5 MiB, 3\.8 MiB are free, and this one may take up to 1\.5 MiB"
+            r"^jobs of alice use or have reserved 1\.5 MiB, 3\.8 MiB of the clients' share \(25% of the broker's "
+            r"maxmemory\) are free, and this one may take up to 1\.5 MiB"
         )
         with pytest.raises(OverloadedError, match=message):
             await submit("a1", "alice")

@@ -11,6 +11,7 @@ import pytest
 from dvp_rl.contract.weights import Announcement, WeightVersion
 from dvp_rl.http.api_tokens import ApiTokens
 from dvp_rl.http.server import bound, http_server
+from dvp_rl.http.settings import MAX_REQUESTS
 from dvp_rl.weights.app import create_app
 from dvp_rl.weights.download import SeqsInUse, WeightCache
 from dvp_rl.weights.folder import folder_name, verify_folder, write_manifest
@@ -59,7 +60,7 @@ async def serving(
     """Runs dvp-weights in this event loop, and yields its port."""
     mirror = None if upstream is None else Mirror(root, upstream)
     with bound("127.0.0.1", port) as listener:
-        http = http_server(create_app(root, tokens or ApiTokens(), mirror), drain_s=0)
+        http = http_server(create_app(root, tokens or ApiTokens(), MAX_REQUESTS, mirror), 0, MAX_REQUESTS)
         task = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dvp_rl.contract.http import Health
-from dvp_rl.http import problems
 from dvp_rl.http.api_tokens import ApiTokens
-from dvp_rl.http.guard import Guard
+from dvp_rl.http.application import application
 from dvp_rl.http.server import bound, http_server
 from dvp_trainer.config import MetricsSection
 from dvp_trainer.learn.step import STALENESS_BINS
@@ -22,6 +22,8 @@ from dvp_trainer.learn.step import STALENESS_BINS
 from .sinks import Sink
 
 logger = logging.getLogger(__name__)
+
+DESCRIPTION = "The metrics of one trainer, while it trains."
 
 
 class Shown(NamedTuple):
@@ -114,7 +116,7 @@ async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | 
     with bound(settings.host, settings.port) as listener:
         logger.info("metrics on http://%s:%d/metrics", settings.host, listener.getsockname()[1])
         sink = PrometheusSink()
-        http = http_server(_app(sink, tokens), drain_s=0)
+        http = http_server(_app(sink, tokens, settings.max_requests), 0, settings.max_requests)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             yield sink
@@ -123,17 +125,17 @@ async def exporting(settings: MetricsSection) -> AsyncIterator[PrometheusSink | 
             await serving
 
 
-def _app(sink: PrometheusSink, tokens: ApiTokens) -> FastAPI:
-    app = FastAPI(title="dvp-train", docs_url=None, redoc_url=None, openapi_url=None)
+def _app(sink: PrometheusSink, tokens: ApiTokens, max_requests: int) -> FastAPI:
+    router = APIRouter()
 
-    @app.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        """Metrics for Prometheus."""
         return Response(generate_latest(sink.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/healthz")
+    @router.get("/healthz")
     async def healthz() -> Health:
+        """200 while this process answers. A supervisor restarts what does not."""
         return Health(status="ok")
 
-    problems.install(app, {})
-    app.add_middleware(Guard, tokens=tokens)
-    return app
+    return application("dvp-train", DESCRIPTION, router, tokens, max_requests=max_requests)
