@@ -16,7 +16,10 @@
 Messages name the field or file, the value seen and what is allowed, and are shown to the user without a traceback.
 """
 
+from __future__ import annotations
+
 import errno
+from typing import Self
 
 
 class DvpError(Exception):
@@ -37,6 +40,12 @@ class RequestError(DvpError, ValueError):
     def __init__(self, message: str, errors: list[dict[str, object]] | None = None) -> None:
         super().__init__(message)
         self.errors = errors or []
+
+    @classmethod
+    def at(cls, field: str, value: object, allowed: str) -> Self:
+        """The error of one field."""
+        error: dict[str, object] = {"field": field, "value": value, "allowed": allowed}
+        return cls(f"{field}: got {value}, allowed: {allowed}", [error])
 
 
 class GroupMismatchError(RequestError):

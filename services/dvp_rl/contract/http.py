@@ -137,7 +137,7 @@ class SampleBody(Body):
     versions: tuple[VersionSpan, ...]
     """Which weights drew which tokens: several if weights were swapped meanwhile."""
     seed: int
-    """Seed of this sample's own random stream."""
+    """Seed of this sample's own random stream: up to 2^63 - 1, more than a number of JavaScript holds exactly."""
     text: str | None = None
     """Decoded text without special tokens, cut before a stop string. null if return_text is false."""
 

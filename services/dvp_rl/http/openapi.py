@@ -30,9 +30,7 @@ HEADERS = {
 FOREIGN = HTTPException(403, "Host 'evil.example' is not loopback: without a token only loopback hosts are served")
 SCOPE = HTTPException(403, "POST /v1/jobs needs a token of scope rollout; that of alice has scope read")
 BUSY = OverloadedError("512 requests are being answered, at most 512 (max_requests)", retry_after_s=1.0)
-WRONG = RequestError(
-    "n: got 0, allowed: integer in [1, 1024]", [{"field": "n", "value": 0, "allowed": "integer in [1, 1024]"}]
-)
+WRONG = RequestError.at("n", 0, "integer in [1, 1024]")
 
 Responses = dict[int | str, dict[str, Any]]
 

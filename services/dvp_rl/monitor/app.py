@@ -31,13 +31,8 @@ DESCRIPTION = (
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
 NO_LETTER = NotFoundError("no dead letter 1795601122334-0: replayed or dropped before, or it never existed")
-NO_ID = RequestError(
-    'before: got "x", allowed: string like ^[0-9]{1,20}-[0-9]{1,20}$',
-    [{"field": "before", "value": "x", "allowed": "string like ^[0-9]{1,20}-[0-9]{1,20}$"}],
-)
-NO_COUNT = RequestError(
-    "count: got 0, allowed: integer in [1, 1000]", [{"field": "count", "value": 0, "allowed": "integer in [1, 1000]"}]
-)
+NO_ID = RequestError.at("before", "x", f"string like {ENTRY_ID}")
+NO_COUNT = RequestError.at("count", 0, "integer in [1, 1000]")
 STREAM: Responses = {
     200: {
         "description": "A stream without end",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
 from fastapi import Path as InPath
@@ -61,7 +61,7 @@ HINTS = {
 CLIENT_GONE = 499
 """Status of requests whose client disconnected. Only the metrics show it."""
 
-EXAMPLES = {
+EXAMPLES: dict[str, Any] = {
     "text": {
         "summary": "Four samples of a text",
         "value": {"prompt": "37+58=", "n": 4, "sampling": {"min_p": 0.05, "max_tokens": 6, "seed": 1}},
@@ -80,7 +80,7 @@ EXAMPLES = {
     },
 }
 JOB_EXAMPLES = {
-    name: {"summary": example["summary"], "value": {**example["value"], "deadline_s": 600}}  # type: ignore[dict-item]
+    name: {"summary": example["summary"], "value": {**example["value"], "deadline_s": 600}}
     for name, example in EXAMPLES.items()
 }
 LOADING = UnavailableError("the model /models/qwen3 is still being loaded")

@@ -98,9 +98,9 @@ class Prompts:
         longest = self._engine.context_length - 1
         if not 1 <= len(prompt_ids) <= longest:
             allowed = f"1 to {longest} tokens: a context of {self._engine.context_length} less one for the answer"
-            raise _refused(field, f"{len(prompt_ids)} tokens", allowed)
+            raise RequestError.at(field, f"{len(prompt_ids)} tokens", allowed)
         if max(prompt_ids) >= self._engine.vocab_size:
-            raise _refused(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
+            raise RequestError.at(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
 
     def _encode_samples(self, stops: Sequence[str] | None, samples: Sequence[Sample]) -> bytes:
         return b",".join(
@@ -128,8 +128,3 @@ def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 def trim(text: str, stops: Sequence[str]) -> str:
     """`text` up to the first stop string in it."""
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
-
-
-def _refused(field: str, value: str, allowed: str) -> RequestError:
-    error: dict[str, object] = {"field": field, "value": value, "allowed": allowed}
-    return RequestError(f"{field}: got {value}, allowed: {allowed}", [error])

@@ -77,7 +77,7 @@ class Submission:
         retry_after_s), or RequestError if this job alone could exceed the share or the id is another caller's."""
         self._check(job, Sink.CLIENT)
         if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
-            raise RequestError(f"deadline_s: got {deadline_s}, allowed: number in (0, {MAX_DEADLINE_S}]")
+            raise RequestError.at("deadline_s", deadline_s, f"number in (0, {MAX_DEADLINE_S}]")
         size = job.max_bytes
         until_ms = "" if deadline_s is None else math.ceil(1000 * deadline_s)
         args = (job.job_id, job.to_bytes(), limit, size, until_ms, caller)
@@ -140,8 +140,7 @@ class Submission:
     def _check(self, job: Job, *sinks: Sink) -> None:
         if job.sink is Sink.CLIENT and job.job_id.startswith(own := own_prefix(job.run_id)):
             allowed = f"any that does not begin with {own!r}, as the trainer's do"
-            error: dict[str, object] = {"field": "job_id", "value": job.job_id, "allowed": allowed}
-            raise RequestError(f"job_id: got {job.job_id!r}, allowed: {allowed}", [error])
+            raise RequestError.at("job_id", job.job_id, allowed)
         if job.run_id != self.broker.run_id:
             raise RequestError(f"run_id: {job.run_id!r}, this queue belongs to run {self.broker.run_id!r}")
         if job.sink not in sinks:

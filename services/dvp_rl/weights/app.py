@@ -31,10 +31,7 @@ DESCRIPTION = (
     "with their sizes and checksums."
 )
 NO_FILE = NotFoundError("qwen3-math/13/model.safetensors: no such file; old versions are deleted")
-NO_NAME = RequestError(
-    f'name: got ".hidden", allowed: string like {FILE_NAME}',
-    [{"field": "name", "value": ".hidden", "allowed": f"string like {FILE_NAME}"}],
-)
+NO_NAME = RequestError.at("name", ".hidden", f"string like {FILE_NAME}")
 NO_UPSTREAM = UnavailableError("http://trainer:8200 does not answer: Connection refused")
 WHOLE: Responses = {
     200: {

@@ -249,7 +249,7 @@ def test_a_body_that_is_no_object(replica: ReplicaProcess, content: str, kind: s
         ("GET /v1/models", "GET /v1/weights names the weights"),
         ("GET /health", "GET /readyz answers 200"),
         ("POST /v1/rollout", "did you mean /v1/rollouts"),
-        ("GET /v1/jobs/a/result", "did you mean /v1/jobs or /v1/jobs/{job_id}?"),
+        ("GET /v1/job/abc", "did you mean /v1/jobs or /v1/jobs/{job_id}?"),
         ("GET /nothing/like/it", "Not Found; GET /docs shows all paths"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_token_protects_everything_but_the_probes(model: Path, tmp_path: Path)
         for path in ("/v1/weights", "/metrics", "/openapi.json", "/v1/queue", "/nothing", "/healthz/", "//healthz"):
             refused = web.get(replica.url + path)
             assert refused.status_code == 401, path
-            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.headers["www-authenticate"] == 'Basic realm="dvp-rollout"'
             assert Problem.model_validate_json(refused.content).status == 401
         for header in ("Bearer", "Bearer wrong", f"Basic {second}", second, f"Bearer {first} {second}"):
             wrong = web.get(f"{replica.url}/v1/weights", headers={"Authorization": header})
