@@ -88,13 +88,14 @@ class RolloutRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     """The prompt as a conversation, rendered by the model's chat template."""
     chat_template_kwargs: Metadata = Field(default_factory=dict)
-    """Arguments of the model's chat template besides the messages, e.g. {"enable_thinking": false}."""
+    """Arguments of the model's chat template besides the messages, e.g. {"enable_thinking": false}. Limits as for
+    metadata."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples."""
     sampling: SamplingBody = SamplingBody()
     """How tokens are drawn, and when a sample ends."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """Anything in JSON, returned with the samples: at most 16 KiB."""
+    """Anything in JSON, returned with the samples: at most 16 KiB, 32 levels deep, integers of 64 bits."""
     return_text: bool = True
     """Whether samples come with their decoded text."""
 
@@ -112,8 +113,8 @@ class JobRequest(RolloutRequest):
     """A rollout to be queued: exactly one of prompt_ids, prompt and messages."""
 
     job_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
-    """Submitting the same id again is a no-op. Ids that begin with the run's id and a colon are reserved for the
-    trainer."""
+    """Submitting the same id again is a no-op, but another caller's id is refused. Ids that begin with the run's id and
+    a colon are reserved for the trainer."""
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
     """Seconds after its submission within which the job must be done. A late job becomes dead, whether it waits or
     runs, and leaves no dead letter to replay."""
@@ -211,7 +212,7 @@ class JobStatus(Body):
     """queued: no replica has taken it. running: a replica generates. done: `group` holds the samples. dead: it was
     given up, `error` says why."""
     group: RolloutResponse | None = None
-    """The samples; null unless the job is done."""
+    """The samples of a client's job that is done; else null."""
     error: str | None = None
     """Why the job is dead; null if it is not."""
 
@@ -237,7 +238,7 @@ class FieldError(Body):
     field: str
     """Path of the field, e.g. sampling.min_p."""
     value: Any = None
-    """What was sent, shortened; null if it is missing."""
+    """What was sent, shortened; null if it is missing, or null, or JSON cannot express it."""
     allowed: str
     """What would be accepted."""
 
@@ -267,7 +268,7 @@ class StreamHealth(Body):
     oldest_age_s: float | None
     """Age of the oldest entry; null when there is none."""
     redelivered: int
-    """Entries that were read more than once because their reader died or failed."""
+    """How often entries were given to another reader, because theirs died or failed."""
 
 
 class ReplicaState(StrEnum):
@@ -309,7 +310,7 @@ class TrainerHealth(Body):
 
 
 class Verdict(StrEnum):
-    """The state of the queue in one word; services/dvp_rl/monitor/README.md says what each means."""
+    """The state of the queue in one word. `reasons` say what was seen, and what to do."""
 
     OK = "ok"
     IDLE = "idle"
@@ -398,7 +399,7 @@ class QueueHealth(Body):
     dead: int
     """Dead letters."""
     duplicates: int
-    """Results discarded because their job had already ended, e.g. on a replica that was believed lost."""
+    """Entries discarded because their job had already ended, e.g. results of a replica that was believed lost."""
     in_flight: int
     """Jobs of the trainer that it has submitted and neither trained nor dropped, and that are not dead."""
     replicas: tuple[ReplicaHealth, ...]

@@ -7,7 +7,7 @@ import base64
 import binascii
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Send
@@ -27,7 +27,6 @@ operators = logging.getLogger("dvp_rl.operators")
 """Logs calls that need scope `operate`. Outsiders cannot trigger its lines, so services/dvp_rl/logs.py limits none."""
 
 BUSY_S = 1.0
-NEEDS_TOKEN = "this service needs a token: send Authorization: Bearer <token>"
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_TIMEOUT_S = 60.0
@@ -53,10 +52,12 @@ class Guard:
         max_body: int = MAX_BODY_BYTES,
         limited_by: str = "max_requests",
         realm: str = "dvp-rl",
+        routed: Callable[[Asgi], bool] = lambda scope: True,
     ) -> None:
         """`scopes`: see `needed_scope`. `nobody`: scope of callers where there are no tokens. `max_requests`: requests
         answered at the same time, each with a body of up to `max_body` bytes; `limited_by` names the settings behind
-        that number. `realm`: what a browser names when it asks its user for the token."""
+        that number. `realm`: what a browser names when it asks its user for the token. `routed`: whether the app has a
+        route for a request; of what it does not have, it tells every caller whom it knows."""
         self._app = app
         self._max_requests = max_requests
         self._limited_by = limited_by
@@ -68,6 +69,7 @@ class Guard:
         self._max_body = max_body
         # Basic makes a browser ask its user; whoever sends a Bearer token knows what to send.
         self._challenge = f'Basic realm="{realm}"'
+        self._routed = routed
 
     async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,7 +83,7 @@ class Guard:
         scope.setdefault("state", {})["caller"] = caller
         refusal = (
             self._refusal(caller, hosts)
-            or self._out_of_scope(caller, needed, scope["method"], path)
+            or self._out_of_scope(caller, needed, scope)
             or _foreign(scope["method"], headers, hosts)
             or _too_long(scope)
             or _ambiguous(headers)
@@ -89,7 +91,7 @@ class Guard:
             or self._too_many(path, name)
         )
         app = self._app if refusal is None else respond(refusal)
-        if caller not in (None, self._nobody) and refusal is None and needed is Scope.OPERATE:
+        if caller not in (None, self._nobody) and refusal is None and needed is caller.scope is Scope.OPERATE:
             operators.info("%s: %s %s", caller.name, scope["method"], path[:MAX_VALUE_CHARS])
         self._in_progress += 1
         self._of_callers[name] += 1
@@ -109,18 +111,13 @@ class Guard:
     def _refusal(self, caller: Caller | None, hosts: Sequence[str]) -> HTTPException | None:
         if not self._tokens:
             names = [host if host.endswith("]") else host.rsplit(":", 1)[0] for host in hosts]
-            host = ", ".join(hosts)[:MAX_VALUE_CHARS]
-            detail = f"Host {host!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
-            return None if names and all(map(is_loopback, names)) else HTTPException(403, detail)
-        if caller is not None:
-            return None
-        return HTTPException(401, NEEDS_TOKEN, {"WWW-Authenticate": self._challenge})
+            return None if names and all(map(is_loopback, names)) else not_loopback(", ".join(hosts))
+        return no_token(self._challenge) if caller is None else None
 
-    def _out_of_scope(self, caller: Caller | None, needed: Scope, method: str, path: str) -> HTTPException | None:
-        if caller is None or path in OPEN_PATHS or caller.scope.includes(needed):
+    def _out_of_scope(self, caller: Caller | None, needed: Scope, scope: Asgi) -> HTTPException | None:
+        if caller is None or scope["path"] in OPEN_PATHS or caller.scope.includes(needed) or not self._routed(scope):
             return None
-        held = f"that of {caller.name} has scope {caller.scope}" if self._tokens else "this service has no tokens"
-        return HTTPException(403, f"{method} {path[:MAX_VALUE_CHARS]} needs a token of scope {needed}; {held}")
+        return out_of_scope(scope["method"], scope["path"], needed, caller)
 
     def _too_large(self, headers: dict[bytes, bytes]) -> HTTPException | None:
         length = headers.get(b"content-length", b"0")
@@ -132,9 +129,8 @@ class Guard:
         own, free = self._of_callers[name], self._max_requests - self._in_progress
         if path in OPEN_PATHS or fits(name, own, 1, free):
             return None
-        limit = f"{self._max_requests} ({self._limited_by})"
-        reason = f"{self._in_progress} requests are being answered, at most {limit}"
-        return OverloadedError(f"{reason}; {own} are of {name}: {RULE}" if free > 0 else reason, BUSY_S)
+        whose = f"; {own} are of {name}: {RULE}" if free > 0 else ""
+        return busy(self._in_progress, self._max_requests, self._limited_by, whose)
 
     def _limit(self, size: str) -> HTTPException:
         return HTTPException(413, f"the body has {size} bytes, at most {self._max_body} allowed")
@@ -165,6 +161,28 @@ class Guard:
             return message
 
         return counted, noticed
+
+
+def not_loopback(host: str) -> HTTPException:
+    detail = (
+        f"Host {host[:MAX_VALUE_CHARS]!r} is not loopback: without a token only 127.0.0.1, ::1 and localhost are served"
+    )
+    return HTTPException(403, detail)
+
+
+def no_token(challenge: str) -> HTTPException:
+    detail = "this service needs a token: send Authorization: Bearer <token>"
+    return HTTPException(401, detail, {"WWW-Authenticate": challenge})
+
+
+def out_of_scope(method: str, path: str, needed: Scope, caller: Caller) -> HTTPException:
+    held = f"that of {caller.name} has scope {caller.scope}" if caller.name else "this service has no tokens"
+    return HTTPException(403, f"{method} {path[:MAX_VALUE_CHARS]} needs a token of scope {needed}; {held}")
+
+
+def busy(in_progress: int, max_requests: int, limited_by: str, whose: str = "") -> OverloadedError:
+    limit = f"{max_requests} ({limited_by})"
+    return OverloadedError(f"{in_progress} requests are being answered, at most {limit}{whose}", BUSY_S)
 
 
 def needed_scope(method: str, path: str, scopes: Mapping[str, Scope]) -> Scope:

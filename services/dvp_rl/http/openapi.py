@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from dvp_rl.contract.errors import OverloadedError, RequestError
-from dvp_rl.contract.http import Health, Problem
+from dvp_rl.contract.http import FieldError, Health, Problem
 
-from .api_tokens import Scope
-from .guard import NEEDS_TOKEN, OPEN_PATHS, needed_scope
-from .problems import MEDIA_TYPE, NOT_JSON, describe, not_declared_json
+from .api_tokens import Caller, Scope
+from .guard import OPEN_PATHS, needed_scope, no_token, not_loopback, out_of_scope
+from .problems import MEDIA_TYPE, NOT_JSON, broken, describe, not_declared_json
 
 SCHEMAS = "#/components/schemas/"
 PROBLEM = {"$ref": f"{SCHEMAS}Problem"}
@@ -21,23 +22,25 @@ TOKEN = {
     "scheme": "bearer",
     "description": "One of the service's tokens: `Authorization: Bearer <token>`, or `Basic` with the token as "
     "password and any user name. Each call names the scope that it needs; `operate` may call everything. A service "
-    "without tokens listens on loopback only, and lets everybody there call.",
+    "without tokens listens on loopback only and needs none, but then dvp-monitor changes nothing.",
 }
 HEADERS = {
     401: {"WWW-Authenticate": "Makes a browser ask for the token."},
     429: {"Retry-After": "Seconds after which to try again."},
 }
-FOREIGN = HTTPException(403, "Host 'evil.example' is not loopback: without a token only loopback hosts are served")
-SCOPE = HTTPException(403, "POST /v1/jobs needs a token of scope rollout; that of alice has scope read")
-BUSY = OverloadedError("512 requests are being answered, at most 512 (max_requests)", retry_after_s=1.0)
-WRONG = RequestError.at("n", 0, "integer in [1, 1024]")
 
 Responses = dict[int | str, dict[str, Any]]
 
 
-def refusals(*examples: Exception) -> Responses:
+def refusals(*examples: Exception | Problem) -> Responses:
     """`responses` of a route that may be refused in these ways, each of them with its example."""
-    return {problem.status: _refusal(problem) for problem, _ in map(describe, examples)}
+    problems = (example if isinstance(example, Problem) else describe(example)[0] for example in examples)
+    return {problem.status: _refusal(problem) for problem in problems}
+
+
+def wrong(field: str, value: Any, allowed: str) -> Problem:
+    """The refusal of a request with one bad field, as an example."""
+    return broken([FieldError(field=field, value=value, allowed=allowed)])
 
 
 def _refusal(problem: Problem) -> dict[str, Any]:
@@ -54,26 +57,34 @@ REST: Responses = {
 }
 NOT_READY: Responses = {503: {"description": "Not available now: what is missing", "model": Health}}
 """`responses` of /readyz."""
-TO_ALL = refusals(FOREIGN)
-TO_CALLERS = refusals(HTTPException(401, NEEDS_TOKEN), SCOPE, BUSY)
-TO_BODIES = refusals(HTTPException(400, NOT_JSON.format("Expecting value")), not_declared_json(None), WRONG)
+OF_BODIES = refusals(HTTPException(400, NOT_JSON.format("Expecting value")), not_declared_json(None))
 
 
-def complete(document: dict[str, Any], scopes: Mapping[str, Scope]) -> dict[str, Any]:
-    """Adds to every operation the scope that it needs, the refusals that are alike everywhere, and a summary: the first
-    sentence of its description."""
+def complete(
+    document: dict[str, Any], scopes: Mapping[str, Scope], busy: Exception, models: Iterable[type[BaseModel]]
+) -> dict[str, Any]:
+    """Adds to every operation the scope that it needs, the refusals that all have, and a summary: the first sentence of
+    its description. `busy`: the example of a 429. `models`: those that no route declares."""
     components = document.setdefault("components", {})
     components["securitySchemes"] = {"token": TOKEN}
-    schema = Problem.model_json_schema(ref_template=f"{SCHEMAS}{{model}}")
-    components.setdefault("schemas", {}).update(schema.pop("$defs"), Problem=schema)
+    wanted = [(model, "serialization") for model in (Problem, *models)]
+    _, schemas = models_json_schema(wanted, ref_template=f"{SCHEMAS}{{model}}")  # type: ignore[arg-type]
+    components["schemas"] = schemas["$defs"] | components.get("schemas", {})
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            closed = path not in OPEN_PATHS
-            operation["security"] = [{"token": [needed_scope(method.upper(), path, scopes)]}] if closed else []
+            scope = None if path in OPEN_PATHS else needed_scope(method.upper(), path, scopes)
+            operation["security"] = [{"token": [scope]}] if scope else []
             operation["tags"] = [path.split("/")[2] if path.startswith("/v1/") else "process"]
             operation["summary"], _, rest = operation["description"].partition(". ")
             operation["summary"], operation["description"] = operation["summary"].removesuffix("."), rest
-            known = TO_ALL | (TO_CALLERS if closed else {}) | (TO_BODIES if "requestBody" in operation else {})
+            known = OF_BODIES if "requestBody" in operation else {}
+            known = known | (_of_callers(method.upper(), path, scope, busy) if scope else refusals(not_loopback("a.b")))
             responses = {str(status): answer for status, answer in known.items()} | operation["responses"]
             operation["responses"] = dict(sorted(responses.items()))
     return document
+
+
+def _of_callers(method: str, path: str, scope: Scope, busy: Exception) -> Responses:
+    """Refusals of a call that needs `scope`."""
+    other = next(other for other in Scope if not other.includes(scope))
+    return refusals(no_token(""), out_of_scope(method, path, scope, Caller("alice", other, b"")), busy)

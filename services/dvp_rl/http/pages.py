@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -18,6 +19,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+KEPT = {"Cache-Control": "max-age=3600"}
+"""For megabytes that only change with an update."""
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 PAGE = files(__package__) / "page"
 SWAGGER = files("fastapi_offline") / "static"
@@ -33,9 +36,9 @@ FILES = {
 router = APIRouter(include_in_schema=False)
 
 
-def page_file(folder: Traversable, name: str) -> Response:
+def page_file(folder: Traversable, name: str, headers: Mapping[str, str] = HEADERS) -> Response:
     media_type = TYPES[name.rpartition(".")[2]]
-    return Response((folder / name).read_bytes(), media_type=media_type, headers=HEADERS)
+    return Response((folder / name).read_bytes(), media_type=media_type, headers=headers)
 
 
 @router.get("/docs")
@@ -47,4 +50,4 @@ async def docs() -> Response:
 async def docs_file(name: str) -> Response:
     if name not in FILES:
         raise NotFoundError(f"/docs/{name}: no such file; the page at /docs needs {', '.join(FILES)}")
-    return page_file(FILES[name], name)
+    return page_file(FILES[name], name, HEADERS | KEPT)

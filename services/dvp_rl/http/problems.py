@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from dvp_rl.contract.errors import (
     ConfigError,
@@ -45,6 +46,8 @@ PHRASES = {
     413: "Body too large",
     415: "Not declared as JSON",
 }
+Schema = dict[str, Any]
+"""A JSON schema."""
 OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
     (RequestError, 422, "The request breaks the contract"),
     (ConfigError, 422, "The request does not fit this service"),
@@ -62,7 +65,7 @@ def install(app: FastAPI, bodies: Mapping[str, type[Body]], hints: Mapping[str, 
     """Answers every error of the app with a problem document, including 404, 405 and bugs.
 
     `bodies`: the model of the body posted to each path; its schema tells the caller what is allowed. `hints`: what to
-    tell callers of paths that the app does not have.
+    tell callers of paths, and of all below them, that the app does not have.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -70,12 +73,11 @@ def install(app: FastAPI, bodies: Mapping[str, type[Body]], hints: Mapping[str, 
             items = error.errors()
             unreadable = _unreadable(request, items)
             if unreadable is None:
-                return _answer(_invalid(items, bodies.get(request.url.path, Body)), {})
+                known = {"body": _schema(bodies.get(request.url.path, Body))} | _parameters(app, request)
+                return _answer(_invalid(items, known), {})
             error = unreadable
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            remedy = _remedy(request.url.path, error, app.openapi()["paths"], hints)
-            detail = f"{request.method} {request.url.path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
-            error = HTTPException(error.status_code, detail, error.headers)
+            error = _unrouted(request, error, app.openapi()["paths"], hints)
         return respond(error)
 
     for kind in (DvpError, HTTPException, RequestValidationError, Exception):
@@ -105,11 +107,23 @@ def describe(error: Exception) -> tuple[Problem, dict[str, str]]:
     return Problem(title="Internal error", status=500, detail="see this service's log"), {}
 
 
-def _remedy(path: str, error: HTTPException, paths: Iterable[str], hints: Mapping[str, str]) -> str:
-    if allowed := (error.headers or {}).get("Allow"):
-        return f"allowed: {allowed}"
-    near = get_close_matches(path[:MAX_VALUE_CHARS], paths, n=2)
-    hint = hints.get(path.rstrip("/")) or (f"did you mean {' or '.join(near)}?" if near else "")
+def _unrouted(
+    request: Request, error: HTTPException, paths: Mapping[str, Mapping[str, Any]], hints: Mapping[str, str]
+) -> HTTPException:
+    """The error, with what the caller could call instead. Starlette names the methods of one route only."""
+    path, headers = request.url.path, dict(error.headers or {})
+    methods = {method.upper() for known in paths if compile_path(known)[0].match(path) for method in paths[known]}
+    if error.status_code == 405 and methods:
+        headers["Allow"] = ", ".join(sorted(methods))
+    remedy = f"allowed: {headers['Allow']}" if "Allow" in headers else _remedy(path, paths, hints)
+    detail = f"{request.method} {path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
+    return HTTPException(error.status_code, detail, headers)
+
+
+def _remedy(path: str, paths: Iterable[str], hints: Mapping[str, str]) -> str:
+    hint = next((hint for known, hint in hints.items() if path == known or path.startswith(f"{known}/")), "")
+    near = get_close_matches(path[:MAX_VALUE_CHARS], [*paths, "/docs"], n=2, cutoff=0.7)
+    hint = hint or (f"did you mean {' or '.join(near)}?" if near else "")
     return f"{hint} GET /docs shows all paths".lstrip()
 
 
@@ -133,18 +147,29 @@ def _phrase(error: HTTPException) -> str:
     return PHRASES.get(error.status_code, "Request refused")
 
 
-def _invalid(items: Sequence[Mapping[str, Any]], body: type[Body]) -> Problem:
-    errors = tuple(_field_error(item, body) for item in items[:MAX_ERRORS])
+def _invalid(items: Sequence[Mapping[str, Any]], known: Mapping[str, Schema]) -> Problem:
+    return broken([_field_error(item, known) for item in items[:MAX_ERRORS]], len(items))
+
+
+def broken(errors: Sequence[FieldError], num_errors: int = 1) -> Problem:
+    """The refusal of a request with `num_errors` bad fields, of which `errors` are shown."""
     lines = [f"{error.field}: got {_short(error.value)}, allowed: {error.allowed}" for error in errors]
-    more = [f"and {len(items) - MAX_ERRORS} more"] if len(items) > MAX_ERRORS else []
-    return Problem(title=OUTCOMES[0][2], status=422, detail="; ".join(lines + more), errors=errors)
+    more = [f"and {num_errors - len(errors)} more"] if num_errors > len(errors) else []
+    return Problem(title=OUTCOMES[0][2], status=422, detail="; ".join(lines + more), errors=tuple(errors))
 
 
-def _field_error(item: Mapping[str, Any], body: type[Body]) -> FieldError:
-    path = [part for part in item["loc"] if part != "body"]
-    allowed = _allowed(_schema(body), path, item["type"]) or item["msg"].removeprefix("Value error, ")
+def _field_error(item: Mapping[str, Any], known: Mapping[str, Schema]) -> FieldError:
+    """`known`: the schema of the body, and of each parameter by its name."""
+    place, *path = item["loc"]
+    schema, inside = (known["body"], path) if place == "body" else (known.get(str(path[0]), {}), path[1:])
+    allowed = _allowed(schema, inside, item["type"]) or item["msg"].removeprefix("Value error, ")
     value = None if item["type"] == "missing" else _plain(item.get("input"))
     return FieldError(field=_encodable(".".join(map(str, path))) or "body", value=value, allowed=_encodable(allowed))
+
+
+def _parameters(app: FastAPI, request: Request) -> dict[str, Schema]:
+    operation = app.openapi()["paths"].get(request.scope["route"].path, {}).get(request.method.lower(), {})
+    return {parameter["name"]: parameter["schema"] for parameter in operation.get("parameters", ())}
 
 
 def _plain(value: Any) -> Any:
@@ -165,27 +190,31 @@ def _short(value: Any) -> str:
 
 
 @cache
-def _schema(body: type[Body]) -> dict[str, Any]:
+def _schema(body: type[Body]) -> Schema:
     return body.model_json_schema()
 
 
-def _allowed(schema: dict[str, Any], path: Sequence[str | int], kind: str) -> str:
+def _allowed(schema: Schema, path: Sequence[str | int], kind: str) -> str:
     """What the schema allows at `path`, in words; "" if it says nothing."""
     if kind == "extra_forbidden":
         return f"only the fields {', '.join(_node(schema, path[:-1]).get('properties', {}))}"
-    if not path and kind != "value_error":
-        return f"a JSON object with the fields {', '.join(schema.get('properties', {}))}"
-    return _words(_node(schema, path)) if path else ""
+    if not path and "properties" in schema:
+        return f"a JSON object with the fields {', '.join(schema['properties'])}" if kind != "value_error" else ""
+    return _words(_node(schema, path))
 
 
-def _node(schema: dict[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
-    node = schema
+def _node(schema: Schema, path: Sequence[str | int]) -> Schema:
+    node = _concrete(schema)
     for part in path:
-        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
-        node = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
+        node = _concrete(node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {}))
         if "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
     return node
+
+
+def _concrete(node: Schema) -> Schema:
+    """The node, or what it may be besides null."""
+    return next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
 
 
 def _words(node: Mapping[str, Any]) -> str:

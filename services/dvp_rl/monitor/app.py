@@ -10,20 +10,22 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
+from dvp_rl.contract.errors import NotFoundError, UnavailableError
 from dvp_rl.contract.http import Health, QueueHealth
 from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from dvp_rl.http.application import application
-from dvp_rl.http.openapi import NOT_READY, Responses, refusals
+from dvp_rl.http.openapi import NOT_READY, Responses, refusals, wrong
 from dvp_rl.http.pages import page_file
 from dvp_rl.transport.audit import changes
 from dvp_rl.transport.dead_letters import DeadLetters
 
-from .bodies import ENTRY_ID, Change, Changes, Fate, Fates, LetterPage, Selection, Viewer
+from .bodies import ENTRY_ID, MAX_ENTRIES, Change, Changes, Curves, Fate, Fates, LetterPage, Picture, Selection, Viewer
 from .exporter import exposition
 from .poller import NUM_LETTERS, Poller
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_CHANGES = 1000
+"""Most changes that one answer lists."""
 PAGE = files(__package__) / "page"
 DESCRIPTION = (
     "The queue of one training run: its state and what to do about it, its dead letters, and who changed what. The "
@@ -31,15 +33,16 @@ DESCRIPTION = (
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
 NO_LETTER = NotFoundError("no dead letter 1795601122334-0: replayed or dropped before, or it never existed")
-NO_ID = RequestError.at("before", "x", f"string like {ENTRY_ID}")
-NO_COUNT = RequestError.at("count", 0, "integer in [1, 1000]")
+BAD_CURSOR = wrong("before", "x", f"string like {ENTRY_ID}")
+BAD_COUNT = wrong("count", "0", f"integer in [1, {MAX_CHANGES}]")
+BAD_IDS = wrong("entry_ids", "[]", f"list of 1 to {MAX_ENTRIES} items")
 STREAM: Responses = {
     200: {
-        "description": "A stream without end",
+        "description": "Events `picture` and `curves`, whose data is a Picture or Curves in JSON, without end",
         "content": {
             "text/event-stream": {
                 "schema": {"type": "string"},
-                "example": 'event: picture\ndata: {"at": 1795601199.5, "run_id": "qwen3-math", "error": "", ...}\n\n',
+                "example": 'event: picture\ndata: {"at": 1795601199.5, "run_id": "qwen3-math", "error": ""}\n\n',
             }
         },
     }
@@ -59,6 +62,7 @@ def create_app(poller: Poller, tokens: ApiTokens, max_requests: int) -> FastAPI:
         max_body=MAX_BODY_BYTES,
         max_requests=max_requests,
         limited_by="max_requests + max_viewers",
+        models=(Picture, Curves),
     )
     app.state.poller = poller
     app.state.tokens = tokens
@@ -104,8 +108,9 @@ async def viewer(caller: Calling) -> Response:
 
 @router.get("/v1/events", response_class=StreamingResponse, responses=STREAM)
 async def events(request: Request, poller: Watched, caller: Calling) -> Response:
-    """Server-sent events: `picture` at every poll of the broker, `curves` when the trainer has logged a step. The
-    stream ends when the caller's token is no longer accepted."""
+    """Server-sent events: a picture at every poll of the broker, curves when the trainer has logged a step. The stream
+    ends when the caller's token is no longer accepted. "Try it out" waits for that end and shows nothing; `curl -N`
+    shows the events."""
     poller.feed.admit(caller.limited)
     tokens: ApiTokens = request.app.state.tokens
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -121,7 +126,7 @@ async def queue(poller: Watched) -> Response:
     return _json(poller.picture.health)
 
 
-@router.get("/v1/dead", response_model=LetterPage, responses=refusals(NO_ID, AWAY))
+@router.get("/v1/dead", response_model=LetterPage, responses=refusals(BAD_CURSOR, AWAY))
 async def letters(
     poller: Watched,
     before: Annotated[
@@ -133,7 +138,7 @@ async def letters(
     return _json(LetterPage.of(await DeadLetters(poller.broker).page(count, before=before), count))
 
 
-@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(NO_LETTER, AWAY))
+@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(BAD_IDS, NO_LETTER, AWAY))
 async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Puts the jobs back into the queue."""
     letters = DeadLetters(poller.broker, by=_named(caller))
@@ -143,7 +148,7 @@ async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
 
 
-@router.post("/v1/dead/drop", response_model=Fates, responses=refusals(AWAY))
+@router.post("/v1/dead/drop", response_model=Fates, responses=refusals(BAD_IDS, AWAY))
 async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Deletes the letters, with their jobs."""
     outcomes = await DeadLetters(poller.broker, by=_named(caller)).drop(body.entry_ids)
@@ -151,9 +156,9 @@ async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
 
 
-@router.get("/v1/audit", response_model=Changes, responses=refusals(NO_COUNT, AWAY))
+@router.get("/v1/audit", response_model=Changes, responses=refusals(BAD_COUNT, AWAY))
 async def audit(
-    poller: Watched, count: Annotated[int, Query(ge=1, le=1000, description="Most changes to return.")] = 100
+    poller: Watched, count: Annotated[int, Query(ge=1, le=MAX_CHANGES, description="Most changes to return.")] = 100
 ) -> Response:
     """Who changed the run by hand, and which trainer published which weights. Newest first."""
     found = await changes(poller.broker, count)

@@ -44,9 +44,9 @@ class LetterBody(Body):
     error: str
     """Why it was given up."""
     replica_id: str
-    """The replica that gave it up, or was lost with it."""
+    """The replica that gave it up, or was lost with it; empty if it was no replica."""
     deliveries: int
-    """How often replicas have tried it."""
+    """Tries that failed: an error of the engine, or a replica that was lost. A replay starts from zero."""
     died_at: float
     """Unix seconds."""
     prospect: Prospect
@@ -84,7 +84,7 @@ class LetterPage(Body):
     letters: tuple[LetterBody, ...]
     """The letters of this page."""
     next: str | None
-    """Value of `before` that gets the next page; null on the last."""
+    """Value of `before` that gets the next page; null if this one is not full."""
 
     @classmethod
     def of(cls, letters: Sequence[Letter], count: int) -> Self:
@@ -166,9 +166,11 @@ class Picture(Body):
     at: float
     """Unix seconds."""
     run_id: str
+    """The training run."""
     error: str
     """Why the broker does not answer; the other fields then hold what was seen last. Empty if it answers."""
     health: QueueHealth | None = None
+    """null before the broker has answered."""
     rates: dict[str, float] = Field(default_factory=dict)
     """The run's counters as rates per second, over the last half minute."""
     newest_version: str = ""
@@ -176,34 +178,52 @@ class Picture(Body):
     min_seq: int = 0
     """Oldest weight seq that may take jobs."""
     trainer_waiting_s: float = 0.0
+    """Seconds for which the trainer has waited for a batch."""
     used_memory: int = 0
+    """Memory that the broker uses, in bytes."""
     maxmemory: int = 0
-    """0: no limit."""
+    """The broker's limit, in bytes; 0: none."""
     letters: LetterPage = LetterPage(letters=(), next=None)
     """The newest page."""
 
 
 class Line(Body):
+    """One curve."""
+
     label: str
+    """What it shows."""
     points: tuple[tuple[float, float], ...]
     """Pairs (step, value)."""
 
 
 class Panel(Body):
+    """Curves on one chart."""
+
     title: str
+    """Heading of the chart."""
     caption: str
+    """What to look for."""
     lines: tuple[Line, ...]
+    """Its curves."""
 
 
 class Histogram(Body):
+    """Shares of all, as bars."""
+
     title: str
+    """Heading of the chart."""
     caption: str
+    """What to look for."""
     bars: tuple[tuple[str, float], ...]
     """Pairs (label, share of all)."""
 
 
 class Curves(Body):
+    """The training curves, from the trainer's metrics file."""
+
     error: str = ""
+    """Why the file cannot be read; empty if it can."""
     panels: tuple[Panel, ...] = ()
+    """The charts."""
     staleness: Histogram | None = None
     """null until a group has been trained."""

@@ -127,20 +127,20 @@ class Clients(Side):
         samples, or if the caller would take more than it leaves free. With no other request here, any n is admitted.
         A named caller's first request is admitted if there is room at all, and counts for at most half of that room,
         as its samples wait in line like any others."""
-        limit, own = self.allowed + self.max_waiting, self.of_callers[caller]
+        limit, own, asked = self.allowed + self.max_waiting, self.of_callers[caller], n
         free = limit - self.requested
         if caller != EVERYBODY and not own:
             n = min(n, max(free // 2, 1))
         if self.requested and n > free:
             raise OverloadedError(
-                f"{self.requested} samples of requests are in flight on this replica and {n} more exceed its limit of "
-                f"{self._limited(limit)}",
+                f"{self.requested} samples of requests are in flight on this replica and {asked} more exceed its limit "
+                f"of {self._limited(limit)}",
                 RETRY_AFTER_S,
             )
         if own and not fits(caller, own, n, free):
             raise OverloadedError(
                 f"{own} samples of requests of {caller} are in flight on this replica and {n} more would leave room "
-                f"for {free - n} of {self._limited(limit)}: {RULE}",
+                f"for {free - n} of {self._limited(limit)}; {RULE}",
                 RETRY_AFTER_S,
             )
         self.of_callers[caller] += n
@@ -151,8 +151,8 @@ class Clients(Side):
 
     def _limited(self, limit: int) -> str:
         """The limit, with the settings behind it."""
-        slots = "client_share of max_batch" if self.slots.trained else "max_batch"
-        return f"{limit} ({slots} + max_waiting: {self.allowed} + {self.max_waiting})"
+        share = f" (client_share of {self.slots.capacity})" if self.slots.trained else ""
+        return f"{limit}, {self.allowed} that generate{share} and {self.max_waiting} that wait (max_waiting)"
 
     async def turn(self, n: int) -> int:
         """Waits in line and returns how many of `n` samples may start, at least 1. Call `ended` for each of them."""

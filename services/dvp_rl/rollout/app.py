@@ -22,10 +22,11 @@ from dvp_rl.contract.http import (
     RolloutResponse,
     WeightStatus,
 )
+from dvp_rl.contract.job import MAX_SAMPLES
 from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from dvp_rl.http.application import application
 from dvp_rl.http.counted import CountedRequests
-from dvp_rl.http.openapi import NOT_READY, refusals
+from dvp_rl.http.openapi import NOT_READY, refusals, wrong
 
 from .answers import Streamed
 from .loops import race
@@ -37,9 +38,9 @@ DESCRIPTION = (
     "by this replica; jobs go through the queue, to any replica of the run."
 )
 SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT}
-NO_OPENAI = "this server does not speak OpenAI's API: POST /v1/rollouts takes {} and returns samples;"
-MESSAGES = NO_OPENAI.format('{"messages": [{"role": "user", "content": "..."}]}')
-PROMPT = NO_OPENAI.format('{"prompt": "..."}')
+OWN = "this server has its own API, not OpenAI's: POST /v1/rollouts takes {} and returns samples;"
+MESSAGES = OWN.format('{"messages": [{"role": "user", "content": "..."}]}')
+PROMPT = OWN.format('{"prompt": "..."}')
 MODELS = "GET /v1/weights names the weights that are served;"
 HEALTH = "GET /readyz answers 200 if this replica can do its work, /healthz if its process runs;"
 HINTS = {
@@ -48,9 +49,11 @@ HINTS = {
     "/v1/responses": MESSAGES,
     "/responses": MESSAGES,
     "/v1/messages": MESSAGES,
+    "/api/chat": MESSAGES,
     "/v1/completions": PROMPT,
     "/completions": PROMPT,
     "/generate": PROMPT,
+    "/api/generate": PROMPT,
     "/v1/models": MODELS,
     "/models": MODELS,
     "/health": HEALTH,
@@ -67,7 +70,7 @@ EXAMPLES: dict[str, Any] = {
         "value": {"prompt": "37+58=", "n": 4, "sampling": {"min_p": 0.05, "max_tokens": 6, "seed": 1}},
     },
     "conversation": {
-        "summary": "A conversation, rendered by the model's chat template",
+        "summary": "A conversation, for models with a chat template",
         "value": {"messages": [{"role": "user", "content": "What is 37+58?"}], "sampling": {"max_tokens": 64}},
     },
     "token ids": {
@@ -88,6 +91,7 @@ NO_QUEUE = UnavailableError(
     "this replica serves HTTP only: it was started without a redis_url, so there is no job queue"
 )
 NO_JOB = NotFoundError("job 'job-1': never submitted, deleted, or ended more than an hour ago")
+BAD_N = wrong("n", 0, f"integer in [1, {MAX_SAMPLES}]")
 NOT_YOURS = RequestError(
     "job qwen3-math:000000007:0 is the trainer's; only what was submitted over HTTP can be deleted"
 )
@@ -98,13 +102,12 @@ router = APIRouter()
 
 
 def create_app(service: Service, tokens: ApiTokens, max_requests: int) -> FastAPI:
-    bodies = {"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest}
     app = application(
         "dvp-rollout",
         DESCRIPTION,
         router,
         tokens,
-        bodies=bodies,
+        bodies={"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest},
         scopes=SCOPES,
         hints=HINTS,
         max_requests=max_requests,
@@ -129,7 +132,7 @@ By = Annotated[str, Depends(_caller)]
 JobId = Annotated[str, InPath(description="The job_id that POST /v1/jobs was given, or returned.")]
 
 
-@router.post("/v1/rollouts", response_model=RolloutResponse, responses=refusals(NOT_GENERATED, LOADING))
+@router.post("/v1/rollouts", response_model=RolloutResponse, responses=refusals(BAD_N, NOT_GENERATED, LOADING))
 async def rollout(
     body: Annotated[RolloutRequest, Body(openapi_examples=EXAMPLES)], request: Request, service: Served, caller: By
 ) -> Response:
@@ -138,7 +141,7 @@ async def rollout(
     return Response(status_code=CLIENT_GONE) if pieces is None else Streamed(nullcontext(pieces))
 
 
-@router.post("/v1/jobs", status_code=202, response_model=JobAccepted, responses=refusals(NO_QUEUE))
+@router.post("/v1/jobs", status_code=202, response_model=JobAccepted, responses=refusals(BAD_N, NO_QUEUE))
 async def submit(
     body: Annotated[JobRequest, Body(openapi_examples=JOB_EXAMPLES)], service: Served, caller: By
 ) -> Response:

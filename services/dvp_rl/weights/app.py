@@ -11,13 +11,13 @@ from fastapi import Path as InPath
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from starlette.responses import FileResponse, PlainTextResponse
 
-from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
+from dvp_rl.contract.errors import NotFoundError, UnavailableError
 from dvp_rl.contract.http import Health
 from dvp_rl.contract.weights import FILE_NAME, RUN_ID
 from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.application import application
 from dvp_rl.http.counted import CountedRequests
-from dvp_rl.http.openapi import Responses, refusals
+from dvp_rl.http.openapi import Responses, refusals, wrong
 from dvp_rl.weights.folder import FOLDER_NAME, MANIFEST_NAME
 
 from .mirror import Mirror
@@ -30,8 +30,8 @@ DESCRIPTION = (
     "The weights that a trainer has published, one folder per version. dvp-manifest.json in each lists the other files "
     "with their sizes and checksums."
 )
-NO_FILE = NotFoundError("qwen3-math/13/model.safetensors: no such file; old versions are deleted")
-NO_NAME = RequestError.at("name", ".hidden", f"string like {FILE_NAME}")
+NO_FILE = NotFoundError("qwen3-math/weights-000013/model.safetensors: no such file; old versions are deleted")
+BAD_NAME = wrong("name", ".hidden", f"string like {FILE_NAME}")
 NO_UPSTREAM = UnavailableError("http://trainer:8200 does not answer: Connection refused")
 WHOLE: Responses = {
     200: {
@@ -71,7 +71,7 @@ def create_app(root: Path, tokens: ApiTokens, max_requests: int, mirror: Mirror 
 @router.get(
     "/v1/weights/{run_id}/{folder}/{name}",
     response_class=FileResponse,
-    responses=WHOLE | refusals(NO_FILE, NO_NAME, NO_UPSTREAM),
+    responses=WHOLE | refusals(NO_FILE, BAD_NAME, NO_UPSTREAM),
 )
 async def file(
     run_id: Annotated[str, InPath(pattern=RUN_ID, description="The training run.")],

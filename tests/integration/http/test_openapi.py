@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.integration.http.served import APPS, serving
 from tests.kit import web
 from tests.kit.browser import Browser, chromium, running
 from tests.kit.tokens import TOKEN, write_token
+from tests.kit.wait import WITHIN_S
 
 Node = dict[str, Any]
 
@@ -90,16 +92,86 @@ def test_names_of_operations_are_plain_and_unique(document: Node) -> None:
     assert all(name.isidentifier() for name in names)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", "/v1/models"])
-@pytest.mark.parametrize("scope", [Scope.READ, Scope.ROLLOUT])
-def test_a_client_of_another_server_is_told_whatever_its_scope(tmp_path: Path, scope: Scope, path: str) -> None:
-    """Without the hint's own scope, it would hear that it needs a token of scope operate."""
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "options", "status"),
+    [
+        ("dvp-rollout", "POST /v1/rollouts", {"json": {"prompt": "1", "n": 0}}, 422),
+        ("dvp-rollout", "POST /v1/jobs", {"json": {"prompt": "1", "n": 0}}, 422),
+        ("dvp-rollout", "POST /v1/rollouts", {"content": b"x", "headers": JSON}, 400),
+        ("dvp-rollout", "POST /v1/jobs", {"content": b"{}"}, 415),
+        ("dvp-monitor", "GET /v1/dead", {"params": {"before": "x"}}, 422),
+        ("dvp-monitor", "GET /v1/audit", {"params": {"count": 0}}, 422),
+        ("dvp-monitor", "POST /v1/dead/drop", {"json": {"entry_ids": []}}, 422),
+        ("dvp-monitor", "POST /v1/dead/replay", {"content": b"{}"}, 415),
+        ("dvp-weights", "GET /v1/weights/qwen3-math/weights-000013/.hidden", {}, 422),
+        ("dvp-weights", "GET /v1/weights/qwen3-math/weights-000013/model.safetensors", {}, 404),
+    ],
+)
+def test_refusals_are_worded_as_in_the_document(name: str, call: str, options: Node, status: int) -> None:
+    app = APPS[name](ApiTokens([TOKEN]))
+    method, path = call.split()
+    template = next(known for known in app.openapi()["paths"] if re.fullmatch(re.sub(r"{\w+}", "[^/]+", known), path))
+    with serving(app) as url, httpx.Client(auth=("", TOKEN), trust_env=False, timeout=WITHIN_S) as client:
+        answer = client.request(method, url + path, **options)
+    assert answer.status_code == status
+    assert answer.json() == _example(app.openapi(), template, method, status)
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_refusals_of_callers_are_worded_as_in_the_document(tmp_path: Path, name: str) -> None:
+    app = APPS[name](ApiTokens([], _tokens(tmp_path)))
+    with serving(app) as url, httpx.Client(trust_env=False, timeout=WITHIN_S) as client:
+        for call, operation in operations(app.openapi()):
+            method, path = call.split()
+            for needed in (scope for item in operation["security"] for scope in item["token"]):
+                other = next(scope for scope in Scope if not scope.includes(Scope(needed)))
+                token = (tmp_path / other / "alice").read_text().strip()
+                for status, headers in ((401, {}), (403, {"Authorization": f"Bearer {token}"})):
+                    answer = client.request(method, url + path, headers=headers)
+                    assert answer.status_code == status
+                    assert answer.json() == _example(app.openapi(), path, method, status)
+
+
+def _tokens(folder: Path) -> Path:
+    for scope in Scope:
+        write_token(folder, scope, "alice")
+    return folder
+
+
+def _example(document: Node, path: str, method: str, status: int) -> Any:
+    response = document["paths"][path][method.lower()]["responses"][str(status)]
+    return response["content"]["application/problem+json"]["example"]
+
+
+@pytest.mark.parametrize("name", APPS)
+@pytest.mark.parametrize("scope", Scope)
+def test_what_a_service_does_not_have_is_told_to_every_caller(
+    tmp_path: Path, scope: Scope, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a client of another server, or a typo, would hear that it needs a token of scope operate."""
     token = write_token(tmp_path, scope, "alice")
-    with serving(APPS["dvp-rollout"](ApiTokens([], tmp_path))) as url:
-        answer = web.post(url + path, json={}, headers={"Authorization": f"Bearer {token}"})
-        assert answer.status_code == 404
-        assert "/v1/" in answer.json()["detail"].partition(";")[2]
-        assert web.post(url + path, json={}).status_code == 401
+    caplog.set_level("INFO", "dvp_rl.operators")
+    with serving(APPS[name](ApiTokens([], tmp_path))) as url:
+        for path in ("/v1/chat/completions", "/v1/v1/rollouts", "//v1/jobs", "/v1/rollout", "/healthz/", "/metrics/"):
+            answer = web.post(url + path, headers={"Authorization": f"Bearer {token}"})
+            assert answer.status_code == 404, path
+            assert answer.json()["detail"].startswith(f"POST {path}: Not Found; ")
+            assert web.post(url + path).status_code == 401, path
+        wrong = web.post(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"})
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+    logged = [record for record in caplog.records if record.name == "dvp_rl.operators"]
+    assert bool(logged) is (scope is Scope.OPERATE), "only operators are logged as such"
+
+
+def test_all_methods_of_a_path_are_named(tmp_path: Path) -> None:
+    with serving(APPS["dvp-rollout"](ApiTokens())) as url:
+        for path, allowed in (("/v1/weights", "GET, POST"), ("/v1/jobs/a", "DELETE, GET"), ("/v1/rollouts", "POST")):
+            answer = web.request("PUT", url + path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+            assert answer.json()["detail"] == f"PUT {path}: Method Not Allowed; allowed: {allowed}"
 
 
 @pytest.mark.parametrize("name", APPS)
@@ -121,7 +193,8 @@ def test_the_page_loads_nothing_from_elsewhere(name: str) -> None:
 
 
 FROM_ELSEWHERE = """
-performance.getEntriesByType("resource").map((entry) => entry.name).filter((name) => !name.startsWith(location.origin))
+performance.getEntriesByType("resource").map((entry) => entry.name)
+  .filter((name) => new URL(name).origin !== location.origin)
 """
 TRY = """
 (async () => {
@@ -146,6 +219,8 @@ def test_the_page_shows_and_tries_every_service_in_a_browser(tmp_path: Path) -> 
             with serving(app) as url:
                 for width, dark in ((1400, False), (1400, True), (390, False), (390, True)):
                     _look(browser, f"{url}/docs", width, dark, num_operations)
+                # A browser that was given the password this way refuses to fetch relative addresses.
+                _look(browser, f"{url}/docs".replace("//", f"//bob:{TOKEN}@"), 1400, False, num_operations)
                 assert browser.evaluate("document.title") == app.title
                 browser.evaluate(TRY)
                 browser.until("document.querySelector('.live-responses-table .microlight')?.textContent.includes('ok')")

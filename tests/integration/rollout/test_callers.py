@@ -122,8 +122,8 @@ async def broker(broker_url: str) -> AsyncIterator[Broker]:
         ),
         (
             ("--max-batch", "4", "--max-waiting", str(MOST - 4)),
-            "8 samples of requests of alice are in flight on this replica and 1 more would leave room for 7 of 16 "
-            "(max_batch + max_waiting: 4 + 12): nobody",
+            "8 samples of requests of alice are in flight on this replica and 1 more would leave room for 7 of 16, "
+            "4 that generate and 12 that wait (max_waiting); nobody",
         ),
     ],
 )

@@ -248,8 +248,10 @@ def test_a_body_that_is_no_object(replica: ReplicaProcess, content: str, kind: s
         ("POST /v1/completions", 'POST /v1/rollouts takes {"prompt": "..."}'),
         ("GET /v1/models", "GET /v1/weights names the weights"),
         ("GET /health", "GET /readyz answers 200"),
-        ("POST /v1/rollout", "did you mean /v1/rollouts"),
-        ("GET /v1/job/abc", "did you mean /v1/jobs or /v1/jobs/{job_id}?"),
+        ("POST /v1/rollout", "did you mean /v1/rollouts?"),
+        ("GET /v1/job/abc", "did you mean /v1/jobs?"),
+        ("POST /v1/rollouts/", "did you mean /v1/rollouts?"),
+        ("GET /v1/models/qwen3", "GET /v1/weights names the weights"),
         ("GET /nothing/like/it", "Not Found; GET /docs shows all paths"),
     ],
 )
