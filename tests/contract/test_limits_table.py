@@ -96,7 +96,7 @@ def table_of_connections() -> str:
     head, read = f"{MAX_HEAD_BYTES >> 10} KiB", f"{MIN_READ_BYTES >> 10} KiB"
     fewest = MIN_CONNECTIONS + OTHER_FILES
     rows = [
-        ("Requests that are answered concurrently", f"{MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
+        ("Requests that are answered concurrently", f"max_requests: {MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
         ("Of these, from one caller of scope `read` or `rollout`", "no more than it leaves free", f"{busy(1)}"),
         ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that has been idle longest is closed"),
         ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),

@@ -57,7 +57,7 @@ class Guard:
         """`scopes`: see `needed_scope`. `nobody`: scope of callers where there are no tokens. `max_requests`: requests
         answered at the same time, each with a body of up to `max_body` bytes; `limited_by` names the settings behind
         that number. `realm`: what a browser names when it asks its user for the token. `routed`: whether the app has a
-        route for a request; of what it does not have, it tells every caller whom it knows."""
+        route for a request; any caller with a token may hear that it has none."""
         self._app = app
         self._max_requests = max_requests
         self._limited_by = limited_by
