@@ -9,8 +9,6 @@ from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel
 from starlette.routing import Match
 
-from dvp_rl.contract.http import Body
-
 from . import pages, problems
 from .api_tokens import ApiTokens, Scope
 from .guard import Guard, busy
@@ -25,7 +23,6 @@ def application(
     router: APIRouter,
     tokens: ApiTokens,
     *,
-    bodies: Mapping[str, type[Body]] | None = None,
     scopes: Mapping[str, Scope] | None = None,
     hints: Mapping[str, str] | None = None,
     models: Iterable[type[BaseModel]] = (),
@@ -33,9 +30,9 @@ def application(
     limited_by: str = "max_requests",
     **access: Any,
 ) -> FastAPI:
-    """`bodies`: the model of the body posted to each path. `scopes`: the scope that a path and all below it need, where
-    it is not the usual one. `hints`: what to tell callers of paths that other servers have. `models`: what the OpenAPI
-    document shows besides bodies and answers. The others are arguments of the Guard."""
+    """`scopes`: the scope that a path and all below it need, where it is not the usual one. `hints`: what to tell
+    callers of paths that other servers have. `models`: what the OpenAPI document shows besides bodies and answers. The
+    others are arguments of the Guard."""
     scopes = scopes or {}
     app = FastAPI(
         title=title,
@@ -52,7 +49,7 @@ def application(
     app.include_router(pages.router)
     written, full = app.openapi, busy(max_requests, max_requests, limited_by)
     app.openapi = lambda: app.openapi_schema or complete(written(), scopes, full, models)  # type: ignore[method-assign]
-    problems.install(app, bodies or {}, hints or {})
+    problems.install(app, hints or {})
     app.add_middleware(
         Guard,
         tokens=tokens,

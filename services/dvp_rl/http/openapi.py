@@ -75,8 +75,8 @@ def complete(
             scope = None if path in OPEN_PATHS else needed_scope(method.upper(), path, scopes)
             operation["security"] = [{"token": [scope]}] if scope else []
             operation["tags"] = [path.split("/")[2] if path.startswith("/v1/") else "process"]
-            operation["summary"], _, rest = operation["description"].partition(". ")
-            operation["summary"], operation["description"] = operation["summary"].removesuffix("."), rest
+            first, _, operation["description"] = operation["description"].partition(". ")
+            operation["summary"] = first.removesuffix(".")
             known = OF_BODIES if "requestBody" in operation else {}
             known = known | (_of_callers(method.upper(), path, scope, busy) if scope else refusals(not_loopback("a.b")))
             responses = {str(status): answer for status, answer in known.items()} | operation["responses"]

@@ -8,10 +8,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
@@ -27,7 +29,7 @@ from dvp_rl.contract.errors import (
     WeightError,
     WeightGoneError,
 )
-from dvp_rl.contract.http import Body, FieldError, Problem
+from dvp_rl.contract.http import FieldError, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +63,10 @@ OUTCOMES: tuple[tuple[type[DvpError], int, str], ...] = (
 )
 
 
-def install(app: FastAPI, bodies: Mapping[str, type[Body]], hints: Mapping[str, str]) -> None:
+def install(app: FastAPI, hints: Mapping[str, str]) -> None:
     """Answers every error of the app with a problem document, including 404, 405 and bugs.
 
-    `bodies`: the model of the body posted to each path; its schema tells the caller what is allowed. `hints`: what to
-    tell callers of paths, and of all below them, that the app does not have.
+    `hints`: what to tell callers of paths, and of all below them, that the app does not have.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -73,8 +74,7 @@ def install(app: FastAPI, bodies: Mapping[str, type[Body]], hints: Mapping[str, 
             items = error.errors()
             unreadable = _unreadable(request, items)
             if unreadable is None:
-                known = {"body": _schema(bodies.get(request.url.path, Body))} | _parameters(app, request)
-                return _answer(_invalid(items, known), {})
+                return _answer(_invalid(items, _inputs(app.openapi(), request)), {})
             error = unreadable
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error = _unrouted(request, error, app.openapi()["paths"], hints)
@@ -112,10 +112,12 @@ def _unrouted(
 ) -> HTTPException:
     """The error, with what the caller could call instead. Starlette names the methods of one route only."""
     path, headers = request.url.path, dict(error.headers or {})
-    methods = {method.upper() for known in paths if compile_path(known)[0].match(path) for method in paths[known]}
-    if error.status_code == 405 and methods:
-        headers["Allow"] = ", ".join(sorted(methods))
-    remedy = f"allowed: {headers['Allow']}" if "Allow" in headers else _remedy(path, paths, hints)
+    if error.status_code == 404:
+        remedy = _remedy(path, paths, hints)
+    else:
+        methods = {method.upper() for known in paths if compile_path(known)[0].match(path) for method in paths[known]}
+        headers["Allow"] = ", ".join(sorted(methods)) or headers["Allow"]
+        remedy = f"allowed: {headers['Allow']}"
     detail = f"{request.method} {path[:MAX_VALUE_CHARS]}: {error.detail}; {remedy}"
     return HTTPException(error.status_code, detail, headers)
 
@@ -147,8 +149,29 @@ def _phrase(error: HTTPException) -> str:
     return PHRASES.get(error.status_code, "Request refused")
 
 
-def _invalid(items: Sequence[Mapping[str, Any]], known: Mapping[str, Schema]) -> Problem:
-    return broken([_field_error(item, known) for item in items[:MAX_ERRORS]], len(items))
+class Inputs(NamedTuple):
+    """Schemas of what a route takes."""
+
+    body: Schema
+    parameters: Schema
+
+
+def _inputs(document: Mapping[str, Any], request: Request) -> Inputs:
+    """`document`: the OpenAPI document. It rounds large bounds, so the body's schema comes from its model."""
+    route: APIRoute = request.scope["route"]
+    operation = document["paths"][route.path][request.method.lower()]
+    parameters = {parameter["name"]: parameter["schema"] for parameter in operation.get("parameters", ())}
+    model: Any = route.body_field and route.body_field.field_info.annotation
+    return Inputs(_schema(model) if model else {}, {"properties": parameters})
+
+
+@cache
+def _schema(body: type[BaseModel]) -> Schema:
+    return body.model_json_schema()
+
+
+def _invalid(items: Sequence[Mapping[str, Any]], inputs: Inputs) -> Problem:
+    return broken([_field_error(item, inputs) for item in items[:MAX_ERRORS]], len(items))
 
 
 def broken(errors: Sequence[FieldError], num_errors: int = 1) -> Problem:
@@ -158,18 +181,12 @@ def broken(errors: Sequence[FieldError], num_errors: int = 1) -> Problem:
     return Problem(title=OUTCOMES[0][2], status=422, detail="; ".join(lines + more), errors=tuple(errors))
 
 
-def _field_error(item: Mapping[str, Any], known: Mapping[str, Schema]) -> FieldError:
-    """`known`: the schema of the body, and of each parameter by its name."""
+def _field_error(item: Mapping[str, Any], inputs: Inputs) -> FieldError:
     place, *path = item["loc"]
-    schema, inside = (known["body"], path) if place == "body" else (known.get(str(path[0]), {}), path[1:])
-    allowed = _allowed(schema, inside, item["type"]) or item["msg"].removeprefix("Value error, ")
+    schema = inputs.body if place == "body" else inputs.parameters
+    allowed = _allowed(schema, path, item["type"]) or item["msg"].removeprefix("Value error, ")
     value = None if item["type"] == "missing" else _plain(item.get("input"))
     return FieldError(field=_encodable(".".join(map(str, path))) or "body", value=value, allowed=_encodable(allowed))
-
-
-def _parameters(app: FastAPI, request: Request) -> dict[str, Schema]:
-    operation = app.openapi()["paths"].get(request.scope["route"].path, {}).get(request.method.lower(), {})
-    return {parameter["name"]: parameter["schema"] for parameter in operation.get("parameters", ())}
 
 
 def _plain(value: Any) -> Any:
@@ -189,32 +206,27 @@ def _short(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-@cache
-def _schema(body: type[Body]) -> Schema:
-    return body.model_json_schema()
-
-
 def _allowed(schema: Schema, path: Sequence[str | int], kind: str) -> str:
     """What the schema allows at `path`, in words; "" if it says nothing."""
     if kind == "extra_forbidden":
-        return f"only the fields {', '.join(_node(schema, path[:-1]).get('properties', {}))}"
-    if not path and "properties" in schema:
-        return f"a JSON object with the fields {', '.join(schema['properties'])}" if kind != "value_error" else ""
-    return _words(_node(schema, path))
+        return f"only the fields {_fields(_node(schema, path[:-1]))}"
+    if path:
+        return _words(_node(schema, path))
+    return "" if kind == "value_error" else f"a JSON object with the fields {_fields(schema)}"
+
+
+def _fields(node: Schema) -> str:
+    return ", ".join(node.get("properties", {}))
 
 
 def _node(schema: Schema, path: Sequence[str | int]) -> Schema:
-    node = _concrete(schema)
+    node = schema
     for part in path:
-        node = _concrete(node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {}))
+        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
+        node = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
         if "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
     return node
-
-
-def _concrete(node: Schema) -> Schema:
-    """The node, or what it may be besides null."""
-    return next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
 
 
 def _words(node: Mapping[str, Any]) -> str:

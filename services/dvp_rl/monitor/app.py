@@ -57,7 +57,6 @@ def create_app(poller: Poller, tokens: ApiTokens, max_requests: int) -> FastAPI:
         DESCRIPTION,
         router,
         tokens,
-        bodies={"/v1/dead/replay": Selection, "/v1/dead/drop": Selection},
         nobody=Scope.READ,
         max_body=MAX_BODY_BYTES,
         max_requests=max_requests,

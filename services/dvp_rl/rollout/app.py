@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
 from fastapi import Path as InPath
@@ -11,7 +11,6 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from dvp_rl.contract.errors import EngineError, NotFoundError, RequestError, UnavailableError, WeightError
 from dvp_rl.contract.http import (
     Health,
     JobAccepted,
@@ -22,13 +21,24 @@ from dvp_rl.contract.http import (
     RolloutResponse,
     WeightStatus,
 )
-from dvp_rl.contract.job import MAX_SAMPLES
 from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from dvp_rl.http.application import application
 from dvp_rl.http.counted import CountedRequests
-from dvp_rl.http.openapi import NOT_READY, refusals, wrong
+from dvp_rl.http.openapi import NOT_READY, refusals
 
 from .answers import Streamed
+from .examples import (
+    BAD_N,
+    EXAMPLES,
+    HINTS,
+    JOB_EXAMPLES,
+    LOADING,
+    NO_JOB,
+    NO_QUEUE,
+    NOT_GENERATED,
+    NOT_LOADED,
+    NOT_YOURS,
+)
 from .loops import race
 from .service import Service
 
@@ -38,65 +48,8 @@ DESCRIPTION = (
     "by this replica; jobs go through the queue, to any replica of the run."
 )
 SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT}
-OWN = "this server has its own API, not OpenAI's: POST /v1/rollouts takes {} and returns samples;"
-MESSAGES = OWN.format('{"messages": [{"role": "user", "content": "..."}]}')
-PROMPT = OWN.format('{"prompt": "..."}')
-MODELS = "GET /v1/weights names the weights that are served;"
-HEALTH = "GET /readyz answers 200 if this replica can do its work, /healthz if its process runs;"
-HINTS = {
-    "/v1/chat/completions": MESSAGES,
-    "/chat/completions": MESSAGES,
-    "/v1/responses": MESSAGES,
-    "/responses": MESSAGES,
-    "/v1/messages": MESSAGES,
-    "/api/chat": MESSAGES,
-    "/v1/completions": PROMPT,
-    "/completions": PROMPT,
-    "/generate": PROMPT,
-    "/api/generate": PROMPT,
-    "/v1/models": MODELS,
-    "/models": MODELS,
-    "/health": HEALTH,
-    "/v1/health": HEALTH,
-    "/ping": HEALTH,
-}
-"""Paths that clients of other servers try first."""
 CLIENT_GONE = 499
 """Status of requests whose client disconnected. Only the metrics show it."""
-
-EXAMPLES: dict[str, Any] = {
-    "text": {
-        "summary": "Four samples of a text",
-        "value": {"prompt": "37+58=", "n": 4, "sampling": {"min_p": 0.05, "max_tokens": 6, "seed": 1}},
-    },
-    "conversation": {
-        "summary": "A conversation, for models with a chat template",
-        "value": {"messages": [{"role": "user", "content": "What is 37+58?"}], "sampling": {"max_tokens": 64}},
-    },
-    "token ids": {
-        "summary": "Token ids, greedily, without text",
-        "value": {
-            "prompt_ids": [22, 26, 14, 24, 27, 32],
-            "sampling": {"temperature": 0, "max_tokens": 6},
-            "return_text": False,
-        },
-    },
-}
-JOB_EXAMPLES = {
-    name: {"summary": example["summary"], "value": {**example["value"], "deadline_s": 600}}
-    for name, example in EXAMPLES.items()
-}
-LOADING = UnavailableError("the model /models/qwen3 is still being loaded")
-NO_QUEUE = UnavailableError(
-    "this replica serves HTTP only: it was started without a redis_url, so there is no job queue"
-)
-NO_JOB = NotFoundError("job 'job-1': never submitted, deleted, or ended more than an hour ago")
-BAD_N = wrong("n", 0, f"integer in [1, {MAX_SAMPLES}]")
-NOT_YOURS = RequestError(
-    "job qwen3-math:000000007:0 is the trainer's; only what was submitted over HTTP can be deleted"
-)
-NOT_GENERATED = EngineError("4 samples took longer than 3600 s")
-NOT_LOADED = WeightError("qwen3-math:13:0f6e8d6d2a9b4c11: /weights/13: No such file or directory")
 
 router = APIRouter()
 
@@ -107,7 +60,6 @@ def create_app(service: Service, tokens: ApiTokens, max_requests: int) -> FastAP
         DESCRIPTION,
         router,
         tokens,
-        bodies={"/v1/rollouts": RolloutRequest, "/v1/jobs": JobRequest},
         scopes=SCOPES,
         hints=HINTS,
         max_requests=max_requests,

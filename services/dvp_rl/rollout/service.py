@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RESULTS_BYTES = 64 << 20
 """Most bytes of results, as stored in the broker, that are read and sent at the same time."""
+STILL_LOADING = "the model {} is still being loaded"
+NO_REDIS = "this replica serves HTTP only: it was started without a redis_url, so there is no job queue"
 
 
 class Service:
@@ -152,7 +154,7 @@ class Service:
     def replica(self) -> Replica:
         """Raises UnavailableError while the model is loading."""
         if self._replica is None:
-            raise UnavailableError(f"the model {self.settings.model} is still being loaded")
+            raise UnavailableError(STILL_LOADING.format(self.settings.model))
         return self._replica
 
     @property
@@ -160,16 +162,14 @@ class Service:
         """Raises UnavailableError if there is no broker."""
         if self._uplink is None:
             _ = self.replica
-            raise UnavailableError(
-                "this replica serves HTTP only: it was started without a redis_url, so there is no job queue"
-            )
+            raise UnavailableError(NO_REDIS)
         return self._uplink
 
     def _not_ready(self) -> str:
         if self._stopping:
             return "stopping"
         if self._replica is None or self._swap is None:
-            return f"the model {self.settings.model} is still being loaded"
+            return STILL_LOADING.format(self.settings.model)
         if self._uplink is not None and self._uplink.error:
             return f"the job queue cannot be used: {self._uplink.error}"
         if self._replica.outage:

@@ -12,13 +12,13 @@ import pytest
 
 from dvp_rl.client import Client, Retry
 from dvp_rl.contract.errors import UnavailableError
-from dvp_rl.contract.http import Problem
 from tests.kit import web
 from tests.kit.ports import free_port
 from tests.kit.processes import ROOT, process
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S, until
+from tests.kit.web import problem
 
 HAPROXY = shutil.which("haproxy")
 CONFIG = ROOT / "deploy" / "docker" / "haproxy.cfg"
@@ -46,20 +46,13 @@ def gateway(folder: Path, replica: str) -> Iterator[str]:
         def listens() -> bool:
             assert child.poll() is None, (folder / "haproxy.log").read_text()
             try:
-                return bool(web.get(f"{url}/gateway"))
+                web.get(f"{url}/gateway")
             except httpx.TransportError:
                 return False
+            return True
 
         until(listens, "the gateway listens")
         yield url
-
-
-def problem(response: httpx.Response, status: int) -> Problem:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    found = Problem.model_validate_json(response.content)
-    assert found.status == status
-    return found
 
 
 def test_without_a_replica_it_says_so(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_what_a_service_does_not_have_is_told_to_every_caller(
     assert bool(logged) is (scope is Scope.OPERATE), "only operators are logged as such"
 
 
-def test_all_methods_of_a_path_are_named(tmp_path: Path) -> None:
+def test_all_methods_of_a_path_are_named() -> None:
     with serving(APPS["dvp-rollout"](ApiTokens())) as url:
         for path, allowed in (("/v1/weights", "GET, POST"), ("/v1/jobs/a", "DELETE, GET"), ("/v1/rollouts", "POST")):
             answer = web.request("PUT", url + path)

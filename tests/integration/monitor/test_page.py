@@ -11,13 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError
-from dvp_rl.contract.http import Problem
 from dvp_rl.http.api_tokens import Scope
 from dvp_rl.monitor.bodies import Curves, LetterPage, Picture
 from dvp_rl.monitor.poller import Poller
@@ -34,18 +32,13 @@ from tests.integration.transport.rig import Rig
 from tests.kit import web
 from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S, until_async
+from tests.kit.web import problem
 
 READS = ["/", "/page.css", "/page.js", "/v1/events", "/v1/queue", "/v1/dead", "/metrics", "/openapi.json"]
 
 
 def pictures(events: Iterator[tuple[str, Any]]) -> Iterator[Picture]:
     return (Picture.model_validate(content) for kind, content in events if kind == "picture")
-
-
-def problem(response: httpx.Response, status: int) -> Problem:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    return Problem.model_validate_json(response.content)
 
 
 async def test_events_tell_what_queue_health_says(staged: Rig, broker_url: str, tmp_path: Path) -> None:

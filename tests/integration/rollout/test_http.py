@@ -13,25 +13,16 @@ import pytest
 
 from dvp_rl.client import Client
 from dvp_rl.contract.errors import NotFoundError
-from dvp_rl.contract.http import MAX_BODY_BYTES, JobStatus, Problem, RolloutResponse
+from dvp_rl.contract.http import MAX_BODY_BYTES, JobStatus, RolloutResponse
 from dvp_rl.contract.sampling import MIN_P
 from tests.kit import web
 from tests.kit.replicas import ReplicaProcess
-from tests.kit.wait import WITHIN_S
+from tests.kit.wait import WITHIN_S, until
+from tests.kit.web import problem
 
 
 def post(replica: ReplicaProcess, path: str, body: Any) -> httpx.Response:
     return web.post(replica.url + path, json=body)
-
-
-def problem(response: httpx.Response, status: int) -> Problem:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    document = Problem.model_validate_json(response.content)
-    assert document.status == status
-    assert document.title
-    assert document.detail
-    return document
 
 
 def test_a_rollout_is_exactly_the_documented_document(replica: ReplicaProcess, shared_run_id: str) -> None:
@@ -269,7 +260,11 @@ def test_examples_of_the_document_are_answered(replica: ReplicaProcess, path: st
     examples = operation["requestBody"]["content"]["application/json"]["examples"]
     assert len(examples) == 3
     for example in examples.values():
-        assert post(replica, path, example["value"]).is_success
+        answer = post(replica, path, example["value"])
+        assert answer.is_success
+        if answer.status_code == 202:
+            with replica.client() as client:
+                assert client.wait(answer.json()["job_id"]).samples
 
 
 @pytest.mark.parametrize("stated", [True, False])
@@ -317,7 +312,7 @@ def test_metrics_count_what_happened(replica: ReplicaProcess) -> None:
     answer = post(replica, "/v1/rollouts", {"prompt": "1", "n": 3, "sampling": {"max_tokens": 5}}).json()
     num_tokens = sum(len(sample["token_ids"]) for sample in answer["samples"])
     assert metric("dvp_rollout_tokens_total") - before >= num_tokens
-    assert metric("dvp_rollout_in_flight_samples") == 0
+    until(lambda: metric("dvp_rollout_in_flight_samples") == 0, "nothing is left of any test's requests")
     text = web.get(f"{replica.url}/metrics").text
     assert 'dvp_rollout_requests_total{route="/v1/rollouts",status="200"}' in text
     assert "dvp_rollout_generate_seconds_bucket" in text
