@@ -1,8 +1,8 @@
 """Runs, part by part, what is worth running on a GPU: tests, benchmarks, the demo, the lab.
 
-Each part is a process with a time limit; one that fails or overruns stops no other. FOLDER/PART.log holds what it
-printed and FOLDER/summary.json how each part ended, on which card and with which versions. Benchmarks write their
-numbers to tests/benchmarks/results/gpu.
+Each part is a process with a time limit; one that fails or overruns stops no other, and the exit code is 1 then.
+FOLDER/PART.log holds what it printed and FOLDER/summary.json how each part ended, on which card and with which
+versions. Benchmarks write their numbers to tests/benchmarks/results/gpu.
 
     python -m tests.benchmarks.gpu FOLDER [PART ...]
 """
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,16 @@ import torch
 
 GRACE_S = 20.0
 """Time to end, in seconds; the demo stops its processes one after another."""
+LAST_LINES = 12
+"""Of a part's log, printed if the part failed."""
 PACKAGES = ("torch", "triton", "transformers", "sglang", "sglang-kernel", "liger-kernel", "cut-cross-entropy", "trl")
+ASK = """
+import importlib.metadata, json, sys
+found = {}
+for each in importlib.metadata.distributions():
+    found.setdefault(each.name.replace("_", "-").lower(), each.version)
+print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))
+"""
 METHOD = ("tests/unit/dvp", "tests/unit/trainer/test_step.py", "tests/unit/sglang_plugin", "tests/unit/lab")
 ENGINES = ("engines/test_conformance.py", "trainer/test_zero_mismatch.py", "lab/test_sources.py")
 # pytest-benchmark, where it is installed, refuses to run beside pytest-xdist.
@@ -79,15 +87,14 @@ PARTS = {
 
 def facts() -> dict[str, Any]:
     """The card and the versions of what computes on it."""
-    machine = {"card": torch.cuda.get_device_name(), "python": platform.python_version()}
-    return machine | {name: found for name in PACKAGES if (found := _version(name))}
+    return {"card": torch.cuda.get_device_name(), "python": platform.python_version()} | versions(sys.executable)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def versions(python: str | Path) -> dict[str, str]:
+    """Of those of PACKAGES that this interpreter finds."""
+    told = subprocess.run([python, "-c", ASK, *PACKAGES], check=True, capture_output=True, text=True).stdout
+    found: dict[str, str] = json.loads(told)
+    return found
 
 
 def run(part: Part, log: Path) -> dict[str, Any]:
@@ -129,6 +136,9 @@ def main() -> None:
         summary["parts"][name] = ended = run(PARTS[name], given.folder / f"{name}.log")
         print(f"{name:<20} {ended['seconds']:>6.1f} s  {ended['end']}", flush=True)
         (given.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        if ended["end"] != "ok":
+            print(*(given.folder / f"{name}.log").read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n")
+    raise SystemExit(any(ended["end"] != "ok" for ended in summary["parts"].values()))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +64,26 @@ def range_of(i: int) -> list[int]:
     return list(range(5 + i, 21 + i))
 
 
-def on_cpu() -> Launch:
-    return Launch(python=default_python(), threads=1)
+class Stock(Launch):
+    """Without the plugin."""
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        return super().environment(scratch) | {"SGLANG_PLUGINS": "none"}
+
+
+def on_cpu(kind: type[Launch] = Launch) -> Launch:
+    return kind(python=default_python(), threads=1)
 
 
 @asynccontextmanager
-async def serving(folder: Path, launch: Launch | None = None, *, plugin: bool = True) -> AsyncIterator[SglangClient]:
-    with variable("SGLANG_PLUGINS", None if plugin else "none"):
-        server = LocalServer(launch or on_cpu(), CONTEXT)
-        await server.start(folder, "bench:0:aa")
+async def serving(folder: Path, launch: Launch) -> AsyncIterator[SglangClient]:
+    server = LocalServer(launch, CONTEXT)
+    await server.start(folder, "bench:0:aa")
     try:
         yield server.client
     finally:
         await server.stop()
         await server.client.close()
-
-
-@contextmanager
-def variable(name: str, value: str | None) -> Iterator[None]:
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def direct(client: SglangClient, number: int = JOBS) -> Load:
@@ -141,7 +137,7 @@ async def compare(repeats: int, number: int = JOBS, **loads: Load) -> dict[str, 
 
 
 async def pruned(folder: Path, repeats: int) -> dict[str, float]:
-    async with serving(folder) as ours, serving(folder, plugin=False) as stock:
+    async with serving(folder, on_cpu()) as ours, serving(folder, on_cpu(Stock)) as stock:
         speeds = await compare(repeats, plugin=direct(ours), stock=direct(stock))
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"]}
 
@@ -150,7 +146,7 @@ async def replica(folder: Path, repeats: int) -> dict[str, float]:
     """Compares a replica with direct calls of the server that it uses."""
     scratch = Path(tempfile.mkdtemp())
     with EmbeddedBroker(scratch / "broker") as embedded:
-        async with serving(folder) as server, await Broker.connect(embedded.url, "bench") as broker:
+        async with serving(folder, on_cpu()) as server, await Broker.connect(embedded.url, "bench") as broker:
             args = ["--model", str(folder), "--engine", "sglang", "--sglang.url", server.url, "--run-id", "bench"]
             args += ["--redis-url", embedded.url, "--max-batch", "64"]
             keys = {"DVP_ROLLOUT__SGLANG__API_KEY": server.api_key, "DVP_ROLLOUT__SGLANG__ADMIN_KEY": server.admin_key}

@@ -1,15 +1,17 @@
 """SGLang with the plugin on a GPU: CUDA graphs and overlap scheduling on, bfloat16, a vocabulary of 151,936 tokens.
 
     MODE      log-probs of 256 samples of 128 tokens at rho = e^-13 compared with a forward pass of Transformers over
-              the same tokens, in bfloat16 and in float32, and whether a prompt's samples change by a bit if others are
-              generated beside it. Modes: SGLang's defaults; without CUDA graphs and overlap;
-              --enable-deterministic-inference; --rl-on-policy-target
+              the same tokens, in bfloat16, in bfloat16 with the LM head in float32 and in float32, and whether a
+              prompt's samples change by a bit if others are generated beside it. Modes: SGLang's defaults; without CUDA
+              graphs and overlap; --enable-deterministic-inference; --rl-on-policy-target; the first and the last
+              with the LM head in float32
     pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately
     swap      how long a weight swap from a folder interrupts 64 samples, compared with reading the same bytes
 
-The model has random weights, 8 layers, hidden size 1,024. A part that fails is recorded with its error.
+The model has random weights, 8 layers, hidden size 1,024. A part that fails is recorded with its error. Results of
+parts that are not named are kept.
 
-    python -m tests.benchmarks.sglang_gpu [--flags "..."]      further flags of sglang.launch_server
+    python -m tests.benchmarks.sglang_gpu [PART ...] [--flags "..."]      further flags of sglang.launch_server
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import operator
 import shlex
 import tempfile
 from collections.abc import Awaitable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,8 @@ from dvp_rl.dvp.policy import Constrained, constrained_logprobs
 from dvp_rl.engines.sglang_client import SglangClient
 from dvp_rl.engines.sglang_server import Launch, default_python
 from dvp_rl.engines.sglang_wire import request_body
-from tests.benchmarks.gpu import facts
-from tests.benchmarks.sglang import CONTEXT, NEW, N, compare, direct, jobs, serving, swap
+from tests.benchmarks.gpu import facts, versions
+from tests.benchmarks.sglang import CONTEXT, NEW, N, Stock, compare, direct, jobs, serving, swap
 from tests.kit.models import EOS_ID, make_model
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "sglang_gpu.json"
@@ -47,13 +50,21 @@ MODES: dict[str, tuple[str, ...]] = {
     "eager": ("--disable-cuda-graph", "--disable-overlap-schedule"),
     "deterministic": ("--enable-deterministic-inference",),
     "on_policy": ("--rl-on-policy-target", "fsdp"),
+    "fp32_head": ("--enable-fp32-lm-head",),
+    "on_policy_fp32_head": ("--rl-on-policy-target", "fsdp", "--enable-fp32-lm-head"),
 }
+PARTS = (*MODES, "pruned", "swap")
 MODEL = {"vocab_size": 151_936, "hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8}
-DTYPES = (torch.bfloat16, torch.float32)
+SIDES = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "bfloat16, float32 head": (torch.bfloat16, torch.float32),
+    "float32": (torch.float32, torch.float32),
+}
+"""Dtypes of the trainer's layers and LM head."""
 
 
-def launch(*flags: str) -> Launch:
-    return Launch(
+def launch(*flags: str, kind: type[Launch] = Launch) -> Launch:
+    return kind(
         python=default_python(),
         dtype="bfloat16",
         device="cuda",
@@ -88,7 +99,7 @@ async def mismatch(client: SglangClient, folder: Path) -> dict[str, Any]:
         "kept_count": float(count.double().mean()),
         "kept_mass": float(mass.double().mean()),
         "bits_change_in_company": any(map(operator.ne, bits(alone), bits(answers))),
-        **{str(dtype).removeprefix("torch."): differences(folder, dtype, ids, drawn, mass, count) for dtype in DTYPES},
+        **{side: differences(recompute(folder, *dtypes, ids), drawn, mass, count) for side, dtypes in SIDES.items()},
     }
 
 
@@ -97,11 +108,8 @@ def bits(answers: list[dict[str, Any]]) -> list[Any]:
     return [(answer["output_ids"], answer["meta_info"]["output_token_logprobs"]) for answer in answers]
 
 
-def differences(
-    folder: Path, dtype: torch.dtype, ids: Tensor, drawn: Tensor, mass: Tensor, count: Tensor
-) -> dict[str, Any]:
+def differences(own: Constrained, drawn: Tensor, mass: Tensor, count: Tensor) -> dict[str, Any]:
     """log pi_train - log pi_infer and its like, over the tokens that both sides keep."""
-    own = recompute(folder, dtype, ids)
     inside = own.inside
     gap = (own.logprobs - drawn)[inside].double()
     return {
@@ -116,12 +124,14 @@ def differences(
 
 
 @torch.inference_mode()
-def recompute(folder: Path, dtype: torch.dtype, ids: Tensor) -> Constrained:
+def recompute(folder: Path, dtype: torch.dtype, head_dtype: torch.dtype, ids: Tensor) -> Constrained:
     """The trainer's side, in blocks of sequences."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda()
+    head = model.get_output_embeddings().weight.to(head_dtype)
     parts = []
     for block in ids.cuda().split(16):
-        logits = model(input_ids=block, logits_to_keep=NEW + 1).logits[:, :-1]
+        states = model.model(input_ids=block, use_cache=False).last_hidden_state[:, -NEW - 1 : -1]
+        logits = states.to(head_dtype) @ head.T
         rule = Sampling()
         parts.append(
             constrained_logprobs(logits, block[:, -NEW:], log_min_p=rule.log_min_p, temperature=rule.temperature)
@@ -138,11 +148,13 @@ async def attempt(part: Awaitable[dict[str, Any]]) -> dict[str, Any]:
 
 async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str, Any]:
     """Nothing else is on the card."""
-    async with (
-        serving(folder, launch(*flags)) as ours,
-        serving(folder, launch(*flags), plugin=False) as stock,
-    ):
-        speeds = await compare(repeats, JOBS, plugin=direct(ours, JOBS), stock=direct(stock, JOBS))
+    async with AsyncExitStack() as running:
+        async with asyncio.TaskGroup() as starting:
+            ours, stock = (
+                starting.create_task(running.enter_async_context(serving(folder, launch(*flags, kind=kind))))
+                for kind in (Launch, Stock)
+            )
+        speeds = await compare(repeats, JOBS, plugin=direct(ours.result(), JOBS), stock=direct(stock.result(), JOBS))
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"]}
 
 
@@ -151,11 +163,13 @@ async def in_mode(mode: str, folder: Path, flags: tuple[str, ...]) -> dict[str, 
         return await mismatch(client, folder)
 
 
-async def run(flags: tuple[str, ...], repeats: int) -> None:
-    results: dict[str, Any] = {"facts": facts(), "flags": flags, "goal": GOAL}
+async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> None:
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results |= {"goal": GOAL, "flags": shlex.join(flags), "versions": facts() | versions(launch().python)}
+    card = {"card": results["versions"].pop("card")}
 
     async def tell(name: str, part: Awaitable[dict[str, Any]]) -> None:
-        results[name] = await attempt(part)
+        results[name] = card | await attempt(part)
         print(name, json.dumps(results[name]), flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
@@ -171,20 +185,26 @@ async def run(flags: tuple[str, ...], repeats: int) -> None:
                 dtype=torch.bfloat16,
                 **MODEL,
             )
-            for seed in (0, 1)
+            for seed in range(2 if "swap" in parts else 1)
         ]
-        await tell("pruned", pruned(folders[0], flags, repeats))
-        await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in MODES))
-        await tell("swap", swap(folders, repeats, launch(*flags)))
+        modes = [mode for mode in MODES if mode in parts]
+        await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
+        if "pruned" in parts:
+            await tell("pruned", pruned(folders[0], flags, repeats))
+        if "swap" in parts:
+            await tell("swap", swap(folders, repeats, launch(*flags)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(PARTS)}")
     parser.add_argument("--flags", default="", help="further flags of sglang.launch_server")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     flags = tuple(shlex.split(given.flags))
-    asyncio.run(run(flags, given.repeats))
+    asyncio.run(run(given.parts or list(PARTS), flags, given.repeats))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.tables import PAGES, page, render
+from tests.benchmarks.tables import PAGES, RESULTS, page, render
+from tests.kit.table import check_table
 
 
 @pytest.mark.parametrize("folder", PAGES, ids=lambda folder: folder.name)
 def test_a_page_is_that_of_the_committed_results(folder: Path) -> None:
     found = (folder / "README.md").read_text()
     assert found == page(folder), "write it again: python -m tests.benchmarks.tables"
+
+
+def test_the_trainers_page_shows_the_step_beside_trl() -> None:
+    found = json.loads((RESULTS / "gpu" / "training.json").read_text())["sides"]
+    rows = [
+        (
+            f"TRL{side.removeprefix('trl')}" if side.startswith("trl") else side,
+            f"{x['tokens_per_s']:,.0f}",
+            f"{x['peak_mib']:,.0f}",
+        )
+        for side, x in found.items()
+    ]
+    check_table("training", ("", "tokens/s", "peak memory, MiB"), rows, document="trainer/README.md")
 
 
 def test_rows_of_a_list_share_what_is_the_same() -> None:

@@ -40,8 +40,8 @@ products: the point where both ways take about equally long. On a CPU, `python -
 measured it; for the kernels in half precision, it lies between two shares of tests/benchmarks/results/gpu, an H200's.
 Theirs in float32 is a guess."""
 CPU_CHUNK, DEVICE_CHUNK, KERNEL_CHUNK = 2**21, 2**27, 2**28
-"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, which have to
-wait for the device once per tile, and half of it in their backward."""
+"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, for two blocks
+of rows in turn, and half of it in their backward."""
 GROUP = 16
 """Number of logits that share one comparison in the search for S."""
 CROWDED = 2
@@ -111,7 +111,7 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> type[torch.autogra
             hidden, weight, None, token_ids, setting, setting + 1, max_share, 1024, True
         )
         outputs[0].sum().backward()
-        float(outputs[0].sum())  # waits for the device
+        outputs[0].tolist()  # waits for the device
     return KernelHeadLogprobs
 
 

@@ -1,9 +1,10 @@
 """`head_logprobs` on a GPU, with Triton kernels that touch each logit as seldom as they can.
 
 Forward: blocks of rows, so that all logits of a row are in memory at once. They are read once for the largest logit of
-each piece; counting and listing S then read only the pieces that hold members. Backward: of the rows that keep little,
-only these members, gathered by row for the hidden states and by column for the weight; of the others, tiles of columns
-computed again, with the gradient written over the logits. No kernel adds atomically, so results repeat bit for bit.
+each piece; counting and listing S then read only the pieces that hold members. The host learns how many members a block
+has while the device is busy with the next one. Backward: of the rows that keep little, only these members, gathered by
+row for the hidden states and by column for the weight; of the others, tiles of columns computed again, with the
+gradient written over the logits. No kernel adds atomically, so results repeat bit for bit.
 
 Shapes: N rows, r rows of a block, K members of S of all sparse rows, V tokens, H hidden.
 """
@@ -11,7 +12,9 @@ Shapes: N rows, r rows of a block, K members of S of all sparse rows, V tokens, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,13 +25,16 @@ from torch import Tensor
 from .policy import Constrained, constrain, split_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from jaxtyping import Bool, Float, Int
 
 PIECES, PIECE = 8, 512
 """Pieces of a row in which one program finds the largest logits, and logits of a piece."""
+GROUP = 32
+"""Pieces of a row in which one program looks for members of S."""
+ROWS = 256
+"""A block has a multiple of so many rows, if it has more: a matrix product computes no smaller tiles."""
 ENTRIES, HIDDEN = 8, 1024
 """Members of S, and numbers of each of their rows, that one program gathers at a time."""
 COLUMNS = 1024
@@ -55,19 +61,22 @@ class KernelHeadLogprobs(torch.autograd.Function):
         learning = recording and any(ctx.needs_input_grad[:3])
         head, vocab = weight.to(hidden.dtype), len(weight)
         room = max(1, math.ceil(max_share * vocab)) if learning else 0
-        size, parts, found = max(1, chunk // vocab), [], []
-        buffer = hidden.new_empty(min(size, len(hidden)) * vocab)
+        parts, found = [], []
         with _device_of(hidden):
-            for states, ids, limit, scale in split_rows(hidden, token_ids, threshold, tau, size=size):
-                logits = _product(states, head, bias, buffer)
-                sums, members = _scan(logits, limit, scale, room)
-                parts.append(sums.read(logits.gather(1, ids), limit, scale))
-                found.append((sums.peak, sums.kept, *members))
-        out = Constrained(*(torch.cat(part) for part in zip(*parts, strict=True)))
+            blocks = _scan_blocks(hidden, head, bias, token_ids, threshold, tau, room, chunk)
+            for block, _ in pairwise(chain(blocks, (None,))):  # the device has the next one to compute meanwhile
+                assert block is not None
+                parts.append(block.sums)
+                found.append(block.members())
+            sums = _Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
+            out = sums.read(threshold, tau)
         ctx.chunk, ctx.dtypes = chunk, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.any_dense = any(members.any_dense for members in found)
         if learning:
-            stored = [torch.cat(part) for part in zip(*found, strict=True)]
-            ctx.save_for_backward(hidden, head, bias, token_ids, threshold, tau, out.inside, *stored)
+            stored = [torch.cat(part) for part in zip(*(members.tensors for members in found), strict=True)]
+            ctx.save_for_backward(
+                hidden, head, bias, token_ids, threshold, tau, out.inside, sums.peak, sums.kept, *stored
+            )
         ctx.mark_non_differentiable(*out[1:])
         return out
 
@@ -86,7 +95,8 @@ class KernelHeadLogprobs(torch.autograd.Function):
         with _device_of(hidden):
             for part in _parts(number.clamp(min=0), column, weight, max(1, ctx.chunk // MEMBERS)):
                 _add_sparse(total, hidden, head, rows, alive, *part)
-            _add_dense(total, hidden, head, bias, rows, (alive & dense).nonzero()[:, 0], ctx.chunk // TILE)
+            if ctx.any_dense:
+                _add_dense(total, hidden, head, bias, rows, (alive & dense).nonzero()[:, 0], ctx.chunk // TILE)
         return *total, *(None,) * 6
 
 
@@ -114,6 +124,8 @@ class _Gradients(NamedTuple):
 class _Sums(NamedTuple):
     """What the scan of a block found."""
 
+    own: Float[Tensor, "r 1"]
+    """Logit of the row's token."""
     peak: Float[Tensor, "r 1"]
     """Largest logit; NaN in a row that is not finite."""
     kept: Float[Tensor, "r 1"]
@@ -123,21 +135,57 @@ class _Sums(NamedTuple):
     size: Int[Tensor, " r"]
     """Number of members of S."""
 
-    def read(self, own: Float[Tensor, "r 1"], threshold: Tensor, tau: Tensor) -> Constrained:
-        """The results for the token of each row, whose logit is `own`."""
+    def read(self, threshold: Tensor, tau: Tensor) -> Constrained:
+        """The results for the token of each row."""
         total = torch.maximum(self.total, self.kept)  # the same terms in another order may sum to less
-        block = constrain(own, threshold, tau, self.peak)._replace(kept=self.kept, total=total)
+        block = constrain(self.own, threshold, tau, self.peak)._replace(kept=self.kept, total=total)
         return block.read(torch.zeros_like(self.size[:, None], dtype=torch.long))._replace(kept_count=self.size)
 
 
 class _Members(NamedTuple):
-    """S of the sparse rows."""
+    """S of the sparse rows of a block."""
 
     number: Int[Tensor, " r"]
     """Members of each row; -1 in a dense row, of which none are kept."""
     column: Int[Tensor, " K"]
     weight: Float[Tensor, " K"]
     """exp((z - peak) / tau)"""
+    any_dense: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.number, self.column, self.weight
+
+
+class _Block(NamedTuple):
+    """Rows whose members of S are counted, not listed."""
+
+    logits: Float[Tensor, "r V"]
+    threshold: Float[Tensor, "r 1"]
+    tau: Float[Tensor, "r 1"]
+    tops: Float[Tensor, "r pieces"]
+    """Largest logit of each piece."""
+    counts: Int[Tensor, "r groups"]
+    """Members of each group of pieces; 0 in a dense row."""
+    sums: _Sums
+    dense: Bool[Tensor, " r"]
+    ends: Int[Tensor, " r*groups"]
+    """Running sum of `counts`."""
+    found: Callable[[], list[int]]
+    """Waits for the number of members and of dense rows."""
+
+    def members(self) -> _Members:
+        found, dense = self.found()
+        column, weight = self.counts.new_empty(found), self.tau.new_empty(found)
+        if found:
+            _list_kernel[(self.counts.numel(),)](
+                *(self.logits, self.threshold, self.tau, self.sums.peak, self.tops, self.counts, self.ends),
+                *(column, weight, self.logits.shape[1], self.tops.shape[1], self.counts.shape[1]),
+                PIECE=PIECE,
+                GROUP=GROUP,
+                num_warps=1,
+            )
+        return _Members(self.sums.size.masked_fill(self.dense, -1), column, weight, dense > 0)
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
@@ -153,29 +201,69 @@ def _product(states: Tensor, head: Tensor, bias: Tensor | None, buffer: Tensor) 
     return torch.addmm(bias.to(states.dtype), states, head.T, out=out)
 
 
-def _scan(logits: Float[Tensor, "r V"], threshold: Tensor, tau: Tensor, room: int) -> tuple[_Sums, _Members]:
-    """Everything that a block's logits tell. A row is dense if it keeps more than `room` tokens; 0: all are."""
+def _scan_blocks(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    threshold: Tensor,
+    tau: Tensor,
+    room: int,
+    chunk: int,
+) -> Iterator[_Block]:
+    """Everything that the logits tell. The logits of a block are overwritten by the one after the next. A row is dense
+    if it keeps more than `room` tokens; 0: all are."""
+    vocab = len(head)
+    size = max(1, chunk // 2 // vocab)
+    size -= size % ROWS if size > ROWS else 0
+    buffers = [hidden.new_empty(min(size, len(hidden)) * vocab) for _ in range(2 if size < len(hidden) else 1)]
+    for number, (states, ids, limit, scale) in enumerate(split_rows(hidden, token_ids, threshold, tau, size=size)):
+        logits = _product(states, head, bias, buffers[number % 2])
+        yield _scan(logits, ids, limit.contiguous(), scale.contiguous(), room)
+
+
+def _scan(logits: Float[Tensor, "r V"], ids: Tensor, threshold: Tensor, tau: Tensor, room: int) -> _Block:
     rows, vocab = logits.shape
-    threshold, tau = threshold.contiguous(), tau.contiguous()
-    parts = triton.cdiv(vocab, PIECE)
-    tops, masses = tau.new_empty(rows, parts), tau.new_empty(rows, parts)
-    counts = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    pieces = triton.cdiv(vocab, PIECE)
+    groups = triton.cdiv(pieces, GROUP)
+    tops, piece_masses, masses = (tau.new_empty(rows, number) for number in (pieces, pieces, groups))
+    counts = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
     peak, total = torch.empty_like(tau), torch.empty_like(tau)
-    every = {"vocab": vocab, "parts": parts, "PIECE": PIECE}
     if rows:
-        _tops_kernel[(rows, triton.cdiv(parts, PIECES))](logits, tau, tops, masses, PIECES=PIECES, **every)
-        _peak_kernel[(rows,)](tops, masses, tau, peak, total, parts, PARTS=triton.next_power_of_2(parts))
-        _count_kernel[(rows * parts,)](logits, threshold, tau, peak, tops, counts, masses, **every, num_warps=1)
-    size, found = counts.sum(-1, dtype=torch.int32), 0
-    sums, dense = _Sums(peak, masses.sum(-1, keepdim=True) + (peak - peak), total, size), size > room
-    if rows and room:
-        counts.masked_fill_(dense[:, None], 0)
-        ends = counts.flatten().cumsum(0)
-        found = int(ends[-1])
-    column, weight = counts.new_empty(found), tau.new_empty(found)
-    if found:
-        _list_kernel[(rows * parts,)](logits, threshold, tau, peak, counts, ends, column, weight, **every, num_warps=1)
-    return sums, _Members(size.masked_fill(dense, -1), column, weight)
+        _tops_kernel[(rows, triton.cdiv(pieces, PIECES))](
+            logits, tau, tops, piece_masses, vocab, pieces, PIECES=PIECES, PIECE=PIECE
+        )
+        _peak_kernel[(rows,)](tops, piece_masses, tau, peak, total, pieces, PIECES=triton.next_power_of_2(pieces))
+        _count_kernel[(counts.numel(),)](
+            *(logits, threshold, tau, peak, tops, counts, masses, vocab, pieces, groups),
+            PIECE=PIECE,
+            GROUP=GROUP,
+            num_warps=1,
+        )
+    size = counts.sum(-1, dtype=torch.int32)
+    kept = masses.sum(-1, keepdim=True) + (peak - peak)
+    sums, dense = _Sums(logits.gather(1, ids), peak, kept, total, size), size > room
+    counts.masked_fill_(dense[:, None], 0)
+    ends = counts.flatten().cumsum(0)
+    found = _fetch(torch.stack((ends[-1], dense.sum()))) if rows and room else lambda: [0, rows]
+    return _Block(logits, threshold, tau, tops, counts, sums, dense, ends, found)
+
+
+def _fetch(values: Int[Tensor, " n"]) -> Callable[[], list[int]]:
+    """Starts to copy to the host; the result waits until the copy is there, not until the device is idle."""
+    if not values.is_cuda:
+        return values.tolist
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    there.copy_(values, non_blocking=True)
+    done.record()
+
+    def wait() -> list[int]:
+        done.synchronize()
+        found: list[int] = there.tolist()
+        return found
+
+    return wait
 
 
 def _parts(
@@ -206,30 +294,33 @@ def _add_sparse(
     column: Int[Tensor, " k"],
     weight: Float[Tensor, " k"],
 ) -> None:
-    """Adds the gradient of the rows `index`, whose members of S are known."""
-    row = index.repeat_interleave(number, output_size=len(column))
-    mine = alive[row]
-    row, column, weight = row[mine], column[mine], weight[mine]
+    """Adds the gradient of the rows `index`, whose members of S are known. Nothing here waits for the device."""
     if not len(column):
         return
+    row = index.repeat_interleave(number, output_size=len(column))
     hit = column == rows.token_ids[row, 0]
     value = hit * rows.slope[row, 0] - weight * rows.share[row, 0]
-    _gather(value, column, head, total.hidden, index, number.where(alive[index], 0))
+    _gather(value, column, head, total.hidden, index, number.cumsum(0), number.where(alive[index], 0))
     if total.weight is None and total.bias is None:
         return
-    column, order = column.sort(stable=True)
+    # Members of rows without a gradient go behind the vocabulary.
+    column, order = column.masked_fill(~alive[row], len(head)).sort(stable=True)
     row, value = row[order], value[order]
-    tokens, lengths = torch.unique_consecutive(column, return_counts=True)
+    tokens = torch.arange(len(head), dtype=column.dtype, device=column.device)
+    ends = torch.searchsorted(column, tokens, right=True)
+    lengths = ends.diff(prepend=ends.new_zeros(1))
     if total.weight is not None:
-        _gather(value, row, hidden, total.weight, tokens, lengths)
+        _gather(value, row, hidden, total.weight, tokens, ends, lengths)
     if total.bias is not None:
         ones = hidden.new_ones(len(hidden), 1)
-        _gather(value, row, ones, total.bias[:, None], tokens, lengths)
+        _gather(value, row, ones, total.bias[:, None], tokens, ends, lengths)
 
 
-def _gather(value: Tensor, index: Tensor, source: Tensor, into: Tensor, places: Tensor, lengths: Tensor) -> None:
-    """into[places[i]] += sum over the i-th run of `lengths` of value * source[index]."""
-    ends, width = lengths.cumsum(0), source.shape[1]
+def _gather(
+    value: Tensor, index: Tensor, source: Tensor, into: Tensor, places: Tensor, ends: Tensor, lengths: Tensor
+) -> None:
+    """into[places[i]] += sum over the `lengths[i]` entries before `ends[i]` of value * source[index]."""
+    width = source.shape[1]
     piece = min(HIDDEN, triton.next_power_of_2(width))
     _gather_kernel[(len(places), triton.cdiv(width, piece))](
         *(value, index, source.contiguous(), into, places, ends, lengths, width), ENTRIES=ENTRIES, HIDDEN=piece
@@ -272,7 +363,7 @@ def _add_dense(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tops_kernel(  # type: ignore[no-untyped-def]
-    logits, tau, tops, masses, vocab, parts, PIECES: tl.constexpr, PIECE: tl.constexpr
+    logits, tau, tops, masses, vocab, pieces, PIECES: tl.constexpr, PIECE: tl.constexpr
 ):
     """Largest logit of each piece, and the sum of exp((z - largest) / tau) over it."""
     row = tl.program_id(0).to(tl.int64)
@@ -283,17 +374,17 @@ def _tops_kernel(  # type: ignore[no-untyped-def]
     top = tl.max(z, 1)
     # A piece of -inf has mass 0; NaN and +inf make the mass NaN.
     mass = tl.exp((z - tl.where(top == float("-inf"), 0.0, top)[:, None]) / scale)
-    tl.store(tops + row * parts + piece, top, piece < parts)
-    tl.store(masses + row * parts + piece, tl.sum(mass, 1), piece < parts)
+    tl.store(tops + row * pieces + piece, top, piece < pieces)
+    tl.store(masses + row * pieces + piece, tl.sum(mass, 1), piece < pieces)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _peak_kernel(tops, masses, tau, peak, total, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _peak_kernel(tops, masses, tau, peak, total, pieces, PIECES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Largest logit of each row, NaN if the row is not finite, and the sum of exp((z - largest) / tau) over it."""
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.arange(0, PARTS)
-    top = tl.load(tops + row * parts + piece, piece < parts, float("-inf"))
-    mass = tl.load(masses + row * parts + piece, piece < parts, 0.0)
+    piece = tl.arange(0, PIECES)
+    top = tl.load(tops + row * pieces + piece, piece < pieces, float("-inf"))
+    mass = tl.load(masses + row * pieces + piece, piece < pieces, 0.0)
     largest = tl.max(top, 0)
     all_mass = tl.sum(mass * tl.exp((top - largest) / tl.load(tau + row)), 0)
     tl.store(peak + row, largest + (all_mass - all_mass))
@@ -302,39 +393,63 @@ def _peak_kernel(tops, masses, tau, peak, total, parts, PARTS: tl.constexpr):  #
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(  # type: ignore[no-untyped-def]
-    logits, threshold, tau, peak, tops, counts, masses, vocab, parts, PIECE: tl.constexpr
+    logits, threshold, tau, peak, tops, counts, masses, vocab, pieces, groups, PIECE: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Number of members of S in a piece, and their sum of exp((z - peak) / tau). Reads only pieces that have any."""
+    """Number of members of S in a group, and their sum of exp((z - peak) / tau). Reads only pieces that have any."""
     own = tl.program_id(0)
-    row, piece = (own // parts).to(tl.int64), own % parts
+    row, first = (own // groups).to(tl.int64), own % groups * GROUP
     limit, scale, largest = tl.load(threshold + row), tl.load(tau + row), tl.load(peak + row)
     count, mass = own * 0, scale * 0
-    if tl.load(tops + own) - largest >= limit:
-        columns = piece * PIECE + tl.arange(0, PIECE)
-        z = tl.load(logits + row * vocab + columns, columns < vocab, float("-inf")).to(scale.dtype)
-        member = (z - largest >= limit) & (columns < vocab)
-        count = tl.sum(member.to(tl.int32), 0)
-        mass = tl.sum(tl.where(member, tl.exp((z - largest) / scale), 0.0), 0)
+    every = first + tl.arange(0, GROUP)
+    if tl.max(tl.load(tops + row * pieces + every, every < pieces, float("-inf")), 0) - largest >= limit:
+        for piece in range(first, tl.minimum(first + GROUP, pieces)):
+            if tl.load(tops + row * pieces + piece) - largest >= limit:
+                columns = piece * PIECE + tl.arange(0, PIECE)
+                z = tl.load(logits + row * vocab + columns, columns < vocab, float("-inf")).to(scale.dtype)
+                member = (z - largest >= limit) & (columns < vocab)
+                count += tl.sum(member.to(tl.int32), 0)
+                mass += tl.sum(tl.where(member, tl.exp((z - largest) / scale), 0.0), 0)
     tl.store(counts + own, count)
     tl.store(masses + own, mass)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _list_kernel(  # type: ignore[no-untyped-def]
-    logits, threshold, tau, peak, counts, ends, column, weight, vocab, parts, PIECE: tl.constexpr
+    logits,
+    threshold,
+    tau,
+    peak,
+    tops,
+    counts,
+    ends,
+    column,
+    weight,
+    vocab,
+    pieces,
+    groups,
+    PIECE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Writes the members of S of a piece down, before its end. Reads only pieces whose count is not 0."""
+    """Writes the members of S of a group down, before its end. Reads only pieces that have any."""
     own = tl.program_id(0)
     count = tl.load(counts + own)
     if count > 0:
-        row, piece = (own // parts).to(tl.int64), own % parts
+        row, first = (own // groups).to(tl.int64), own % groups * GROUP
         limit, scale, largest = tl.load(threshold + row), tl.load(tau + row), tl.load(peak + row)
-        columns = piece * PIECE + tl.arange(0, PIECE)
-        z = tl.load(logits + row * vocab + columns, columns < vocab, float("-inf")).to(scale.dtype)
-        member = (z - largest >= limit) & (columns < vocab)
-        place = tl.load(ends + own) - count + tl.cumsum(member.to(tl.int32), 0) - 1
-        tl.store(column + place, columns, member)
-        tl.store(weight + place, tl.exp((z - largest) / scale), member)
+        place = tl.load(ends + own) - count
+        for piece in range(first, tl.minimum(first + GROUP, pieces)):
+            if tl.load(tops + row * pieces + piece) - largest >= limit:
+                columns = piece * PIECE + tl.arange(0, PIECE)
+                z = tl.load(logits + row * vocab + columns, columns < vocab, float("-inf")).to(scale.dtype)
+                member = (z - largest >= limit) & (columns < vocab)
+                # One after the other: there are few, and a running sum over the piece takes far more registers.
+                found = tl.min(tl.where(member, columns, vocab), 0)
+                while found < vocab:
+                    shifted = tl.load(logits + row * vocab + found).to(scale.dtype) - largest
+                    tl.store(column + place, found)
+                    tl.store(weight + place, tl.exp(shifted / scale))
+                    place += 1
+                    found = tl.min(tl.where(member & (columns > found), columns, vocab), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -344,17 +459,19 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     run = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * HIDDEN + tl.arange(0, HIDDEN)
     inside = columns < width
-    end = tl.load(ends + run)
-    total = tl.zeros([HIDDEN], value.dtype.element_ty)
-    for start in range(end - tl.load(lengths + run), end, ENTRIES):
-        entry = start + tl.arange(0, ENTRIES)
-        there = entry < end
-        share = tl.load(value + entry, there, 0.0)
-        row = tl.load(index + entry, there, 0).to(tl.int64)
-        part = tl.load(source + row[:, None] * width + columns[None, :], there[:, None] & inside[None, :], 0.0)
-        total += tl.sum(share[:, None] * part.to(share.dtype), 0)
-    into += tl.load(places + run).to(tl.int64) * width + columns
-    tl.store(into, tl.load(into, inside, 0.0) + total, inside)
+    length = tl.load(lengths + run)
+    if length > 0:
+        end = tl.load(ends + run)
+        total = tl.zeros([HIDDEN], value.dtype.element_ty)
+        for start in range(end - length, end, ENTRIES):
+            entry = start + tl.arange(0, ENTRIES)
+            there = entry < end
+            share = tl.load(value + entry, there, 0.0)
+            row = tl.load(index + entry, there, 0).to(tl.int64)
+            part = tl.load(source + row[:, None] * width + columns[None, :], there[:, None] & inside[None, :], 0.0)
+            total += tl.sum(share[:, None] * part.to(share.dtype), 0)
+        target = into + tl.load(places + run).to(tl.int64) * width + columns
+        tl.store(target, tl.load(target, inside, 0.0) + total, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

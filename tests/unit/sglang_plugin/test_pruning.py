@@ -141,6 +141,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_synchronises_a_gpu() -> None:
     logits, settings = make_logits(6), as_requests([-3.0, -math.inf, -13.0] * 2, [0.7] * 6)
     expected = prune(logits.clone(), *settings)
