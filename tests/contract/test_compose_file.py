@@ -351,6 +351,12 @@ def test_replicas_on_gpus_have_what_sglang_asks_for() -> None:
     assert service["tmpfs"] == ["/tmp:exec"], "kernels are compiled there"
 
 
+def test_the_trainer_on_gpus_can_compile_the_kernels() -> None:
+    service = SERVICES["trainer-gpu"]
+    assert service["build"]["target"] == "trainer-gpu", "it has a C compiler"
+    assert service["tmpfs"] == ["/tmp:exec"], "kernels are compiled there"
+
+
 def test_prometheus_finds_what_it_is_told_to_scrape() -> None:
     """Covers names, ports, and the file that holds the token."""
     (tokens,) = mounts_of_tokens("prometheus")

@@ -40,6 +40,20 @@ packages = ("transformers", "torch", "datasets", "matplotlib", "pytest", "mypy",
 present = [package for package in packages if importlib.util.find_spec(package)]
 print(json.dumps({"uid": os.getuid(), "tools": tools, "packages": present}))
 """
+# What Triton does at the first use of a kernel.
+COMPILE = """
+import subprocess, sysconfig, tempfile
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+folder = Path(tempfile.mkdtemp())
+(folder / "launch.c").write_text(
+    '#include <Python.h>\\nstatic struct PyModuleDef it = {PyModuleDef_HEAD_INIT, "launch"};'
+    'PyMODINIT_FUNC PyInit_launch(void) { return PyModule_Create(&it); }'
+)
+options = ["-O3", "-shared", "-fPIC", "-I" + sysconfig.get_paths()["include"]]
+subprocess.run(["gcc", *options, folder / "launch.c", "-o", folder / "launch.so"], check=True)
+print(module_from_spec(spec_from_file_location("launch", folder / "launch.so")).__name__)
+"""
 # Files that the engine mounts or makes by itself do not belong to the image.
 LISTING = """
 import hashlib, os, sys
@@ -239,6 +253,19 @@ def test_image_holds_what_it_needs_and_no_more(stack: Stack, image: str) -> None
         "trainer": ["transformers", "torch", "datasets", "matplotlib", "dvp_trainer"],
     }
     assert found == {"uid": 10001, "tools": [], "packages": packages[image]}
+
+
+def test_the_image_of_the_trainer_on_gpus_can_compile(stack: Stack) -> None:
+    flags = f"PIP_FLAGS={os.environ.get('PIP_FLAGS', '')}"
+    options = ("--file=deploy/docker/Dockerfile", "--target=trainer-gpu", f"--build-arg={flags}")
+    image = stack.docker("build", "--quiet", *options, ".").strip()
+    try:
+        # As docker-compose.yml runs it.
+        confined = ("--read-only", "--tmpfs=/tmp:exec", "--cap-drop=ALL", "--security-opt=no-new-privileges:true")
+        done = stack.docker("run", "--rm", *confined, "--entrypoint=python", image, "-c", COMPILE)
+    finally:
+        stack.docker("image", "rm", image)
+    assert done == "launch\n"
 
 
 def test_images_share_their_layers(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:

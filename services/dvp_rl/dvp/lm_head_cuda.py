@@ -34,7 +34,7 @@ PIECES, PIECE = 8, 512
 GROUP = 32
 """Pieces of a row in which one program looks for members of S."""
 ROWS = 256
-"""A block has a multiple of so many rows, if it has more: a matrix product computes no smaller tiles."""
+"""A block with more rows has a multiple of so many, which is whole tiles of a matrix product."""
 ENTRIES, HIDDEN = 8, 1024
 """Members of S, and numbers of each of their rows, that one program gathers at a time."""
 COLUMNS = 1024
