@@ -31,7 +31,7 @@ ASK = """
 import importlib.metadata, json, sys
 found = {}
 for each in importlib.metadata.distributions():
-    found.setdefault(each.name.replace("_", "-").lower(), each.version)
+    found.setdefault((each.name or "").replace("_", "-").lower(), each.version)
 print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))
 """
 METHOD = ("tests/unit/dvp", "tests/unit/trainer/test_step.py", "tests/unit/sglang_plugin", "tests/unit/lab")

@@ -1,15 +1,15 @@
 """SGLang with the plugin on a GPU: CUDA graphs and overlap scheduling on, bfloat16, a vocabulary of 151,936 tokens.
 
+    pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately
     MODE      log-probs of 256 samples of 128 tokens at rho = e^-13 compared with a forward pass of Transformers over
               the same tokens, in bfloat16, in bfloat16 with the LM head in float32 and in float32, and whether a
-              prompt's samples change by a bit if others are generated beside it. Modes: SGLang's defaults; without CUDA
-              graphs and overlap; --enable-deterministic-inference; --rl-on-policy-target; the first and the last
-              with the LM head in float32
-    pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately
+              prompt's samples change by a bit if others are generated beside it. Modes: SGLang as --flags leave it;
+              without CUDA graphs and overlap; --enable-deterministic-inference; --rl-on-policy-target; the first and
+              the last with the LM head in float32
     swap      how long a weight swap from a folder interrupts 64 samples, compared with reading the same bytes
 
-The model has random weights, 8 layers, hidden size 1,024. A part that fails is recorded with its error. Results of
-parts that are not named are kept.
+The model has random weights, 8 layers, hidden size 1,024. Each part's result has a file of its own, which stays as it
+is if the part fails; the exit code is 1 then.
 
     python -m tests.benchmarks.sglang_gpu [PART ...] [--flags "..."]      further flags of sglang.launch_server
 """
@@ -22,6 +22,7 @@ import json
 import operator
 import shlex
 import tempfile
+import traceback
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -40,7 +41,7 @@ from tests.benchmarks.gpu import facts, versions
 from tests.benchmarks.sglang import CONTEXT, NEW, N, Stock, compare, direct, jobs, serving, swap
 from tests.kit.models import EOS_ID, make_model
 
-RESULTS = Path(__file__).parent / "results" / "gpu" / "sglang_gpu.json"
+RESULTS = Path(__file__).parent / "results" / "gpu"
 GOAL = 0.98
 JOBS = 32
 KV_TOKENS = 2**16
@@ -53,7 +54,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "fp32_head": ("--enable-fp32-lm-head",),
     "on_policy_fp32_head": ("--rl-on-policy-target", "fsdp", "--enable-fp32-lm-head"),
 }
-PARTS = (*MODES, "pruned", "swap")
+PARTS = ("pruned", *MODES, "swap")
 MODEL = {"vocab_size": 151_936, "hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8}
 SIDES = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -139,13 +140,6 @@ def recompute(folder: Path, dtype: torch.dtype, head_dtype: torch.dtype, ids: Te
     return Constrained(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
 
 
-async def attempt(part: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return await part
-    except Exception as error:  # noqa: BLE001 - recorded, and the other parts go on
-        return {"error": f"{type(error).__name__}: {error}"[-3000:]}
-
-
 async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str, Any]:
     """Nothing else is on the card."""
     async with AsyncExitStack() as running:
@@ -155,7 +149,7 @@ async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str
                 for kind in (Launch, Stock)
             )
         speeds = await compare(repeats, JOBS, plugin=direct(ours.result(), JOBS), stock=direct(stock.result(), JOBS))
-    return speeds | {"ratio": speeds["plugin"] / speeds["stock"]}
+    return speeds | {"ratio": speeds["plugin"] / speeds["stock"], "goal": GOAL}
 
 
 async def in_mode(mode: str, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
@@ -163,16 +157,20 @@ async def in_mode(mode: str, folder: Path, flags: tuple[str, ...]) -> dict[str, 
         return await mismatch(client, folder)
 
 
-async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> None:
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results |= {"goal": GOAL, "flags": shlex.join(flags), "versions": facts() | versions(launch().python)}
-    card = {"card": results["versions"].pop("card")}
+async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> list[str]:
+    """The parts that failed."""
+    about, failed = facts() | {"engine": versions(default_python()), "flags": shlex.join(flags)}, []
 
     async def tell(name: str, part: Awaitable[dict[str, Any]]) -> None:
-        results[name] = card | await attempt(part)
-        print(name, json.dumps(results[name]), flush=True)
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        try:
+            found = await part
+        except Exception:  # noqa: BLE001 - shown, and the other parts go on
+            traceback.print_exc()
+            failed.append(name)
+            return
+        print(name, json.dumps(found), flush=True)
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"sglang_gpu.{name}.json").write_text(json.dumps(about | found, indent=2) + "\n")
 
     with tempfile.TemporaryDirectory() as name:
         folders = [
@@ -187,12 +185,13 @@ async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> None:
             )
             for seed in range(2 if "swap" in parts else 1)
         ]
-        modes = [mode for mode in MODES if mode in parts]
-        await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
         if "pruned" in parts:
             await tell("pruned", pruned(folders[0], flags, repeats))
+        modes = [mode for mode in MODES if mode in parts]
+        await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
         if "swap" in parts:
             await tell("swap", swap(folders, repeats, launch(*flags)))
+    return failed
 
 
 def main() -> None:
@@ -204,7 +203,8 @@ def main() -> None:
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     flags = tuple(shlex.split(given.flags))
-    asyncio.run(run(given.parts or list(PARTS), flags, given.repeats))
+    if failed := asyncio.run(run(given.parts or list(PARTS), flags, given.repeats)):
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

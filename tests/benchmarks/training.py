@@ -198,10 +198,11 @@ def run(size: Size, load: Load, given: argparse.Namespace) -> dict[str, Any]:
         print(f"{'':<22} {'tokens/s':>9} {'MiB':>8}")
         found = {}
         for name, side in sides.items():
-            found[name] = result = side.run(end - time.monotonic())
+            result = side.run(end - time.monotonic())
             if "error" in result:
                 print(f"{name:<22} {result['error']}", flush=True)
                 continue
+            found[name] = result
             result["tokens_per_s"] = tokens / median(result["step_s"])
             print(f"{name:<22} {result['tokens_per_s']:>9.0f} {result['peak_mib']:>8.0f}", flush=True)
     cuda = given.device == "cuda"
@@ -212,7 +213,7 @@ def run(size: Size, load: Load, given: argparse.Namespace) -> dict[str, Any]:
         "size": asdict(size),
         "load": asdict(load),
         "sides": found,
-        "ratios": ratios({side: result for side, result in found.items() if "error" not in result}),
+        "ratios": ratios(found),
     }
 
 
@@ -256,6 +257,8 @@ def main() -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=2) + "\n")
+    if missing := [side for side in given.sides if side not in results["sides"]]:
+        raise SystemExit(f"not measured: {'; '.join(missing)}")
 
 
 if __name__ == "__main__":

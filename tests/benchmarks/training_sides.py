@@ -101,7 +101,7 @@ def run_ours(task: dict[str, Any]) -> dict[str, Any]:
     if sharded:  # as Learner does with several ranks
         shard(learner.policy, learner.device, learner.world)
         options = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
-        learner.optimizer = torch.optim.AdamW(learner.model.parameters(), **options, fused=device == "cuda")
+        learner.optimizer = torch.optim.AdamW(learner.model.parameters(), **options, fused=device == "cuda" or None)
     if "padded" in task:
         learner.policy.attend(Arrangement(Beside.PADDED, "sdpa"))
     else:

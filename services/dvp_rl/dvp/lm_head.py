@@ -8,7 +8,7 @@ Where S is small, G is sparse: |S| entries per row instead of the vocabulary. Lo
 read once for many rows. One walk over the vocabulary finds the largest logit of each row and all candidates for S. The
 members of S among them suffice for the backward, which takes two sparse products per tile. A row that keeps more than
 about `max_share` of the vocabulary is dense: once its largest logit is known, a second walk sums over S, and the
-backward recomputes its tiles. Rows without a gradient (vetoed, rejected, outside) cost the backward nothing.
+backward recomputes its tiles. Rows without a gradient (vetoed, rejected, outside) cost the backward no product.
 
 Shapes: r rows of a block, c columns of a tile, k entries of the sparse matrix.
 """
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 MAX_SHARE, MAX_SHARE_KERNELS = (0.1, 0.03), (0.05, 0.0075)
 """Kept share of the vocabulary above which a row is dense, in float32 and in half precision, which speeds up only dense
 products: the point where both ways take about equally long. On a CPU, `python -m tests.benchmarks.lm_head --crossing`
-measured it; for the kernels in half precision, it lies between two shares of tests/benchmarks/results/gpu, an H200's.
-Theirs in float32 is a guess."""
+measured it; for the kernels in half precision, it lies between two shares of tests/benchmarks/results/gpu, an H200's,
+before the kernels' last change. Theirs in float32 is a guess."""
 CPU_CHUNK, DEVICE_CHUNK, KERNEL_CHUNK = 2**21, 2**27, 2**28
 """Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, for two blocks
 of rows in turn, and half of it in their backward."""

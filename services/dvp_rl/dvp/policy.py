@@ -183,7 +183,8 @@ def split_rows(rows: Tensor, *columns: Tensor, size: int | None = None) -> Itera
 def _shifted(logits: Tensor, peak: Tensor | None = None) -> Tensor:
     """z - max z as a new tensor. The shift comes first, because it is exact where membership is decided."""
     z = logits.to(_working_dtype(logits))
-    return z - (z.amax(-1, keepdim=True) if peak is None else peak)
+    peak = z.amax(-1, keepdim=True) if peak is None else peak
+    return z - (peak + (peak - peak))  # a row with an infinite maximum becomes NaN, which is a member of no set
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:

@@ -158,15 +158,18 @@ def test_outside_token_is_finite_and_flagged(dtype: torch.dtype, log_min_p: floa
     assert (logits.grad[1] != 0).any()
 
 
+@pytest.mark.parametrize("log_min_p", [-6.0, -math.inf])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_shows_as_nan_and_has_no_gradient(bad: float) -> None:
+def test_a_row_that_is_not_finite_shows_as_nan_and_has_no_gradient(bad: float, log_min_p: float) -> None:
     logits = make_logits(2, 9)
     logits[0, 4] = bad
     logits.requires_grad_()
-    got = constrained_logprobs(logits, torch.tensor([1, int(logits[1].argmax())]), log_min_p=-6.0, temperature=1.0)
+    token_ids = torch.tensor([1, int(logits[1].argmax())])
+    got = constrained_logprobs(logits, token_ids, log_min_p=log_min_p, temperature=1.0)
     got.logprobs.sum().backward()
     assert got.logprobs.isnan().tolist() == [True, False]
     assert got.inside.tolist() == [False, True]
+    assert got.kept_count[0] == 0
     assert logits.grad is not None
     assert (logits.grad[0] == 0).all()
     assert (logits.grad[1] != 0).any()

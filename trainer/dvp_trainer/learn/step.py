@@ -94,7 +94,7 @@ class Learner:
             betas=options.betas,
             eps=options.eps,
             weight_decay=options.weight_decay,
-            fused=self.device.type == "cuda",  # without temporary copies of all weights
+            fused=self.device.type == "cuda" or None,  # without temporary copies of all weights
         )
         baseline, objective = settings.correction.baseline, settings.correction.objective
         self._advantages = own_advantages(baseline) if is_hook(baseline) else None
