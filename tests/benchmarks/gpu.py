@@ -28,11 +28,14 @@ LAST_LINES = 12
 """Of a part's log, printed if the part failed."""
 PACKAGES = ("torch", "triton", "transformers", "sglang", "sglang-kernel", "liger-kernel", "cut-cross-entropy", "trl")
 ASK = """
-import importlib.metadata, json, sys
+import json, sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 found = {}
-for each in importlib.metadata.distributions():
-    found.setdefault((each.name or "").replace("_", "-").lower(), each.version)
-print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))
+for name in sys.argv[1:]:
+    with suppress(PackageNotFoundError):
+        found[name] = version(name)
+print(json.dumps(found))
 """
 METHOD = ("tests/unit/dvp", "tests/unit/trainer/test_step.py", "tests/unit/sglang_plugin", "tests/unit/lab")
 ENGINES = ("engines/test_conformance.py", "trainer/test_zero_mismatch.py", "lab/test_sources.py")
@@ -91,7 +94,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions(python: str | Path) -> dict[str, str]:
-    """Of those of PACKAGES that this interpreter finds."""
+    """Versions of those of PACKAGES that this interpreter finds."""
     told = subprocess.run([python, "-c", ASK, *PACKAGES], check=True, capture_output=True, text=True).stdout
     found: dict[str, str] = json.loads(told)
     return found

@@ -149,7 +149,8 @@ async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str
                 for kind in (Launch, Stock)
             )
         for client, has_plugin in ((ours.result(), True), (stock.result(), False)):
-            assert ("kept_count" in (await draw(client, 1))[0]["meta_info"]) is has_plugin
+            answer, *_ = await draw(client, 1)
+            assert ("kept_count" in answer["meta_info"]) is has_plugin, f"plugin wanted: {has_plugin}"
         speeds = await compare(repeats, JOBS, plugin=direct(ours.result(), JOBS), stock=direct(stock.result(), JOBS))
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"], "goal": GOAL}
 

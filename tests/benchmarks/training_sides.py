@@ -65,7 +65,7 @@ def run_ours(task: dict[str, Any]) -> dict[str, Any]:
     from dvp_trainer.data.batch import Batch
     from dvp_trainer.learn.arrangement import Arrangement, Beside
     from dvp_trainer.learn.model import load_model, shard
-    from dvp_trainer.learn.step import Learner
+    from dvp_trainer.learn.step import Learner, adamw
     from tests.kit.records import make_sample, make_scored
 
     wait_for_turn()
@@ -100,8 +100,7 @@ def run_ours(task: dict[str, Any]) -> dict[str, Any]:
     learner = Learner(load_model(settings.model, sharded=sharded), settings, PAD_ID)
     if sharded:  # as Learner does with several ranks
         shard(learner.policy, learner.device, learner.world)
-        options = settings.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
-        learner.optimizer = torch.optim.AdamW(learner.model.parameters(), **options, fused=device == "cuda" or None)
+        learner.optimizer = adamw(learner.model, settings.optimizer, learner.device)
     if "padded" in task:
         learner.policy.attend(Arrangement(Beside.PADDED, "sdpa"))
     else:

@@ -20,12 +20,8 @@ def test_a_page_is_that_of_the_committed_results(folder: Path) -> None:
 def test_the_trainers_page_shows_the_step_beside_trl() -> None:
     found = json.loads((RESULTS / "gpu" / "training.json").read_text())["sides"]
     rows = [
-        (
-            f"TRL{side.removeprefix('trl')}" if side.startswith("trl") else side,
-            f"{x['tokens_per_s']:,.0f}",
-            f"{x['peak_mib']:,.0f}",
-        )
-        for side, x in found.items()
+        (side.replace("trl", "TRL"), f"{its['tokens_per_s']:,.0f}", f"{its['peak_mib']:,.0f}")
+        for side, its in found.items()
     ]
     check_table("training", ("", "tokens/s", "peak memory, MiB"), rows, document="trainer/README.md")
 

@@ -8,7 +8,7 @@ Where S is small, G is sparse: |S| entries per row instead of the vocabulary. Lo
 read once for many rows. One walk over the vocabulary finds the largest logit of each row and all candidates for S. The
 members of S among them suffice for the backward, which takes two sparse products per tile. A row that keeps more than
 about `max_share` of the vocabulary is dense: once its largest logit is known, a second walk sums over S, and the
-backward recomputes its tiles. Rows without a gradient (vetoed, rejected, outside) cost the backward no product.
+backward recomputes its tiles. It multiplies nothing for rows without a gradient (vetoed, rejected, outside).
 
 Shapes: r rows of a block, c columns of a tile, k entries of the sparse matrix.
 """

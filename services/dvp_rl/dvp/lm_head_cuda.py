@@ -61,19 +61,20 @@ class KernelHeadLogprobs(torch.autograd.Function):
         learning = recording and any(ctx.needs_input_grad[:3])
         head, vocab = weight.to(hidden.dtype), len(weight)
         room = max(1, math.ceil(max_share * vocab)) if learning else 0
-        parts, found = [], []
+        ctx.chunk, ctx.dtypes = chunk, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.any_dense, parts, members = False, [], []
         with _device_of(hidden):
             blocks = _scan_blocks(hidden, head, bias, token_ids, threshold, tau, room, chunk)
             for block, _ in pairwise(chain(blocks, (None,))):  # the device has the next one to compute meanwhile
                 assert block is not None
+                num_members, num_dense = block.found()
+                ctx.any_dense |= num_dense > 0
                 parts.append(block.sums)
-                found.append(block.members())
+                members.append((block.number, *block.members(num_members)))
             sums = _Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
             out = sums.read(threshold, tau)
-        ctx.chunk, ctx.dtypes = chunk, (weight.dtype, None if bias is None else bias.dtype)
-        ctx.any_dense = any(members.any_dense for members in found)
         if learning:
-            stored = [torch.cat(part) for part in zip(*(members.tensors for members in found), strict=True)]
+            stored = [torch.cat(part) for part in zip(*members, strict=True)]
             ctx.save_for_backward(
                 hidden, head, bias, token_ids, threshold, tau, out.inside, sums.peak, sums.kept, *stored
             )
@@ -142,21 +143,6 @@ class _Sums(NamedTuple):
         return block.read(torch.zeros_like(self.size[:, None], dtype=torch.long))._replace(kept_count=self.size)
 
 
-class _Members(NamedTuple):
-    """S of the sparse rows of a block."""
-
-    number: Int[Tensor, " r"]
-    """Members of each row; -1 in a dense row, of which none are kept."""
-    column: Int[Tensor, " K"]
-    weight: Float[Tensor, " K"]
-    """exp((z - peak) / tau)"""
-    any_dense: bool
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.number, self.column, self.weight
-
-
 class _Block(NamedTuple):
     """Rows whose members of S are counted, not listed."""
 
@@ -165,17 +151,18 @@ class _Block(NamedTuple):
     tau: Float[Tensor, "r 1"]
     tops: Float[Tensor, "r pieces"]
     """Largest logit of each piece."""
-    counts: Int[Tensor, "r groups"]
-    """Members of each group of pieces; 0 in a dense row."""
     sums: _Sums
-    dense: Bool[Tensor, " r"]
+    number: Int[Tensor, " r"]
+    """Members of each sparse row; -1 in a dense row, of which none are listed."""
+    counts: Int[Tensor, "r groups"]
+    """Those of each group of pieces; 0 in a dense row."""
     ends: Int[Tensor, " r*groups"]
     """Running sum of `counts`."""
     found: Callable[[], list[int]]
     """Waits for the number of members and of dense rows."""
 
-    def members(self) -> _Members:
-        found, dense = self.found()
+    def members(self, found: int) -> tuple[Int[Tensor, " k"], Float[Tensor, " k"]]:
+        """Columns of the members of S of the sparse rows, and exp((z - peak) / tau) there."""
         column, weight = self.counts.new_empty(found), self.tau.new_empty(found)
         if found:
             _list_kernel[(self.counts.numel(),)](
@@ -185,7 +172,7 @@ class _Block(NamedTuple):
                 GROUP=GROUP,
                 num_warps=1,
             )
-        return _Members(self.sums.size.masked_fill(self.dense, -1), column, weight, dense > 0)
+        return column, weight
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
@@ -211,8 +198,8 @@ def _scan_blocks(
     room: int,
     chunk: int,
 ) -> Iterator[_Block]:
-    """Everything that the logits tell. The logits of a block are overwritten by the one after the next. A row is dense
-    if it keeps more than `room` tokens; 0: all are."""
+    """Computes and scans block after block. The one after the next overwrites a block's logits. A row is dense if it
+    keeps more than `room` tokens; 0: all are."""
     vocab = len(head)
     size = max(1, chunk // 2 // vocab)
     size -= size % ROWS if size > ROWS else 0
@@ -233,7 +220,7 @@ def _scan(logits: Float[Tensor, "r V"], ids: Tensor, threshold: Tensor, tau: Ten
         _tops_kernel[(rows, triton.cdiv(pieces, PIECES))](
             logits, tau, tops, piece_masses, vocab, pieces, PIECES=PIECES, PIECE=PIECE
         )
-        _peak_kernel[(rows,)](tops, piece_masses, tau, peak, total, pieces, PIECES=triton.next_power_of_2(pieces))
+        _peak_kernel[(rows,)](tops, piece_masses, tau, peak, total, pieces, ALL=triton.next_power_of_2(pieces))
         _count_kernel[(counts.numel(),)](
             *(logits, threshold, tau, peak, tops, counts, masses, vocab, pieces, groups),
             PIECE=PIECE,
@@ -246,7 +233,7 @@ def _scan(logits: Float[Tensor, "r V"], ids: Tensor, threshold: Tensor, tau: Ten
     counts.masked_fill_(dense[:, None], 0)
     ends = counts.flatten().cumsum(0)
     found = _fetch(torch.stack((ends[-1], dense.sum()))) if rows and room else lambda: [0, rows]
-    return _Block(logits, threshold, tau, tops, counts, sums, dense, ends, found)
+    return _Block(logits, threshold, tau, tops, sums, size.masked_fill(dense, -1), counts, ends, found)
 
 
 def _fetch(values: Int[Tensor, " n"]) -> Callable[[], list[int]]:
@@ -379,10 +366,10 @@ def _tops_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _peak_kernel(tops, masses, tau, peak, total, pieces, PIECES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _peak_kernel(tops, masses, tau, peak, total, pieces, ALL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Largest logit of each row, NaN if the row is not finite, and the sum of exp((z - largest) / tau) over it."""
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.arange(0, PIECES)
+    piece = tl.arange(0, ALL)
     top = tl.load(tops + row * pieces + piece, piece < pieces, float("-inf"))
     mass = tl.load(masses + row * pieces + piece, piece < pieces, 0.0)
     largest = tl.max(top, 0)

@@ -26,7 +26,7 @@ from dvp_rl.dvp.options import Baseline
 from dvp_rl.dvp.policy import Constrained
 from dvp_rl.hooks import is_hook
 from dvp_rl.weights.folder import folder_digest
-from dvp_trainer.config import TrainSettings
+from dvp_trainer.config import OptimizerSection, TrainSettings
 from dvp_trainer.data.batch import Batch, TrainSequence
 from dvp_trainer.options import Overlong
 
@@ -65,6 +65,18 @@ def open_learner(settings: TrainSettings, pad_id: int, world: World) -> Learner:
         return Learner(load_model(settings.model, sharded=world.size > 1), settings, pad_id, world)
 
 
+def adamw(model: PreTrainedModel, options: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
+    """An optimizer of the parameters that are trained."""
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=device.type == "cuda" or None,  # without temporary copies of all weights
+    )
+
+
 class Learner:
     """The policy in training and its optimizer. `step` is synchronous and heavy: call it in a thread."""
 
@@ -87,15 +99,7 @@ class Learner:
         )
         if self.world.size > 1:
             shard(self.policy, self.device, self.world)
-        options = settings.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=self.device.type == "cuda" or None,  # without temporary copies of all weights
-        )
+        self.optimizer = adamw(model, settings.optimizer, self.device)
         baseline, objective = settings.correction.baseline, settings.correction.objective
         self._advantages = own_advantages(baseline) if is_hook(baseline) else None
         self._objective = estimator if objective is None else own_objective(objective)
