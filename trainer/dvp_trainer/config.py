@@ -32,6 +32,8 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
 SET_BY_UP = {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"}
+SGLANG_SHARES = {"sglang.max_total_tokens", "sglang.mem_fraction_static", "sglang.url"}
+"""Options of a replica that leave memory of its GPU to others."""
 SECRET = re.compile(r"(^|[._])(token|\w*key)$")
 HookName = Annotated[str, AfterValidator(hook_name)]
 
@@ -433,6 +435,7 @@ class TrainSettings(Settings):
                 )
         if self.deterministic and self.up.replicas > 1:
             raise ValueError(f"deterministic needs up.replicas = 1, got {self.up.replicas}")
+        self._check_gpus_of_sglang()
         if self.batch.updates > self.batch.groups:
             raise ValueError(
                 f"batch.updates is {self.batch.updates}, but each needs at least one group: at most batch.groups = "
@@ -446,6 +449,25 @@ class TrainSettings(Settings):
         if self.deterministic and self.batch.max_staleness:
             raise ValueError(f"deterministic needs batch.max_staleness = 0, got {self.batch.max_staleness}")
         return self
+
+    def _check_gpus_of_sglang(self) -> None:
+        """Raises ValueError for SGLang servers of `up` that would have to share a GPU in a way that cannot work."""
+        up = self.up
+        if up.engine != EngineName.SGLANG:
+            return
+        with_trainer = not up.gpus and self.model.device != "cpu"
+        with_each_other = 0 < len(up.gpus) < up.replicas
+        if (with_trainer or with_each_other) and not up.options.keys() & SGLANG_SHARES:
+            raise ValueError(
+                "up.engine = 'sglang': by default a server takes most of its GPU's memory, but here it shares the GPU "
+                "with the trainer or another replica: give each replica its own (up.gpus), or limit its KV cache, e.g. "
+                'up.options = { "sglang.max_total_tokens" = 65536 }'
+            )
+        if with_trainer and self.weights.route is WeightRoute.DISTRIBUTED:
+            raise ValueError(
+                "weights.route = 'distributed': NCCL refuses two processes on one GPU, here the trainer and a replica: "
+                "give each replica its own (up.gpus), or keep weights.route = 'folder'"
+            )
 
     @property
     def weights_folder(self) -> Path:

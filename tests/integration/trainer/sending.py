@@ -32,13 +32,19 @@ from tests.kit.wait import WITHIN_S, until_async
 
 @asynccontextmanager
 async def sender(
-    broker: Broker, version: str, folder: Path, *, piece_bytes: int = PIECE_BYTES, send_timeout_s: float = 60
+    broker: Broker,
+    version: str,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    piece_bytes: int = PIECE_BYTES,
+    send_timeout_s: float = 60,
 ) -> AsyncIterator[None]:
     announced = Announcement(
         version=version, step=1, folder=str(folder), announced_at=time.time(), route=WeightRoute.DISTRIBUTED
     )
     weights = WeightsSection(send_timeout_s=send_timeout_s)
-    sending = Sender(lambda: announced, Transfers(broker), weights, "cpu", piece_bytes)
+    sending = Sender(lambda: announced, Transfers(broker), weights, device, piece_bytes)
     import_everything()
     running = asyncio.create_task(sending.run())
     try:

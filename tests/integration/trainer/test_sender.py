@@ -128,6 +128,18 @@ async def test_a_sending_process_that_is_killed_costs_one_transfer(
     assert [hashlib.sha256(data).hexdigest() for data in found] == [piece.sha256 for piece in offer.pieces]
 
 
+@pytest.mark.skipif(dist.is_nccl_available(), reason="NCCL would wait for the receiver")
+async def test_the_log_says_why_a_transfer_failed(
+    broker: Broker, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sender(broker, "run:1:aa", model, device="cuda"):
+        assert (await Transfers(broker).ask(request("run:1:aa", device="cuda"), WITHIN_S)).backend == "nccl"
+        await none_sending()
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("run:1:aa was not sent: the sending process ended early")
+    assert said.endswith("Distributed package doesn't have NCCL built in")
+
+
 async def test_without_a_trainer_the_wait_is_bounded_and_leaves_nothing(broker: Broker) -> None:
     with pytest.raises(UnavailableError, match=r"no trainer offered run:1:aa within 0.1 s"):
         await Transfers(broker).ask(request("run:1:aa"), 0.1)

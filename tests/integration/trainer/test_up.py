@@ -230,3 +230,26 @@ def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
     options = {"up__replicas": "2", "deterministic": "true", "batch__max_staleness": "0"}
     done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, **options)])
     assert (done.returncode, "deterministic needs up.replicas = 1" in done.stderr) == (2, True), done.stderr
+
+
+CAPPED = {"up__options": '{"sglang.max-total-tokens": 65536}'}
+MEMORY, NCCL = "limit its KV cache, e.g. up.options = {", "NCCL refuses two processes on one GPU"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refusal"),
+    [
+        ({"model__device": "cuda"}, MEMORY),
+        ({"model__device": "cuda"} | CAPPED, None),
+        ({"model__device": "cuda", "weights__route": "distributed"} | CAPPED, NCCL),
+        ({"model__device": "cuda", "weights__route": "distributed", "up__gpus": "1"}, None),
+        ({"model__device": "cuda", "up__gpus": "1", "up__replicas": "2"}, MEMORY),
+        ({"model__device": "cpu", "weights__route": "distributed"}, None),
+    ],
+)
+def test_what_sglang_servers_cannot_share(
+    tmp_path: Path, run_id: str, overrides: dict[str, str], refusal: str | None
+) -> None:
+    done = run_trainer(["up", "--dry-run", *flags(tmp_path, run_id, up__engine="sglang", **overrides)])
+    assert done.returncode == (0 if refusal is None else 2), done.stderr
+    assert refusal is None or refusal in done.stderr

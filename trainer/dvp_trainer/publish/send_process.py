@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,7 +52,8 @@ class Plan:
 
 
 def serve(plan: Plan, link: socket.socket) -> None:
-    """Sends the weights. Writes its port as a line to `link`, and SENT when done. Ends when the other side hangs up."""
+    """Sends the weights. Writes its port as a line to `link`, and SENT when done, or why it failed. Ends when the other
+    side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     for library in ("GLOO", "NCCL"):
@@ -73,8 +73,9 @@ def serve(plan: Plan, link: socket.socket) -> None:
     link.sendall(b"%d\n" % port)
     try:
         send(plan, join(plan, store))
-    except RuntimeError as error:  # raised by torch if a member went away
-        sys.stderr.write(f"{error}\n")
+    except RuntimeError as error:  # raised by torch if a member went away, or if NCCL cannot join the two
+        reason, _, _ = str(error).partition("Exception raised from")  # a stack of C++ frames
+        link.sendall(" ".join(reason.split()).encode())
         os._exit(1)
     link.sendall(SENT)
     os._exit(0)  # destroying the group would wait for its members

@@ -105,7 +105,10 @@ class Sender:
             async with asyncio.timeout(self._timeout_s):
                 outcome = await link.read()
         if outcome != SENT:
-            raise UnavailableError("the sending process ended early: the replica went away or refused the weights")
+            reason = outcome.decode(errors="replace") or "it did not say why"
+            raise UnavailableError(
+                f"the sending process ended early, as it does if the replica goes away or refuses the weights: {reason}"
+            )
 
     async def _read(self, announced: Announcement) -> tuple[Piece, ...]:
         """The pieces of a version. Reads every byte once, regardless of the number of requests."""
