@@ -80,9 +80,10 @@ PARTS = {
     "crossing-bf16": lm_head(60, *HALF, "--crossing"),
     "crossing-fp32": lm_head(60, *SINGLE, "--crossing"),
     "demo": demo(180),
+    "demo-sglang": demo(240, "--engine", "sglang", "--out", "runs/sglang"),
     "zero-mismatch": demo(120, "--zero-mismatch", "--steps", "10", "--out", "runs/zero"),
     "training": Part(300, ("-m", "tests.benchmarks.training", "--device", "cuda", "--limit", "270")),
-    "sglang": Part(400, ("-m", "tests.benchmarks.sglang_gpu")),
+    "sglang": Part(600, ("-m", "tests.benchmarks.sglang_gpu")),
     "signature": lab(600, "signature", 128, "transformers-fp32", "gaussian", *LOW),
     "overlap": lab(300, "overlap", 64, *LOW),
 }

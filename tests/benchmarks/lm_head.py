@@ -38,7 +38,7 @@ from dvp_rl.dvp.policy import constrained_logprobs
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.0001, 0.0004, 0.001, 0.01, 0.1, 0.5)
-AROUND_CROSSING = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
+AROUND_CROSSING = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
 GOALS = {"ours / floor where at most 0.1 % is kept": 0.6, "ours / chunked": 1.1, "memory, ours / plain": 1 / 8}
 CHUNKS = {"cpu": 2**23, "cuda": 2**27}
 """Number of logits that `chunked` has in memory at a time: 32 MiB of float32 on a CPU, 512 MiB on a GPU."""

@@ -7,6 +7,8 @@
               without CUDA graphs and overlap; --enable-deterministic-inference; --rl-on-policy-target; the first and
               the last with the LM head in float32
     swap      how long a weight swap from a folder interrupts 64 samples, compared with reading the same bytes
+    transfer  seconds of a weight transfer over a process group, from request to resumed server: gloo from a CPU, NCCL
+              from the last GPU. NCCL refuses two processes on one GPU; the entry then holds what both sides say
 
 The model has random weights, 8 layers, hidden size 1,024. Each part's result has a file of its own, which stays as it
 is if the part fails; the exit code is 1 then.
@@ -19,26 +21,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import operator
 import shlex
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import DvpError
 from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.weights import Announcement, WeightRoute
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
+from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_client import SglangClient
 from dvp_rl.engines.sglang_server import Launch, default_python
 from dvp_rl.engines.sglang_wire import request_body
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.weights.transfers import Transfers
+from dvp_trainer.config import WeightsSection
+from dvp_trainer.publish.sender import Sender
 from tests.benchmarks.gpu import facts, versions
-from tests.benchmarks.sglang import CONTEXT, NEW, N, Stock, compare, direct, jobs, serving, swap
+from tests.benchmarks.sglang import CONTEXT, NEW, SMALL, N, Stock, compare, direct, jobs, serving, size, swaps
 from tests.kit.models import EOS_ID, make_model
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
@@ -54,7 +70,10 @@ MODES: dict[str, tuple[str, ...]] = {
     "fp32_head": ("--enable-fp32-lm-head",),
     "on_policy_fp32_head": ("--rl-on-policy-target", "fsdp", "--enable-fp32-lm-head"),
 }
-PARTS = ("pruned", *MODES, "swap")
+PARTS = ("pruned", *MODES, "swap", "transfer")
+WAIT_S = 60.0
+LIMIT_S = 40.0
+"""Longest time for a transfer, in seconds."""
 MODEL = {"vocab_size": 151_936, "hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8}
 SIDES = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -155,6 +174,53 @@ async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"], "goal": GOAL}
 
 
+async def transfer(folders: list[Path], launch: Launch) -> dict[str, Any]:
+    engine = SglangEngine(folders[0], launch, version="bench:0:aa", load_timeout_s=LIMIT_S)
+    with tempfile.TemporaryDirectory() as scratch, EmbeddedBroker(Path(scratch)) as embedded:
+        async with await Broker.connect(embedded.url, "bench") as broker:
+            await engine.start()
+            try:
+                routes = {"gloo": "cpu", "nccl": f"cuda:{torch.cuda.device_count() - 1}"}
+                found = {route: await by_route(engine, broker, folders, device) for route, device in routes.items()}
+            finally:
+                await engine.close()
+    return {"bytes": float(size(folders[0])), "gpus": torch.cuda.device_count(), **found}
+
+
+async def by_route(engine: SglangEngine, broker: Broker, folders: list[Path], device: str) -> dict[str, Any]:
+    """Seconds of the second transfer, as the first one starts processes; or what both sides say of a failure."""
+    heard = BufferingHandler(1000)
+    heard.setLevel(logging.WARNING)
+    logging.getLogger("dvp_trainer").addHandler(heard)
+    try:
+        return {"seconds": [await send(engine, broker, folder, device) for folder in folders][-1]}
+    except DvpError as error:
+        async with asyncio.timeout(WAIT_S):
+            while not heard.buffer:  # noqa: ASYNC110 - the sender's process ends later
+                await asyncio.sleep(0.1)
+        return {"replica": str(error), "trainer": [record.getMessage() for record in heard.buffer]}
+    finally:
+        logging.getLogger("dvp_trainer").removeHandler(heard)
+
+
+async def send(engine: SglangEngine, broker: Broker, folder: Path, device: str) -> float:
+    """Seconds until the engine serves the folder's weights, sent from this device."""
+    version = f"bench:{folder.name[-1]}:{device[:2]}"
+    announced = Announcement(
+        version=version, step=1, folder=str(folder), announced_at=0.0, route=WeightRoute.DISTRIBUTED
+    )
+    sender = Sender(lambda: announced, Transfers(broker), WeightsSection(send_timeout_s=LIMIT_S), device)
+    # Forked processes import the main module again. That of dvp-train is light, this one is not.
+    with patch.multiple(sys.modules["__main__"], __spec__=None, __file__=None):
+        sending = asyncio.create_task(sender.run())
+        start = time.perf_counter()
+        try:
+            await engine.receive(await Transfers(broker).ask(engine.transfer_request(version), WAIT_S))
+            return time.perf_counter() - start
+        finally:
+            await cancel([sending])
+
+
 async def in_mode(mode: str, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
     async with serving(folder, launch(*flags, *MODES[mode])) as client:
         return await mismatch(client, folder)
@@ -176,24 +242,22 @@ async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> list[st
         (RESULTS / f"sglang_gpu.{name}.json").write_text(json.dumps(about | found, indent=2) + "\n")
 
     with tempfile.TemporaryDirectory() as name:
-        folders = [
-            make_model(
-                Path(name) / str(seed),
-                seed=seed,
-                context=CONTEXT,
-                endless=True,
-                spread=4.0,
-                dtype=torch.bfloat16,
-                **MODEL,
-            )
-            for seed in range(2 if "swap" in parts else 1)
-        ]
+
+        def make(kind: str, seed: int, **shape: int) -> Path:
+            folder, options = Path(name) / f"{kind}{seed}", {"context": CONTEXT, "endless": True, "spread": 4.0}
+            return make_model(folder, seed=seed, dtype=torch.bfloat16, **options, **shape)
+
+        replacing = {"swap", "transfer"} & set(parts)
+        folders = [make("large", seed, **MODEL) for seed in range(2 if replacing else 1)]
         if "pruned" in parts:
             await tell("pruned", pruned(folders[0], flags, repeats))
         modes = [mode for mode in MODES if mode in parts]
         await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
         if "swap" in parts:
-            await tell("swap", swap(folders, repeats, launch(*flags)))
+            small = [make("small", seed, **SMALL) for seed in range(2)]
+            await tell("swap", swaps(small, folders, repeats, launch(*flags)))
+        if "transfer" in parts:
+            await tell("transfer", transfer(folders, launch(*flags)))
     return failed
 
 
