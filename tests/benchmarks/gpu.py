@@ -78,7 +78,7 @@ PARTS = {
     "lm-head-fp32": lm_head(120, *SINGLE),
     "lm-head-fp32-wide": lm_head(180, *SINGLE, "--hidden", "4096"),
     "crossing-bf16": lm_head(60, *HALF, "--crossing"),
-    "crossing-fp32": lm_head(60, *SINGLE, "--crossing"),
+    "crossing-fp32": lm_head(90, *SINGLE, "--crossing"),
     "demo": demo(180),
     "demo-sglang": demo(240, "--engine", "sglang", "--out", "runs/sglang"),
     "zero-mismatch": demo(120, "--zero-mismatch", "--steps", "10", "--out", "runs/zero"),

@@ -187,7 +187,8 @@ async def swap(folders: list[Path], repeats: int, launch: Launch | None = None) 
 async def swaps(
     small: list[Path], large: list[Path], repeats: int, launch: Launch | None = None
 ) -> dict[str, float | dict[str, float]]:
-    """The pause of a large model's swap, compared with reading it, without the fixed cost: a small model's pause."""
+    """The pause of a small model's swap is the fixed cost. `ratio` is what a large one takes beyond that, over the time
+    to read its bytes."""
     fixed, whole = await swap(small, repeats, launch), await swap(large, repeats, launch)
     return {
         "small": fixed,

@@ -39,10 +39,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import DvpError
 from dvp_rl.contract.sampling import Sampling
-from dvp_rl.contract.weights import Announcement, WeightRoute
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
 from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_client import SglangClient
@@ -51,10 +49,9 @@ from dvp_rl.engines.sglang_wire import request_body
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.weights.transfers import Transfers
-from dvp_trainer.config import WeightsSection
-from dvp_trainer.publish.sender import Sender
 from tests.benchmarks.gpu import facts, versions
 from tests.benchmarks.sglang import CONTEXT, NEW, SMALL, N, Stock, compare, direct, jobs, serving, size, swaps
+from tests.integration.trainer.sending import sender
 from tests.kit.models import EOS_ID, make_model
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
@@ -71,9 +68,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "on_policy_fp32_head": ("--rl-on-policy-target", "fsdp", "--enable-fp32-lm-head"),
 }
 PARTS = ("pruned", *MODES, "swap", "transfer")
-WAIT_S = 60.0
-LIMIT_S = 40.0
-"""Longest time for a transfer, in seconds."""
+WAIT_S, LIMIT_S = 60.0, 40.0
+"""Longest time for an answer of the sender, and for a transfer, in seconds."""
 MODEL = {"vocab_size": 151_936, "hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8}
 SIDES = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -206,19 +202,12 @@ async def by_route(engine: SglangEngine, broker: Broker, folders: list[Path], de
 async def send(engine: SglangEngine, broker: Broker, folder: Path, device: str) -> float:
     """Seconds until the engine serves the folder's weights, sent from this device."""
     version = f"bench:{folder.name[-1]}:{device[:2]}"
-    announced = Announcement(
-        version=version, step=1, folder=str(folder), announced_at=0.0, route=WeightRoute.DISTRIBUTED
-    )
-    sender = Sender(lambda: announced, Transfers(broker), WeightsSection(send_timeout_s=LIMIT_S), device)
     # Forked processes import the main module again. That of dvp-train is light, this one is not.
     with patch.multiple(sys.modules["__main__"], __spec__=None, __file__=None):
-        sending = asyncio.create_task(sender.run())
-        start = time.perf_counter()
-        try:
+        async with sender(broker, version, folder, device=device, send_timeout_s=LIMIT_S):
+            start = time.perf_counter()
             await engine.receive(await Transfers(broker).ask(engine.transfer_request(version), WAIT_S))
             return time.perf_counter() - start
-        finally:
-            await cancel([sending])
 
 
 async def in_mode(mode: str, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:

@@ -451,7 +451,8 @@ class TrainSettings(Settings):
         return self
 
     def _check_gpus_of_sglang(self) -> None:
-        """Raises ValueError for SGLang servers of `up` that would have to share a GPU in a way that cannot work."""
+        """Raises ValueError if SGLang servers of `up` leave no memory on a GPU that they share, or would receive
+        weights over NCCL on the trainer's."""
         up = self.up
         if up.engine != EngineName.SGLANG:
             return
