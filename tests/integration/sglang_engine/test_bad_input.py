@@ -55,7 +55,8 @@ def _group(process: psutil.Process) -> int:
 
 async def test_a_start_that_is_called_off(models: dict[str, Path], tmp_path: Path) -> None:
     """`cancel` cancels repeatedly, also while the server is being stopped. None of its helpers is left."""
-    python = program(tmp_path, f"sleep 300 & echo $$ > '{tmp_path}/pid'; wait")
+    written = f"echo $$ > '{tmp_path}/part'; mv '{tmp_path}/part' '{tmp_path}/pid'"  # never there without its number
+    python = program(tmp_path, f"sleep 300 & {written}; wait")
     engine = SglangEngine(models["even"], Launch(python=python))
     starting = asyncio.create_task(engine.start())
     await until_async((tmp_path / "pid").exists)
