@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from shlex import quote
 from urllib.parse import unquote, urlsplit
@@ -27,6 +29,19 @@ def print_version(asked: bool) -> None:
         raise SystemExit(0)
 
 
+@contextmanager
+def needing(extra: str, program: str) -> Iterator[None]:
+    """For a program that is installed with an extra: if a package of any extra is missing, says how to install `extra`,
+    and exits with code 2."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not in_an_extra(error.name or ""):
+            raise
+        sys.stderr.write(f"{program}: error: needs {error.name}, which is not installed: {pip_install(extra)}\n")
+        raise SystemExit(2) from None
+
+
 def pip_install(extra: str) -> str:
     """The command that adds `extra` to this installation, from where it was installed: a folder, a file, a repository
     (PEP 610), or else the package index."""
@@ -44,7 +59,7 @@ def in_an_extra(module: str) -> bool:
         requirements = requires(NAME) or []
     except PackageNotFoundError:
         return False
-    return any(re.match(rf"{re.escape(name)}\b(?!-).*extra *==", text, re.IGNORECASE) for text in requirements)
+    return any(re.match(rf"{re.escape(name)}\b.*extra *==", text, re.IGNORECASE) for text in requirements)
 
 
 def _requirement(extra: str, origin: dict[str, dict[str, object]]) -> str:

@@ -44,7 +44,7 @@ from pydantic_settings import (
 
 from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal
 
-from .extras import NAME, in_an_extra, pip_install, version
+from .extras import NAME, version
 
 NESTED = "__"
 MASK = "**********"
@@ -153,21 +153,15 @@ def forget_variables() -> None:
 
 
 @contextmanager
-def user_errors(program: str, extra: str = "") -> Iterator[None]:
+def user_errors(program: str) -> Iterator[None]:
     """Turns this project's errors and refusals by the operating system into one message on stderr and exit code 2, and
-    Ctrl-C into exit code 130. If nobody reads its output any more (`| head`), the program ends silently. `extra` is the
-    one that the program needs: if a package of it is missing, the message says how to install it."""
+    Ctrl-C into exit code 130. If nobody reads its output any more (`| head`), the program ends silently."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         raise SystemExit(128 + signal.SIGPIPE) from None
-    except ModuleNotFoundError as error:
-        if not extra or not in_an_extra(error.name or ""):
-            raise
-        sys.stderr.write(f"{program}: error: needs {error.name}, which is not installed: {pip_install(extra)}\n")
-        raise SystemExit(2) from None
     except (DvpError, OSError) as error:
         if isinstance(error, OSError) and not is_refusal(error):
             raise

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import RolloutSettings
 from dvp_trainer.config import TrainSettings
+from tests.kit.images import packages, pinned
 from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -389,27 +389,15 @@ def test_observability_brings_pinned_images_and_what_they_are_provisioned_with()
 
 
 def test_images_install_what_they_need_and_only_what_is_pinned() -> None:
-    """Runs wanted.py as the Dockerfile does."""
-    pinned = {canonical(line) for line in (REPOSITORY / "requirements.lock").read_text().splitlines()}
-    found = {}
-    for extras, image in re.findall(
-        r"wanted\.py pyproject\.toml(.*) > (\w+)\.txt", (DOCKER / "Dockerfile").read_text()
-    ):
-        command = [sys.executable, str(DOCKER / "wanted.py"), "pyproject.toml", *extras.split()]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-        found[image] = {canonical(line) for line in done.stdout.splitlines()}
-        assert {"fastapi", "redis"} <= found[image] <= pinned
+    found = packages(DOCKER / "Dockerfile")
+    for names in found.values():
+        assert {"fastapi", "redis"} <= names <= pinned()
     heavy = {"torch", "transformers", "math-verify"}
     assert {image: names & heavy for image, names in found.items()} == {
         "monitor": set(),
         "rollout": {"torch", "transformers"},
         "trainer": heavy,
     }
-
-
-def canonical(requirement: str) -> str:
-    match = re.match(r"[\w.-]+", requirement)
-    return match[0].lower().replace("_", "-") if match else ""
 
 
 @pytest.mark.parametrize("image", re.findall(r"^FROM (\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))

@@ -43,7 +43,7 @@ RECORDS: tuple[Record, ...] = (
 )
 GROUP = make_group(JOB)
 RESPONSE = http.RolloutResponse(
-    **{name: getattr(GROUP, name) for name in ("job_id", "run_id", "prompt_ids", "engine", "metadata")},
+    **GROUP.model_dump(mode="json", include={"job_id", "run_id", "prompt_ids", "engine", "metadata"}),
     samples=tuple(http.SampleBody.of(sample, text) for sample, text in zip(GROUP.samples, ("a", None), strict=True)),
 )
 BODIES: tuple[tuple[type[BaseModel], dict[str, Any]], ...] = (

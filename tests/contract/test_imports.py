@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "redis", "fastapi", "httpx")
+HEAVY = ("torch", "transformers", "redis", "fastapi", "httpx", "numpy")
 PACKAGES = ("deploy.demo", "dvp_rl.monitor", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_lab")
 PROGRAMS = ("dvp_rl.monitor.cli", *(f"{package}.__main__" for package in PACKAGES))
 
@@ -44,8 +44,8 @@ def test_a_trainer_speaks_before_it_loads_anything_heavy(tmp_path: Path) -> None
     program = """
 import sys
 sys.modules["torch"] = None
-from dvp_trainer.__main__ import main
-main()
+from dvp_trainer.command import train
+train()
 """
     command = [sys.executable, "-c", program, "deploy/demo/config.toml", f"--out-dir={tmp_path}", "--run-id=mine"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -60,7 +60,7 @@ def test_transport_needs_redis_only(module: str) -> None:
 
 
 def test_clients_monitor_and_weight_server_run_without_model_libraries() -> None:
-    """Their image and `pip install dvp-rl` have none, so every module of theirs is imported with those blocked."""
+    """Their image has none, so every module of theirs is imported with those blocked."""
     program = """
 import importlib, pkgutil, sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors"))

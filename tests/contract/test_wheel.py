@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,13 +13,49 @@ import pytest
 from tests.kit.processes import ROOT, environment
 from tests.kit.wait import WITHIN_S
 
+PIP = (sys.executable, "-m", "pip", "--quiet")
+MYPY = (sys.executable, "-m", "mypy")
 LAB = ROOT / "trainer" / "lab"
 WHEELS = {
     ROOT: {"dvp_rl": ROOT / "services", "dvp_trainer": ROOT / "trainer"},
     LAB: {"dvp_lab": LAB},
 }
 """Each project's packages and the folder that holds them."""
+CLIENT_MB = 20
+"""Largest installation without extras, pip aside, in MB."""
+NEEDS = {
+    "dvp-monitor": "services",
+    "dvp-queue": "services",
+    "dvp-rollout": "rollout",
+    "dvp-train": "trainer",
+    "dvp-weights": "services",
+}
+"""The extra that each program asks for if it has none."""
+USER = """
+from dvp_rl.client import Client
+
+def total(client: Client) -> float:
+    return sum(client.rollout(prompt="1").samples[0].logprobs)
+"""
 PROGRAMS = ("dvp_rl.monitor.cli", "dvp_rl.rollout", "dvp_rl.weights", "dvp_trainer", "dvp_lab")
+
+
+class Environment:
+    """A virtual environment in `folder` that holds the project's wheel, and what `flags` of pip make it bring."""
+
+    def __init__(self, folder: Path, project: Path, *flags: str | Path) -> None:
+        self.folder = folder
+        run(*PIP, "wheel", "--no-deps", "--wheel-dir", folder, project, cwd=folder)
+        run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=folder)
+        (wheel,) = folder.glob("*.whl")
+        self.bin = folder / "environment" / "bin"
+        run(*PIP, "--python", self.bin / "python", "install", "--no-compile", *flags, wheel, cwd=folder)
+
+    @property
+    def site(self) -> Path:
+        """The folder of its packages."""
+        statement = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        return Path(run(self.bin / "python", "-c", statement, cwd=self.folder).strip())
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -39,19 +76,30 @@ def files(root: Path, package: str) -> set[Path]:
 def test_a_wheel_holds_packages_of_the_projects_own_name(tmp_path: Path, project: Path) -> None:
     """The wheel is installed into an environment that has nothing else. The lab does not ship with the product."""
     packages = WHEELS[project]
-    pip = (sys.executable, "-m", "pip", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, project, cwd=tmp_path)
-    run(sys.executable, "-m", "venv", "--without-pip", "environment", cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    python = tmp_path / "environment" / "bin" / "python"
-    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    installed = Environment(tmp_path, project, "--no-deps", "--no-index")
+    site = installed.site
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == packages.keys()
     for package, root in packages.items():
         assert files(site, package) == files(root, package), "Lua and pages, too"
     scripts = tomllib.loads((project / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() <= {path.name for path in python.parent.iterdir()}
+    assert scripts.keys() <= {path.name for path in installed.bin.iterdir()}
+
+
+@pytest.mark.slow
+def test_without_extras_it_is_a_small_typed_client(tmp_path: Path) -> None:
+    installed = Environment(tmp_path, ROOT, "--constraint", ROOT / "requirements.lock")
+    size = sum(path.stat().st_size for path in installed.site.rglob("*") if path.is_file())
+    assert size < CLIENT_MB * 10**6, sorted(path.name for path in installed.site.iterdir())
+    assert f"installs the client alone, in less than {CLIENT_MB} MB" in (ROOT / "README.md").read_text()
+    (tmp_path / "user.py").write_text(USER)
+    run(installed.bin / "python", "user.py", cwd=tmp_path)
+    run(*MYPY, "--strict", "--python-executable", installed.bin / "python", "user.py", cwd=tmp_path)
+
+    for program, extra in NEEDS.items():
+        done = subprocess.run([installed.bin / program, "--help"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        hint = rf"{program}: error: needs \w+, which is not installed: .*dvp-rl\[{extra}\] @ .*\n"
+        assert re.fullmatch(hint, done.stderr)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

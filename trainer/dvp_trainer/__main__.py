@@ -33,7 +33,7 @@ RANK_TIMEOUT_S = 600.0
 
 
 def main() -> None:
-    with user_errors("dvp-train", extra="trainer"):
+    with user_errors("dvp-train"):
         argv = sys.argv[1:]
         if argv and (answer := ANSWERS.get(argv[0])):
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -93,8 +94,9 @@ def _check_replica(settings: CheckSettings, policy: Policy) -> Iterator[Line]:
             f"replica = {settings.replica!r} serves weights {digest}, which are not those of {settings.model.path}"
         )
     yield Line("replica", f"{engine.name} {engine.version}, {engine.dtype}{', fp32 head' * engine.fp32_head}")
+    prompt_ids = np.array(answer.prompt_ids)
     sequences = [
-        TrainSequence(i, answer.prompt_ids, Sample.model_validate(body.model_dump(exclude={"text"})))
+        TrainSequence(i, prompt_ids, Sample.model_validate(body.model_dump(exclude={"text"})))
         for i, body in enumerate(answer.samples)
     ]
     gaps, num_outside = [], 0

@@ -2,19 +2,21 @@
 
 An array field accepts a sequence of numbers (JSON), raw little-endian bytes (msgpack) or a NumPy array, and always
 holds a read-only, one-dimensional, finite NumPy array of the declared dtype. A dump in python mode keeps the array, one
-in JSON mode makes it a list. float32 values survive a JSON round trip exactly.
+in JSON mode makes it a list. float32 values survive a JSON round trip exactly. NumPy is imported with the first array,
+because a client of the HTTP API shares this package and is installed without it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
+from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class ArrayField:
     dtype: str
 
     def validate(self, value: Any) -> NDArray[Any]:
+        import numpy as np
+
         dtype = np.dtype(self.dtype)
         if isinstance(value, bytes):
             if len(value) % dtype.itemsize:
@@ -42,6 +46,8 @@ class ArrayField:
 
     @staticmethod
     def _from_numbers(value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+        import numpy as np
+
         try:
             wide = np.asarray(value, dtype=None if len(value) else dtype)
         except (ValueError, OverflowError) as error:
@@ -63,12 +69,10 @@ class ArrayField:
             serialization=core_schema.plain_serializer_function_ser_schema(lambda a: a.tolist(), when_used="json"),
         )
 
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        item = "number" if np.dtype(self.dtype).kind == "f" else "integer"
-        return {"type": "array", "items": {"type": item}, "description": f"{np.dtype(self.dtype).name}[T]"}
 
-
-Float32Array: TypeAlias = Annotated[NDArray[np.float32], ArrayField("<f4")]
-Int32Array: TypeAlias = Annotated[NDArray[np.int32], ArrayField("<i4")]
+if TYPE_CHECKING:
+    Float32Array: TypeAlias = NDArray[np.float32]
+    Int32Array: TypeAlias = NDArray[np.int32]
+else:
+    Float32Array = Annotated[Any, ArrayField("<f4")]
+    Int32Array = Annotated[Any, ArrayField("<i4")]

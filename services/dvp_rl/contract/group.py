@@ -6,7 +6,6 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from .arrays import Float32Array, Int32Array
@@ -114,7 +113,7 @@ class Group(Record):
 
     @property
     def num_tokens(self) -> int:
-        return int(np.sum([len(sample.token_ids) for sample in self.samples]))
+        return sum(len(sample.token_ids) for sample in self.samples)
 
 
 class DeadLetter(Record):

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .arrays import Float32Array, Int32Array
 from .group import EngineFacts, FinishReason, Sample, VersionSpan
 from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
 from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
@@ -16,6 +15,11 @@ from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
 MAX_PROMPT_CHARS = 4_000_000
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_FIELDS = 64
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Numbers = Annotated[list[float], Field(fail_fast=True)]
+Counts = Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(fail_fast=True)]
 
 
 def example(**values: Any) -> ConfigDict:
@@ -50,9 +54,7 @@ class SamplingBody(Body):
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16, fail_fast=True)
     ] = ()
     """Strings that end a sample. Their tokens stay in token_ids; the text is cut before them."""
-    stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=64, fail_fast=True)
-    ] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=64, fail_fast=True)] = ()
     """Token ids that end a sample, besides the model's end of sequence."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Sample i is a function of (seed, i), and of how the engine computes. null: the job's id gives the seed."""
@@ -79,9 +81,7 @@ class Message(Body):
 class RolloutRequest(Body):
     """Exactly one of prompt_ids, prompt and messages."""
 
-    prompt_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)] | None = (
-        None
-    )
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
     """The prompt as token ids, taken as they are."""
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)] | None = None
     """The prompt as text. The tokenizer adds its special tokens."""
@@ -123,14 +123,14 @@ class JobRequest(RolloutRequest):
 class SampleBody(Body):
     """One continuation of T >= 1 tokens."""
 
-    token_ids: Int32Array
+    token_ids: TokenIds
     """int32[T]. Sampled ids, including a final end-of-sequence token and every token of a stop string."""
-    logprobs: Float32Array
+    logprobs: Numbers
     """float32[T]. Natural log-probability of each token under the constrained policy: renormalised over the safe
     set."""
-    kept_mass: Float32Array
+    kept_mass: Numbers
     """float32[T]. Probability, in (0, 1], that the unconstrained policy gives to the safe set at each position."""
-    kept_count: Int32Array
+    kept_count: Counts
     """int32[T]. Number of tokens in the safe set at each position."""
     finish_reason: FinishReason
     """stop: at an end-of-sequence token, stop token or stop string. length: at max_tokens or the end of the
@@ -144,7 +144,7 @@ class SampleBody(Body):
 
     @classmethod
     def of(cls, sample: Sample, text: str | None) -> SampleBody:
-        return cls(**{name: getattr(sample, name) for name in type(sample).model_fields}, text=text)
+        return cls(**sample.model_dump(mode="json"), text=text)
 
 
 ANSWERED: dict[str, Any] = {
@@ -184,7 +184,7 @@ class RolloutResponse(Body):
     """Id of the job; of a rollout, one made up by the replica."""
     run_id: str
     """The training run that the replica belongs to."""
-    prompt_ids: Int32Array
+    prompt_ids: TokenIds
     """int32[P]. The prompt as the model saw it."""
     engine: EngineFacts
     """The engine that drew the samples."""

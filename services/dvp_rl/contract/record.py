@@ -10,7 +10,6 @@ from collections.abc import Sized
 from typing import Any, Self
 
 import msgpack
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import RequestError
@@ -20,19 +19,13 @@ MAX_SHOWN = 80
 """Longest value that an error repeats, in characters."""
 
 
-def _raw(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    raise TypeError(f"{type(value).__name__} has no msgpack form")
-
-
 class Record(BaseModel):
     """Immutable. Unknown fields are errors. Two records are equal if their encodings are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def to_bytes(self) -> bytes:
-        encoded: bytes = msgpack.packb([SCHEMA_VERSION, self.model_dump()], default=_raw)
+        encoded: bytes = msgpack.packb([SCHEMA_VERSION, self.model_dump()], default=_array_bytes)
         return encoded
 
     @classmethod
@@ -54,6 +47,11 @@ class Record(BaseModel):
 
     def __hash__(self) -> int:
         return hash(self.to_bytes())
+
+
+def _array_bytes(array: Any) -> bytes:
+    """What msgpack stores of a value that it does not know, which must be an array."""
+    return memoryview(array).tobytes()
 
 
 def describe(what: str, error: ValidationError) -> str:

@@ -71,7 +71,7 @@ class Prompts:
     def response(self, group: Group) -> AsyncIterator[bytes]:
         """A RolloutResponse as JSON, in pieces."""
         metadata = {key: value for key, value in group.metadata.items() if key != NO_TEXT}
-        fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "engine")}
+        fields = group.model_dump(mode="json", include={"job_id", "run_id", "prompt_ids", "engine"})
         return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", self._samples(group))
 
     async def _samples(self, group: Group) -> AsyncIterator[bytes]:

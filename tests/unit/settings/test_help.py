@@ -141,13 +141,13 @@ def test_the_version(program: str) -> None:
 )
 def test_a_missing_package_is_one_line_that_says_how_to_install_it(command: str, extra: str, tmp_path: Path) -> None:
     name, *arguments = command.split()
-    module = "dvp_trainer" if name == "train" else "dvp_rl.rollout"
+    module = "dvp_trainer.command" if name == "train" else "dvp_rl.commands"
     program = f"""
 import sys
 sys.modules["torch"] = None
 sys.argv = ["dvp-{name}", *{arguments!r}]
-from {module}.__main__ import main
-main()
+from {module} import {name}
+{name}()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
@@ -178,7 +178,7 @@ def test_an_extra_is_added_from_where_the_project_was_installed(
 
 
 def test_packages_of_extras_are_known() -> None:
-    for module in ("torch", "torch.nn", "math_verify", "transformers", "jinja2", "peft"):
+    for module in ("torch", "torch.nn", "math_verify", "transformers", "jinja2", "peft", "opentelemetry", "typer"):
         assert extras.in_an_extra(module)
-    for module in ("httpx", "no_such_module", "dvp_rl", "tor", "opentelemetry"):
+    for module in ("httpx", "no_such_module", "dvp_rl", "tor"):
         assert not extras.in_an_extra(module)
