@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from shlex import quote
 from urllib.parse import unquote, urlsplit
@@ -29,17 +27,16 @@ def print_version(asked: bool) -> None:
         raise SystemExit(0)
 
 
-@contextmanager
-def needing(extra: str, program: str) -> Iterator[None]:
-    """For a program that is installed with an extra: if a package of any extra is missing, says how to install `extra`,
-    and exits with code 2."""
+def require(extra: str, program: str) -> None:
+    """If packages of an extra that a program needs are missing, says how to install it, and exits with code 2. Of a
+    project that runs from a folder and was never installed, nobody knows what it needs, so nothing is required."""
     try:
-        yield
-    except ModuleNotFoundError as error:
-        if not in_an_extra(error.name or ""):
-            raise
-        sys.stderr.write(f"{program}: error: needs {error.name}, which is not installed: {pip_install(extra)}\n")
-        raise SystemExit(2) from None
+        absent = [name for name in _packages(extra) if not _is_installed(name)]
+    except PackageNotFoundError:
+        return
+    if absent:
+        sys.stderr.write(f"{program}: error: not installed: {', '.join(absent)}. {pip_install(extra)}\n")
+        raise SystemExit(2)
 
 
 def pip_install(extra: str) -> str:
@@ -52,14 +49,17 @@ def pip_install(extra: str) -> str:
     return f"{quote(sys.executable)} -m pip install {_requirement(extra, json.loads(recorded or '{}'))}"
 
 
-def in_an_extra(module: str) -> bool:
-    """Whether the package of a module belongs to an extra."""
-    name = module.partition(".")[0].replace("_", "-").lower()
+def _packages(extra: str) -> list[str]:
+    """The packages of an extra. Hatchling lists those of the extras inside it, too."""
+    matches = (re.match(rf"([\w.-]+).*; extra == '{extra}'$", line) for line in requires(NAME) or ())
+    return [match[1] for match in matches if match]
+
+
+def _is_installed(package: str) -> bool:
     try:
-        requirements = requires(NAME) or []
+        return bool(distribution(package))
     except PackageNotFoundError:
         return False
-    return any(re.match(rf"{re.escape(name)}\b.*extra *==", text, re.IGNORECASE) for text in requirements)
 
 
 def _requirement(extra: str, origin: dict[str, dict[str, object]]) -> str:

@@ -125,6 +125,12 @@ def test_float32_values_survive_json_exactly() -> None:
     assert copy.logprobs.tobytes() == values.tobytes()
 
 
+@pytest.mark.parametrize("value", [np.float32(1), np.int64(1), object()])
+def test_nothing_but_arrays_is_stored_raw(value: object) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        JOB.model_copy(update={"metadata": {"a": value}}).to_bytes()
+
+
 @given(st.integers(0, 10**9 - 1), st.integers(0, 10**6))
 def test_job_ids_are_a_function_of_position_and_attempt(position: int, attempt: int) -> None:
     assert job_position(job_id("run-1", position, attempt)) == (position, attempt)

@@ -1,10 +1,10 @@
 """The program `dvp-train`, as it is installed."""
 
-from dvp_rl.extras import needing
+from dvp_rl.extras import require
 
 
 def train() -> None:
-    with needing("trainer", "dvp-train"):
-        from .__main__ import main
+    require("trainer", "dvp-train")
+    from .__main__ import main
 
-        main()
+    main()

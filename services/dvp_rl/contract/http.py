@@ -6,7 +6,7 @@ import math
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from .group import EngineFacts, FinishReason, Sample, VersionSpan
 from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
@@ -17,9 +17,10 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_FIELDS = 64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Numbers = Annotated[list[float], Field(fail_fast=True)]
-Counts = Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(fail_fast=True)]
+# Of an answer, where "5" or true would be a fault and not another way to write a number.
+TokenIds = Annotated[list[Annotated[TokenId, Strict()]], Field(fail_fast=True)]
+Counts = Annotated[list[Annotated[int, Field(ge=1, lt=2**31, strict=True)]], Field(fail_fast=True)]
+Numbers = Annotated[list[Annotated[float, Strict()]], Field(fail_fast=True)]
 
 
 def example(**values: Any) -> ConfigDict:
@@ -135,7 +136,7 @@ class SampleBody(Body):
     finish_reason: FinishReason
     """stop: at an end-of-sequence token, stop token or stop string. length: at max_tokens or the end of the
     context."""
-    versions: tuple[VersionSpan, ...]
+    versions: Annotated[tuple[VersionSpan, ...], Field(fail_fast=True)]
     """Which weights drew which tokens: several if weights were swapped meanwhile."""
     seed: int
     """Seed of this sample's own random stream: up to 2^63 - 1, more than a number of JavaScript holds exactly."""
@@ -188,7 +189,7 @@ class RolloutResponse(Body):
     """int32[P]. The prompt as the model saw it."""
     engine: EngineFacts
     """The engine that drew the samples."""
-    samples: tuple[SampleBody, ...]
+    samples: Annotated[tuple[SampleBody, ...], Field(fail_fast=True)]
     """All n samples, in order of their streams."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """The request's metadata, unchanged."""

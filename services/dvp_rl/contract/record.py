@@ -49,9 +49,12 @@ class Record(BaseModel):
         return hash(self.to_bytes())
 
 
-def _array_bytes(array: Any) -> bytes:
-    """What msgpack stores of a value that it does not know, which must be an array."""
-    return memoryview(array).tobytes()
+def _array_bytes(value: Any) -> bytes:
+    """What is stored of a value that msgpack does not know, which must be an array."""
+    view = memoryview(value)
+    if view.ndim != 1:
+        raise TypeError(f"{type(value).__name__} has no msgpack form")
+    return view.tobytes()
 
 
 def describe(what: str, error: ValidationError) -> str:

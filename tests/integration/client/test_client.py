@@ -24,7 +24,7 @@ from dvp_rl.contract.errors import (
     UnavailableError,
     WeightError,
 )
-from dvp_rl.contract.http import JobRequest, RolloutRequest, SamplingBody
+from dvp_rl.contract.http import ANSWERED, JobRequest, RolloutRequest, SamplingBody
 from dvp_rl.contract.job import JobState
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
@@ -268,6 +268,30 @@ def test_problems_become_the_contracts_errors(status: int, kind: type[DvpError])
 def test_an_answer_of_another_shape_is_an_error() -> None:
     with scripted((200, {}, {"hello": 1})) as (url, _), Client(url) as client, pytest.raises(DvpError, match="hello"):
         client.weights()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token_ids", ["1_0"]),
+        ("token_ids", [True]),
+        ("token_ids", [1.0]),
+        ("token_ids", [-1]),
+        ("token_ids", [2**31]),
+        ("logprobs", ["-1"]),
+        ("logprobs", [False]),
+        ("logprobs", [None]),
+        ("kept_count", [0]),
+        ("versions", [1] * 9999),
+    ],
+)
+def test_an_answer_with_other_values_is_a_short_error(field: str, value: list[object]) -> None:
+    (sample,) = ANSWERED["samples"]
+    answer = ANSWERED | {"samples": [sample | {field: value}] * 9999}
+    with scripted((200, {}, answer)) as (url, _), Client(url) as client, pytest.raises(DvpError) as caught:
+        client.rollout(prompt="1")
+    assert len(caught.value.args[0]) < 1000
+    assert f"samples.0.{field}.0" in caught.value.args[0]
 
 
 def test_a_dead_job_and_a_late_one() -> None:
