@@ -28,8 +28,8 @@ def print_version(asked: bool) -> None:
 
 
 def require(extra: str, program: str) -> None:
-    """If packages of an extra that a program needs are missing, says how to install it, and exits with code 2. Of a
-    project that runs from a folder and was never installed, nobody knows what it needs, so nothing is required."""
+    """If packages of an extra that a program needs are missing, says how to install it, and exits with code 2. Nothing
+    is required where the project runs from a folder that was never installed, as in its images."""
     try:
         absent = [name for name in _packages(extra) if not _is_installed(name)]
     except PackageNotFoundError:

@@ -22,11 +22,10 @@ from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import RolloutSettings
 from dvp_trainer.config import TrainSettings
-from tests.kit.images import packages, pinned
+from tests.kit.images import DOCKER, packages, pinned
 from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
-DOCKER = REPOSITORY / "deploy" / "docker"
 VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?::([-?])([^}]*))?\}")
 ASSIGNMENT = re.compile(r"^#?([A-Z_]+)=(.*)$", re.MULTILINE)
 

@@ -8,10 +8,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from dvp_rl.sglang_plugin.versions import TESTED
-from tests.kit.images import packages, pinned
+from tests.kit.images import DOCKER, packages, pinned
 
 REPOSITORY = Path(__file__).parents[2]
-DOCKERFILE = REPOSITORY / "deploy" / "docker" / "sglang.Dockerfile"
+DOCKERFILE = DOCKER / "sglang.Dockerfile"
 IGNORED = DOCKERFILE.with_name("sglang.Dockerfile.dockerignore")
 
 

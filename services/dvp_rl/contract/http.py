@@ -6,7 +6,7 @@ import math
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, FinishReason, Sample, VersionSpan
 from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
@@ -17,10 +17,10 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_FIELDS = 64
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Of an answer, where "5" or true would be a fault and not another way to write a number.
-TokenIds = Annotated[list[Annotated[TokenId, Strict()]], Field(fail_fast=True)]
-Counts = Annotated[list[Annotated[int, Field(ge=1, lt=2**31, strict=True)]], Field(fail_fast=True)]
-Numbers = Annotated[list[Annotated[float, Strict()]], Field(fail_fast=True)]
+# The lists in answers. "5" or true among their numbers is an error.
+TokenIds = Annotated[list[Annotated[TokenId, Field(strict=True)]], Field(fail_fast=True)]
+Counts = Annotated[list[Annotated[int, Field(strict=True, ge=1, lt=2**31)]], Field(fail_fast=True)]
+Numbers = Annotated[list[Annotated[float, Field(strict=True)]], Field(fail_fast=True)]
 
 
 def example(**values: Any) -> ConfigDict:
