@@ -1,6 +1,9 @@
 """SGLang with the plugin on a GPU: CUDA graphs and overlap scheduling on, bfloat16, a vocabulary of 151,936 tokens.
 
     pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately
+    profile   16 decoding steps of 256 samples in PyTorch's profiler, with the plugin and without: milliseconds from
+              step to step and on the GPU, in CUDA graphs and outside, where sampling is; kernels; waits of the host;
+              what takes longest outside. The profiler itself slows the host down
     MODE      log-probs of 256 samples of 128 tokens at rho = e^-13 compared with a forward pass of Transformers over
               the same tokens, in bfloat16, in bfloat16 with the LM head in float32 and in float32, and whether a
               prompt's samples change by a bit if others are generated beside it. Modes: SGLang as --flags leave it;
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import json
 import logging
 import operator
@@ -28,8 +32,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -67,9 +71,11 @@ MODES: dict[str, tuple[str, ...]] = {
     "fp32_head": ("--enable-fp32-lm-head",),
     "on_policy_fp32_head": ("--rl-on-policy-target", "fsdp", "--enable-fp32-lm-head"),
 }
-PARTS = ("pruned", *MODES, "swap", "transfer")
+PARTS = ("pruned", "profile", *MODES, "swap", "transfer")
 WAIT_S, LIMIT_S = 60.0, 40.0
-"""Longest time for an answer of the sender, and for a transfer, in seconds."""
+"""Longest time for an answer of the sender or a trace, and for a transfer, in seconds."""
+STEPS, LONGEST, NAME = 16, 12, 100
+"""Steps in a profile, kernels that it names, and characters of a name."""
 MODEL = {"vocab_size": 151_936, "hidden": 1024, "layers": 8, "heads": 16, "kv_heads": 8}
 SIDES = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -155,19 +161,87 @@ def recompute(folder: Path, dtype: torch.dtype, head_dtype: torch.dtype, ids: Te
     return Constrained(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
 
 
-async def pruned(folder: Path, flags: tuple[str, ...], repeats: int) -> dict[str, Any]:
-    """Nothing else is on the card."""
+@asynccontextmanager
+async def both(folder: Path, flags: tuple[str, ...]) -> AsyncIterator[dict[str, SglangClient]]:
+    """A server with the plugin and one without. Nothing else is on the card."""
     async with AsyncExitStack() as running:
         async with asyncio.TaskGroup() as starting:
-            ours, stock = (
-                starting.create_task(running.enter_async_context(serving(folder, launch(*flags, kind=kind))))
-                for kind in (Launch, Stock)
-            )
-        for client, has_plugin in ((ours.result(), True), (stock.result(), False)):
+            servers = {
+                name: starting.create_task(running.enter_async_context(serving(folder, launch(*flags, kind=kind))))
+                for name, kind in {"plugin": Launch, "stock": Stock}.items()
+            }
+        clients = {name: server.result() for name, server in servers.items()}
+        for name, client in clients.items():
             answer, *_ = await draw(client, 1)
-            assert ("kept_count" in answer["meta_info"]) is has_plugin, f"plugin wanted: {has_plugin}"
-        speeds = await compare(repeats, JOBS, plugin=direct(ours.result(), JOBS), stock=direct(stock.result(), JOBS))
+            assert ("kept_count" in answer["meta_info"]) is (name == "plugin"), f"{name} is not what it says"
+        yield clients
+
+
+async def pruned(clients: dict[str, SglangClient], repeats: int) -> dict[str, Any]:
+    speeds = await compare(repeats, JOBS, **{name: direct(client, JOBS) for name, client in clients.items()})
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"], "goal": GOAL}
+
+
+async def profile(clients: dict[str, SglangClient]) -> dict[str, Any]:
+    found = {}
+    for name, client in clients.items():
+        await draw(client, JOBS)  # compiles what is compiled at first use
+        running = asyncio.create_task(draw(client, JOBS))
+        while await client.num_running() < JOBS * N:  # the server has no event for it
+            assert not running.done(), "all samples ended before all of them ran"
+            await asyncio.sleep(0.01)
+        found[name] = summary(await traced(client))
+        await running
+    return found
+
+
+async def traced(client: SglangClient) -> list[dict[str, Any]]:
+    """The events of a trace of the next steps. Stacks, which SGLang adds unless told otherwise, take minutes."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"output_dir": folder, "num_steps": STEPS, "activities": ["CPU", "GPU"], "with_stack": False}
+        await client._call("POST", "/start_profile", asked, admin=True)
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with suppress(ValueError, EOFError):  # none yet, or not written to its end
+                    return await asyncio.to_thread(read_trace, Path(folder))
+                await asyncio.sleep(0.1)
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    (file,) = folder.glob("*.trace.json.gz")
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    return events
+
+
+def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Times in milliseconds per step. What a CUDA graph runs has the correlation of the graph's launch."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        kinds.setdefault(event.get("cat", ""), []).append(event)
+    calls = kinds["cuda_runtime"] + kinds.get("cuda_driver", [])
+    launches = {call["args"]["correlation"] for call in calls if "GraphLaunch" in call["name"]}
+    sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for event in (*kinds["kernel"], *kinds.get("gpu_memcpy", []), *kinds.get("gpu_memset", [])):
+        sides[event["args"]["correlation"] in launches].append(event)
+    every = [event for side in sides.values() for event in side]
+    span = max(event["ts"] + event["dur"] for event in every) - min(event["ts"] for event in every)
+    longest: dict[str, float] = {}
+    for event in sides[False]:
+        longest[event["name"][:NAME]] = longest.get(event["name"][:NAME], 0.0) + per_step(event["dur"], launches)
+    return {
+        "steps": len(launches),
+        "step_ms": per_step(span, launches),
+        "graph_ms": per_step(sum(event["dur"] for event in sides[True]), launches),
+        "graph_kernels": len(sides[True]) / len(launches),
+        "other_ms": per_step(sum(event["dur"] for event in sides[False]), launches),
+        "other_kernels": len(sides[False]) / len(launches),
+        "waits": sum("Synchronize" in call["name"] for call in calls) / len(launches),
+        "longest": dict(sorted(longest.items(), key=operator.itemgetter(1), reverse=True)[:LONGEST]),
+    }
+
+
+def per_step(microseconds: float, launches: set[int]) -> float:
+    return microseconds / 1000 / len(launches)
 
 
 async def transfer(folders: list[Path], launch: Launch) -> dict[str, Any]:
@@ -238,8 +312,12 @@ async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> list[st
 
         replacing = {"swap", "transfer"} & set(parts)
         folders = [make("large", seed, **MODEL) for seed in range(2 if replacing else 1)]
-        if "pruned" in parts:
-            await tell("pruned", pruned(folders[0], flags, repeats))
+        if {"pruned", "profile"} & set(parts):
+            async with both(folders[0], flags) as clients:
+                if "pruned" in parts:
+                    await tell("pruned", pruned(clients, repeats))
+                if "profile" in parts:
+                    await tell("profile", profile(clients))
         modes = [mode for mode in MODES if mode in parts]
         await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
         if "swap" in parts:

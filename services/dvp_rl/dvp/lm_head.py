@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 MAX_SHARE, MAX_SHARE_KERNELS = (0.1, 0.03), (0.07, 0.01)
 """Kept share of the vocabulary above which a row is dense, in float32 and in half precision, which speeds up only dense
 products: the point where both ways take about equally long, as `python -m tests.benchmarks.lm_head --crossing` finds
-it on a CPU and, for the kernels, on an H100."""
+it on a CPU and, for the kernels, on an H100 or H200, whichever is lower, because a list takes memory."""
 CPU_CHUNK, DEVICE_CHUNK, KERNEL_CHUNK = 2**21, 2**27, 2**28
-"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, for two blocks
-of rows in turn, and half of it in their backward."""
+"""Logits per tile: 8 MiB of float32 on a CPU, 512 MiB on a device; 512 MiB of bfloat16 in the kernels, and half of it
+in their backward."""
 GROUP = 16
 """Number of logits that share one comparison in the search for S."""
 CROWDED = 2
@@ -64,7 +64,7 @@ def head_logprobs(
     Logits have the dtype of `hidden`, as under autocast; a float32 weight gets a float32 gradient. Memory: a few times
     `chunk` logits, and 8 bytes for every kept logit of a sparse row. On a CUDA device it runs in Triton kernels
     (lm_head_cuda.py), which need `weight` in the dtype of `hidden` as well, unless `kernels` is False or they do not
-    work here.
+    work here. Those also hold 8 bytes for chunk / 16 logits until the backward, or for all that a block may keep.
     """
     half = hidden.dtype not in (torch.float32, torch.float64)
     function = kernels_on(hidden.device, hidden.dtype) if kernels and hidden.device.type == "cuda" else None
@@ -73,11 +73,18 @@ def head_logprobs(
     if chunk is None:
         chunk = KERNEL_CHUNK if function else CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
     _, threshold, tau = as_rows(hidden, log_min_p, temperature)
-    rules = (setting.to(hidden.device).expand(len(hidden), 1) for setting in (threshold, tau))
+    rules = (_column(setting, hidden) for setting in (threshold, tau))
     outputs = (function or _HeadLogprobs).apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, token_ids.unsqueeze(-1), *rules, max_share, chunk, torch.is_grad_enabled()
     )
     return Constrained(*outputs)
+
+
+def _column(setting: Tensor, hidden: Tensor) -> Float[Tensor, "tokens 1"]:
+    """The setting of each row, on the device of `hidden`. A scalar on the host gets there without a wait."""
+    if setting.dim() == 0 and setting.device.type == "cpu":
+        return hidden.new_full((len(hidden), 1), setting.item(), dtype=setting.dtype)
+    return setting.to(hidden.device).expand(len(hidden), 1)
 
 
 @cache

@@ -1,20 +1,20 @@
 """`head_logprobs` on a GPU, with Triton kernels that touch each logit as seldom as they can.
 
 Forward: blocks of rows, so that all logits of a row are in memory at once. They are read once for the largest logit of
-each piece; counting and listing S then read only the pieces that hold members. The host learns how many members a block
-has while the device is busy with the next one. Backward: of the rows that keep little, only these members, gathered by
-row for the hidden states and by column for the weight; of the others, tiles of columns computed again, with the
-gradient written over the logits. No kernel adds atomically, so results repeat bit for bit.
+each piece; counting and listing S then read only the pieces that hold members. The list has room for all members that
+the rows of a part may have, so the host waits for nothing but the end of the part before. Backward: of the rows that
+keep little, only these members, gathered by row for the hidden states and by column for the weight; of the others,
+tiles of columns computed again, with the gradient written over the logits. No kernel adds atomically, so results repeat
+bit for bit.
 
-Shapes: N rows, r rows of a block, K members of S of all sparse rows, V tokens, H hidden.
+Shapes: N rows, n rows of a part, r rows of a block, k members of S of the sparse rows of a part, V tokens, H hidden.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,19 +29,21 @@ if TYPE_CHECKING:
 
     from jaxtyping import Bool, Float, Int
 
-PIECES, PIECE = 8, 512
+PIECES, PIECE = 16, 256
 """Pieces of a row in which one program finds the largest logits, and logits of a piece."""
-GROUP = 32
+GROUP = 64
 """Pieces of a row in which one program looks for members of S."""
+COUNTS = 2**14
+"""Groups whose members one program adds up at a time."""
 ROWS = 256
 """A block with more rows has a multiple of so many, which is whole tiles of a matrix product."""
 ENTRIES, HIDDEN = 8, 1024
 """Members of S, and numbers of each of their rows, that one program gathers at a time."""
 COLUMNS = 1024
-"""Logits that one program turns into gradients."""
+"""Logits that one program turns into gradients, or members of S."""
 TILE, MEMBERS = 2, 16
-"""The backward computes 1/TILE of a chunk's logits, and adds 1/MEMBERS of as many members of S, at a time: the products
-with a tile, and the sorted copies of the members, need memory as well."""
+"""The backward computes 1/TILE of a chunk's logits at a time, and the list of a part has room for 1/MEMBERS of as many
+members of S: the products with a tile, and the sorted copies of the members, need memory as well."""
 
 
 class KernelHeadLogprobs(torch.autograd.Function):
@@ -61,44 +63,61 @@ class KernelHeadLogprobs(torch.autograd.Function):
         learning = recording and any(ctx.needs_input_grad[:3])
         head, vocab = weight.to(hidden.dtype), len(weight)
         room = max(1, math.ceil(max_share * vocab)) if learning else 0
-        ctx.chunk, ctx.dtypes = chunk, (weight.dtype, None if bias is None else bias.dtype)
-        ctx.any_dense, parts, members = False, [], []
+        size = max(1, chunk // vocab)
+        size -= size % ROWS if size > ROWS else 0
+        ctx.chunk, ctx.part = chunk, size * max(1, chunk // MEMBERS // max(1, room) // size)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        rules = _Rules(token_ids.contiguous(), threshold.contiguous(), tau.contiguous())
+        found, parts = _Found.of(rules.tau), list[_Members]()
         with _device_of(hidden):
-            blocks = _scan_blocks(hidden, head, bias, token_ids, threshold, tau, room, chunk)
-            for block, _ in pairwise(chain(blocks, (None,))):  # the device has the next one to compute meanwhile
-                assert block is not None
-                num_members, num_dense = block.found()
-                ctx.any_dense |= num_dense > 0
-                parts.append(block.sums)
-                members.append((block.number, *block.members(num_members)))
-            sums = _Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
-            out = sums.read(threshold, tau)
+            scratch = _Scratch.make(min(size, len(hidden)), vocab, hidden, tau)
+            for start in range(0, max(1, len(hidden)), ctx.part):
+                part = slice(start, min(start + ctx.part, len(hidden)))
+                parts.append(_scan_part(part, hidden, head, bias, rules, found, scratch, room))
+                if len(parts) > 1:  # the device is busy with the last one meanwhile
+                    parts[-2] = parts[-2].trimmed()
+            out = found.read(rules)
         if learning:
-            stored = [torch.cat(part) for part in zip(*members, strict=True)]
-            ctx.save_for_backward(
-                hidden, head, bias, token_ids, threshold, tau, out.inside, sums.peak, sums.kept, *stored
-            )
+            ctx.num_found = [part.num_found for part in parts]
+            lists = (values for part in parts for values in (part.column, part.weight))
+            ctx.save_for_backward(hidden, head, bias, *rules, out.inside, *found, *lists)
         ctx.mark_non_differentiable(*out[1:])
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, head, bias, token_ids, threshold, tau, inside, peak, kept, number, column, weight = ctx.saved_tensors
-        slope = upstream.unsqueeze(-1) / tau
-        rows = _Rows(token_ids, threshold, tau, peak, slope, slope / kept)
-        alive, dense = inside & (upstream != 0), number < 0
+        hidden, head, bias, token_ids, threshold, tau, inside, *saved = ctx.saved_tensors
+        found, lists = _Found(*saved[: len(_Found._fields)]), saved[len(_Found._fields) :]
         of_weight, of_bias = (
-            like.new_zeros(like.shape, dtype=dtype) if like is not None and needed else None
+            like.new_empty(like.shape, dtype=dtype) if like is not None and needed else None
             for like, dtype, needed in zip((head, bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
         )
-        total = _Gradients(hidden.new_zeros(hidden.shape), of_weight, of_bias)
+        total = _Gradients(hidden.new_empty(hidden.shape), of_weight, of_bias)
+        columns = _Listed(found.number, found.ends, token_ids, tau, found.kept, inside, upstream.contiguous())
+        fresh, any_dense = True, False
         with _device_of(hidden):
-            for part in _parts(number.clamp(min=0), column, weight, max(1, ctx.chunk // MEMBERS)):
-                _add_sparse(total, hidden, head, rows, alive, *part)
-            if ctx.any_dense:
-                _add_dense(total, hidden, head, bias, rows, (alive & dense).nonzero()[:, 0], ctx.chunk // TILE)
+            parts = split_rows(hidden, total.hidden, *columns, size=ctx.part)
+            for part, num_found, column, weight in zip(parts, ctx.num_found, lists[::2], lists[1::2], strict=True):
+                states, of_states, *own = part
+                num_members, num_dense = num_found()
+                members = column[:num_members], weight[:num_members]
+                _add_sparse(total._replace(hidden=of_states), states, head, _Listed(*own), *members, fresh)
+                fresh, any_dense = False, any_dense or num_dense > 0
+            if any_dense:
+                slope = upstream[:, None] / tau
+                rows = _Rows(token_ids, threshold, tau, found.peak, slope, slope / found.kept)
+                chosen = (inside & (upstream != 0) & (found.number < 0)).nonzero()[:, 0]
+                _add_dense(total, hidden, head, bias, rows, chosen, ctx.chunk // TILE)
         return *total, *(None,) * 6
+
+
+class _Rules(NamedTuple):
+    """Token and settings of each row, contiguous."""
+
+    token_ids: Int[Tensor, "N 1"]
+    threshold: Float[Tensor, "N 1"]
+    tau: Float[Tensor, "N 1"]
 
 
 class _Rows(NamedTuple):
@@ -114,6 +133,19 @@ class _Rows(NamedTuple):
     """slope over the sum of exp((z - peak) / tau) over S."""
 
 
+class _Listed(NamedTuple):
+    """What the gradients of the listed members of each row follow from."""
+
+    number: Int[Tensor, " n"]
+    ends: Int[Tensor, " n"]
+    token_ids: Int[Tensor, "n 1"]
+    tau: Float[Tensor, "n 1"]
+    kept: Float[Tensor, "n 1"]
+    inside: Bool[Tensor, " n"]
+    upstream: Float[Tensor, " n"]
+    """Gradient of the loss by the row's log-prob."""
+
+
 class _Gradients(NamedTuple):
     """Sums over rows, each contiguous."""
 
@@ -122,57 +154,71 @@ class _Gradients(NamedTuple):
     bias: Float[Tensor, " V"] | None
 
 
-class _Sums(NamedTuple):
-    """What the scan of a block found."""
+class _Found(NamedTuple):
+    """What the scan finds of each row."""
 
-    own: Float[Tensor, "r 1"]
-    """Logit of the row's token."""
-    peak: Float[Tensor, "r 1"]
+    own: Float[Tensor, "N 1"]
+    """Logit of the row's token; NaN if there is no such token."""
+    peak: Float[Tensor, "N 1"]
     """Largest logit; NaN in a row that is not finite."""
-    kept: Float[Tensor, "r 1"]
+    kept: Float[Tensor, "N 1"]
     """Sum of exp((z - peak) / tau) over S."""
-    total: Float[Tensor, "r 1"]
+    total: Float[Tensor, "N 1"]
     """The same over the vocabulary."""
-    size: Int[Tensor, " r"]
+    size: Int[Tensor, " N"]
     """Number of members of S."""
+    number: Int[Tensor, " N"]
+    """Number of listed members: `size` in a sparse row, -1 in a dense row."""
+    ends: Int[Tensor, " N"]
+    """Where they end in the list of the part."""
 
-    def read(self, threshold: Tensor, tau: Tensor) -> Constrained:
+    @classmethod
+    def of(cls, tau: Tensor) -> _Found:
+        """Not found yet."""
+        sums = (torch.empty_like(tau) for _ in range(4))
+        return cls(*sums, *(torch.empty(len(tau), dtype=torch.int32, device=tau.device) for _ in range(3)))
+
+    def read(self, rules: _Rules) -> Constrained:
         """The results for the token of each row."""
         total = torch.maximum(self.total, self.kept)  # the same terms in another order may sum to less
-        block = constrain(self.own, threshold, tau, self.peak)._replace(kept=self.kept, total=total)
+        block = constrain(self.own, rules.threshold, rules.tau, self.peak)._replace(kept=self.kept, total=total)
         return block.read(torch.zeros_like(self.size[:, None], dtype=torch.long))._replace(kept_count=self.size)
 
 
-class _Block(NamedTuple):
-    """Rows whose members of S are counted, not listed."""
+class _Scratch(NamedTuple):
+    """Memory of a block; the next block overwrites it."""
 
-    logits: Float[Tensor, "r V"]
-    threshold: Float[Tensor, "r 1"]
-    tau: Float[Tensor, "r 1"]
+    logits: Float[Tensor, " r*V"]
     tops: Float[Tensor, "r pieces"]
     """Largest logit of each piece."""
-    sums: _Sums
-    number: Int[Tensor, " r"]
-    """Members of each sparse row; -1 in a dense row, of which none are listed."""
+    piece_masses: Float[Tensor, "r pieces"]
+    """Sum of exp((z - largest) / tau) over each piece."""
     counts: Int[Tensor, "r groups"]
-    """Those of each group of pieces; 0 in a dense row."""
-    ends: Int[Tensor, " r*groups"]
-    """Running sum of `counts`."""
-    found: Callable[[], list[int]]
+    """Members of S in each group of pieces."""
+    masses: Float[Tensor, "r groups"]
+    """Their sum of exp((z - peak) / tau)."""
+
+    @classmethod
+    def make(cls, rows: int, vocab: int, hidden: Tensor, tau: Tensor) -> _Scratch:
+        pieces = triton.cdiv(vocab, PIECE)
+        groups = triton.cdiv(pieces, GROUP)
+        counts = torch.empty(rows, groups, dtype=torch.int32, device=tau.device)
+        tops, piece_masses, masses = (tau.new_empty(rows, number) for number in (pieces, pieces, groups))
+        return cls(hidden.new_empty(rows * vocab), tops, piece_masses, counts, masses)
+
+
+class _Members(NamedTuple):
+    """Members of S of the sparse rows of a part, row by row, and memory for more."""
+
+    column: Int[Tensor, " room"]
+    weight: Float[Tensor, " room"]
+    """exp((z - peak) / tau)"""
+    num_found: Callable[[], list[int]]
     """Waits for the number of members and of dense rows."""
 
-    def members(self, found: int) -> tuple[Int[Tensor, " k"], Float[Tensor, " k"]]:
-        """Columns of the members of S of the sparse rows, and exp((z - peak) / tau) there."""
-        column, weight = self.counts.new_empty(found), self.tau.new_empty(found)
-        if found:
-            _list_kernel[(self.counts.numel(),)](
-                *(self.logits, self.threshold, self.tau, self.sums.peak, self.tops, self.counts, self.ends),
-                *(column, weight, self.logits.shape[1], self.tops.shape[1], self.counts.shape[1]),
-                PIECE=PIECE,
-                GROUP=GROUP,
-                num_warps=1,
-            )
-        return column, weight
+    def trimmed(self) -> _Members:
+        found = self.num_found()
+        return _Members(self.column[: found[0]].clone(), self.weight[: found[0]].clone(), lambda: found)
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
@@ -188,52 +234,70 @@ def _product(states: Tensor, head: Tensor, bias: Tensor | None, buffer: Tensor) 
     return torch.addmm(bias.to(states.dtype), states, head.T, out=out)
 
 
-def _scan_blocks(
+def _scan_part(
+    part: slice,
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
-    token_ids: Tensor,
-    threshold: Tensor,
-    tau: Tensor,
+    rules: _Rules,
+    found: _Found,
+    scratch: _Scratch,
     room: int,
-    chunk: int,
-) -> Iterator[_Block]:
-    """Computes and scans block after block. The one after the next overwrites a block's logits. A row is dense if it
-    keeps more than `room` tokens; 0: all are."""
-    vocab = len(head)
-    size = max(1, chunk // 2 // vocab)
-    size -= size % ROWS if size > ROWS else 0
-    buffers = [hidden.new_empty(min(size, len(hidden)) * vocab) for _ in range(2 if size < len(hidden) else 1)]
-    for number, (states, ids, limit, scale) in enumerate(split_rows(hidden, token_ids, threshold, tau, size=size)):
-        logits = _product(states, head, bias, buffers[number % 2])
-        yield _scan(logits, ids, limit.contiguous(), scale.contiguous(), room)
+) -> _Members:
+    """Fills `found` and lists the members of S. A row is dense if it keeps more than `room` tokens."""
+    most = (part.stop - part.start) * room
+    column, weight = found.size.new_empty(most), found.kept.new_empty(most)
+    num_found = column.new_zeros(2)
+    for start in range(part.start, part.stop, max(1, len(scratch.tops))):
+        rows = slice(start, min(start + len(scratch.tops), part.stop))
+        logits = _product(hidden[rows], head, bias, scratch.logits)
+        own = _Rules(*(each[rows] for each in rules)), _Found(*(each[rows] for each in found))
+        _scan(logits, *own, scratch, room, column, weight, num_found)
+    return _Members(column, weight, _fetch(num_found))
 
 
-def _scan(logits: Float[Tensor, "r V"], ids: Tensor, threshold: Tensor, tau: Tensor, room: int) -> _Block:
-    rows, vocab = logits.shape
-    pieces = triton.cdiv(vocab, PIECE)
-    groups = triton.cdiv(pieces, GROUP)
-    tops, piece_masses, masses = (tau.new_empty(rows, number) for number in (pieces, pieces, groups))
-    counts = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
-    peak, total = torch.empty_like(tau), torch.empty_like(tau)
-    if rows:
-        _tops_kernel[(rows, triton.cdiv(pieces, PIECES))](
-            logits, tau, tops, piece_masses, vocab, pieces, PIECES=PIECES, PIECE=PIECE
-        )
-        _peak_kernel[(rows,)](tops, piece_masses, tau, peak, total, pieces, ALL=triton.next_power_of_2(pieces))
-        _count_kernel[(counts.numel(),)](
-            *(logits, threshold, tau, peak, tops, counts, masses, vocab, pieces, groups),
+def _scan(
+    logits: Float[Tensor, "r V"],
+    rules: _Rules,
+    found: _Found,
+    scratch: _Scratch,
+    room: int,
+    column: Tensor,
+    weight: Tensor,
+    num_found: Int[Tensor, " 2"],
+) -> None:
+    (rows, vocab), (token_ids, threshold, tau) = logits.shape, rules
+    _, tops, piece_masses, counts, masses = scratch
+    (_, pieces), (_, groups) = tops.shape, counts.shape
+    _tops_kernel[(rows, triton.cdiv(pieces, PIECES))](
+        logits, tau, tops, piece_masses, vocab, pieces, PIECES=PIECES, PIECE=PIECE
+    )
+    _peak_kernel[(rows,)](
+        *(logits, token_ids, tau, tops, piece_masses, found.own, found.peak, found.total, vocab, pieces),
+        ALL=triton.next_power_of_2(pieces),
+    )
+    _count_kernel[(rows * groups,)](
+        *(logits, threshold, tau, found.peak, tops, counts, masses, vocab, pieces, groups),
+        PIECE=PIECE,
+        GROUP=GROUP,
+        num_warps=1,
+    )
+    every = triton.next_power_of_2(groups)
+    _sums_kernel[(1,)](
+        *(counts, masses, found.peak, found.kept, found.size, found.number, found.ends, num_found, rows, groups, room),
+        BLOCK=max(1, COUNTS // every),
+        GROUPS=every,
+        num_warps=16,
+    )
+    if room:
+        _list_kernel[(rows * groups,)](
+            *(logits, threshold, tau, found.peak, tops, counts, found.number, found.ends, column, weight),
+            *(vocab, pieces, groups),
             PIECE=PIECE,
             GROUP=GROUP,
+            GROUPS=every,
             num_warps=1,
         )
-    size = counts.sum(-1, dtype=torch.int32)
-    kept = masses.sum(-1, keepdim=True) + (peak - peak)
-    sums, dense = _Sums(logits.gather(1, ids), peak, kept, total, size), size > room
-    counts.masked_fill_(dense[:, None], 0)
-    ends = counts.flatten().cumsum(0)
-    found = _fetch(torch.stack((ends[-1], dense.sum()))) if rows and room else lambda: [0, rows]
-    return _Block(logits, threshold, tau, tops, sums, size.masked_fill(dense, -1), counts, ends, found)
 
 
 def _fetch(values: Int[Tensor, " n"]) -> Callable[[], list[int]]:
@@ -253,64 +317,45 @@ def _fetch(values: Int[Tensor, " n"]) -> Callable[[], list[int]]:
     return wait
 
 
-def _parts(
-    number: Int[Tensor, " N"], column: Int[Tensor, " K"], weight: Float[Tensor, " K"], limit: int
-) -> Iterator[tuple[Int[Tensor, " n"], Int[Tensor, " n"], Int[Tensor, " k"], Float[Tensor, " k"]]]:
-    """Stretches of rows with at most `limit` members, but at least one row: rows, number, column, weight."""
-    index = torch.arange(len(number), device=number.device)
-    if len(column) <= limit:
-        yield index, number, column, weight
-        return
-    ends = number.cumsum(0)
-    row = done = 0
-    while row < len(number):
-        stop = max(row + 1, int(torch.searchsorted(ends, done + limit, right=True)))
-        end = int(ends[stop - 1])
-        yield index[row:stop], number[row:stop], column[done:end], weight[done:end]
-        row, done = stop, end
-
-
 def _add_sparse(
     total: _Gradients,
-    hidden: Tensor,
+    hidden: Float[Tensor, "n H"],
     head: Tensor,
-    rows: _Rows,
-    alive: Bool[Tensor, " N"],
-    index: Int[Tensor, " n"],
-    number: Int[Tensor, " n"],
+    rows: _Listed,
     column: Int[Tensor, " k"],
     weight: Float[Tensor, " k"],
+    fresh: bool,
 ) -> None:
-    """Adds the gradient of the rows `index`, whose members of S are known. Nothing here waits for the device."""
-    if not len(column):
-        return
-    row = index.repeat_interleave(number, output_size=len(column))
-    hit = column == rows.token_ids[row, 0]
-    value = hit * rows.slope[row, 0] - weight * rows.share[row, 0]
-    _gather(value, column, head, total.hidden, index, number.cumsum(0), number.where(alive[index], 0))
+    """Adds the gradient of the sparse rows of a part. Writes that of all its hidden states, and that of weight and bias
+    if it is `fresh`. Nothing here waits for the device."""
+    value, starts = torch.empty_like(weight), torch.empty_like(rows.ends)
+    row, key = torch.empty_like(column), torch.empty_like(column)
+    _entries_kernel[(len(hidden),)](column, weight, *rows, value, row, key, starts, len(head), BLOCK=COLUMNS)
+    _gather(value, column, head, total.hidden, starts, rows.ends, True)
     if total.weight is None and total.bias is None:
         return
-    # Members of rows without a gradient go behind the vocabulary.
-    column, order = column.masked_fill(~alive[row], len(head)).sort(stable=True)
+    key, order = key.sort(stable=True)
     row, value = row[order], value[order]
-    tokens = torch.arange(len(head), dtype=column.dtype, device=column.device)
-    ends = torch.searchsorted(column, tokens, right=True)
-    lengths = ends.diff(prepend=ends.new_zeros(1))
+    tokens = torch.arange(len(head) + 1, dtype=key.dtype, device=key.device)
+    bounds = torch.searchsorted(key, tokens, out_int32=True)
+    starts, ends = bounds[:-1], bounds[1:]
     if total.weight is not None:
-        _gather(value, row, hidden, total.weight, tokens, ends, lengths)
+        _gather(value, row, hidden, total.weight, starts, ends, fresh)
     if total.bias is not None:
-        ones = hidden.new_ones(len(hidden), 1)
-        _gather(value, row, ones, total.bias[:, None], tokens, ends, lengths)
+        _gather(value, row, hidden.new_ones(len(hidden), 1), total.bias[:, None], starts, ends, fresh)
 
 
 def _gather(
-    value: Tensor, index: Tensor, source: Tensor, into: Tensor, places: Tensor, ends: Tensor, lengths: Tensor
+    value: Tensor, index: Tensor, source: Tensor, into: Tensor, starts: Tensor, ends: Tensor, fresh: bool
 ) -> None:
-    """into[places[i]] += sum over the `lengths[i]` entries before `ends[i]` of value * source[index]."""
+    """into[i] += sum over the entries from `starts[i]` to `ends[i]` of value * source[index]; = if `fresh`."""
     width = source.shape[1]
     piece = min(HIDDEN, triton.next_power_of_2(width))
-    _gather_kernel[(len(places), triton.cdiv(width, piece))](
-        *(value, index, source.contiguous(), into, places, ends, lengths, width), ENTRIES=ENTRIES, HIDDEN=piece
+    _gather_kernel[(len(into), triton.cdiv(width, piece))](
+        *(value, index, source.contiguous(), into, starts, ends, width),
+        ENTRIES=ENTRIES,
+        HIDDEN=piece,
+        FRESH=fresh,
     )
 
 
@@ -366,9 +411,14 @@ def _tops_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _peak_kernel(tops, masses, tau, peak, total, pieces, ALL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Largest logit of each row, NaN if the row is not finite, and the sum of exp((z - largest) / tau) over it."""
+def _peak_kernel(  # type: ignore[no-untyped-def]
+    logits, token_ids, tau, tops, masses, own, peak, total, vocab, pieces, ALL: tl.constexpr
+):
+    """Largest logit of each row, NaN if the row is not finite, the sum of exp((z - largest) / tau) over it, and the
+    logit of its token."""
     row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ids + row)
+    tl.store(own + row, tl.load(logits + row * vocab + token, (token >= 0) & (token < vocab), float("nan")))
     piece = tl.arange(0, ALL)
     top = tl.load(tops + row * pieces + piece, piece < pieces, float("-inf"))
     mass = tl.load(masses + row * pieces + piece, piece < pieces, 0.0)
@@ -401,6 +451,45 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _sums_kernel(  # type: ignore[no-untyped-def]
+    counts,
+    masses,
+    peak,
+    kept,
+    size,
+    number,
+    ends,
+    num_found,
+    rows,
+    groups,
+    room,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Sums over the groups of each row, and where its members end in the list. One program for all rows. `num_found`
+    holds the members and the dense rows of the part so far."""
+    listed, dense = tl.load(num_found), tl.load(num_found + 1)
+    group = tl.arange(0, GROUPS)[None, :]
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        there = row < rows
+        every = there[:, None] & (group < groups)
+        count = tl.sum(tl.load(counts + row[:, None] * groups + group, every, 0), 1)
+        mass = tl.sum(tl.load(masses + row[:, None] * groups + group, every, 0.0), 1)
+        largest = tl.load(peak + row, there, 0.0)
+        sparse = count <= room
+        mine = tl.where(sparse, count, 0)
+        tl.store(kept + row, mass + (largest - largest), there)
+        tl.store(size + row, count, there)
+        tl.store(number + row, tl.where(sparse, count, -1), there)
+        tl.store(ends + row, listed + tl.cumsum(mine, 0), there)
+        listed += tl.sum(mine, 0)
+        dense += tl.sum((count > room).to(tl.int32), 0)
+    tl.store(num_found, listed)
+    tl.store(num_found + 1, dense)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _list_kernel(  # type: ignore[no-untyped-def]
     logits,
     threshold,
@@ -408,6 +497,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     peak,
     tops,
     counts,
+    number,
     ends,
     column,
     weight,
@@ -416,14 +506,17 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     groups,
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """Writes the members of S of a group down, before its end. Reads only pieces that have any."""
+    """Writes the members of S of a group of a sparse row down. Reads only pieces that have any."""
     own = tl.program_id(0)
-    count = tl.load(counts + own)
-    if count > 0:
-        row, first = (own // groups).to(tl.int64), own % groups * GROUP
+    row, group = (own // groups).to(tl.int64), own % groups
+    if (tl.load(number + row) > 0) & (tl.load(counts + own) > 0):
         limit, scale, largest = tl.load(threshold + row), tl.load(tau + row), tl.load(peak + row)
-        place = tl.load(ends + own) - count
+        later = tl.arange(0, GROUPS)
+        rest = tl.load(counts + row * groups + later, (later >= group) & (later < groups), 0)
+        place = tl.load(ends + row) - tl.sum(rest, 0)
+        first = group * GROUP
         for piece in range(first, tl.minimum(first + GROUP, pieces)):
             if tl.load(tops + row * pieces + piece) - largest >= limit:
                 columns = piece * PIECE + tl.arange(0, PIECE)
@@ -440,25 +533,71 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _entries_kernel(  # type: ignore[no-untyped-def]
+    column,
+    weight,
+    number,
+    ends,
+    token_ids,
+    tau,
+    kept,
+    inside,
+    upstream,
+    value,
+    index,
+    key,
+    starts,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Gradient, row and sort key of each member of a row, and where they start in the list. Without a gradient the row
+    has no entries, and its members are sorted behind the vocabulary."""
+    row = tl.program_id(0)
+    pull, end, count = tl.load(upstream + row), tl.load(ends + row), tl.maximum(tl.load(number + row), 0)
+    alive = tl.load(inside + row) & (pull != 0)
+    tl.store(starts + row, tl.where(alive, end - count, end))
+    slope, token = pull / tl.load(tau + row), tl.load(token_ids + row)
+    share = slope / tl.load(kept + row)
+    for start in range(end - count, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        there = entry < end
+        member = tl.load(column + entry, there, 0)
+        gradient = tl.where(member == token, slope, 0.0) - tl.load(weight + entry, there, 0.0) * share
+        tl.store(value + entry, gradient, there)
+        tl.store(index + entry, row, there)
+        tl.store(key + entry, tl.where(alive, member, vocab), there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    value, index, source, into, places, ends, lengths, width, ENTRIES: tl.constexpr, HIDDEN: tl.constexpr
+    value,
+    index,
+    source,
+    into,
+    starts,
+    ends,
+    width,
+    ENTRIES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    FRESH: tl.constexpr,
 ):
     run = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * HIDDEN + tl.arange(0, HIDDEN)
     inside = columns < width
-    length = tl.load(lengths + run)
-    if length > 0:
-        end = tl.load(ends + run)
+    first, end = tl.load(starts + run), tl.load(ends + run)
+    if FRESH or first < end:
         total = tl.zeros([HIDDEN], value.dtype.element_ty)
-        for start in range(end - length, end, ENTRIES):
+        for start in range(first, end, ENTRIES):
             entry = start + tl.arange(0, ENTRIES)
             there = entry < end
             share = tl.load(value + entry, there, 0.0)
             row = tl.load(index + entry, there, 0).to(tl.int64)
             part = tl.load(source + row[:, None] * width + columns[None, :], there[:, None] & inside[None, :], 0.0)
             total += tl.sum(share[:, None] * part.to(share.dtype), 0)
-        target = into + tl.load(places + run).to(tl.int64) * width + columns
-        tl.store(target, tl.load(target, inside, 0.0) + total, inside)
+        target = into + run * width + columns
+        if not FRESH:
+            total += tl.load(target, inside, 0.0)
+        tl.store(target, total, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

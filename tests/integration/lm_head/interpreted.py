@@ -131,15 +131,15 @@ def compile_all() -> None:
     from triton.compiler import ASTSource
 
     for logit, number in (("*bf16", "*fp32"), ("*fp32", "*fp32"), ("*fp64", "*fp64")):
-        types = {"logits": logit, "tile": logit, "source": logit, "into": logit, "value": number, "column": "*i32"}
-        types |= dict.fromkeys(
-            ("tau", "tops", "masses", "peak", "total", "threshold", "weight", "slope", "share"), number
-        )
-        types |= dict.fromkeys(("counts", "index"), "*i32") | dict.fromkeys(("ends", "lengths", "places"), "*i64")
-        types |= {"token_ids": "*i64"} | dict.fromkeys(("vocab", "pieces", "groups", "width", "first"), "i32")
+        types = dict.fromkeys(("logits", "tile", "source", "into"), logit) | {"token_ids": "*i64"}
+        types |= dict.fromkeys(("threshold", "tau", "tops", "masses", "own", "peak", "kept", "total"), number)
+        types |= dict.fromkeys(("weight", "slope", "share", "value", "upstream"), number)
+        types |= dict.fromkeys(("counts", "size", "number", "starts", "ends", "num_found"), "*i32")
+        types |= dict.fromkeys(("column", "index", "key"), "*i32") | {"inside": "*i1"}
+        types |= dict.fromkeys(("vocab", "pieces", "rows", "groups", "room", "width", "first"), "i32")
         sizes = {name: getattr(lm_head_cuda, name) for name in ("PIECES", "PIECE", "GROUP", "ENTRIES", "HIDDEN")}
-        sizes |= {"ALL": 512, "BLOCK": lm_head_cuda.COLUMNS}
-        for name in ("tops", "peak", "count", "list", "gather", "gradient"):
+        sizes |= {"ALL": 512, "BLOCK": lm_head_cuda.COLUMNS, "GROUPS": 16, "FRESH": False}
+        for name in ("tops", "peak", "count", "sums", "list", "entries", "gather", "gradient"):
             kernel = getattr(lm_head_cuda, f"_{name}_kernel")
             names = kernel.arg_names
             fixed = {(names.index(key),): value for key, value in sizes.items() if key in names}
