@@ -2,8 +2,8 @@
 
     pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately
     profile   16 decoding steps of 256 samples in PyTorch's profiler, with the plugin and without: milliseconds from
-              step to step and on the GPU, in CUDA graphs and outside, where sampling is; kernels; waits of the host;
-              what takes longest outside. The profiler itself slows the host down
+              step to step and on the GPU, in CUDA graphs and outside, where sampling is; kernels and copies; waits of
+              the host; what takes longest outside. The profiler slows the host down, and waits once itself
     MODE      log-probs of 256 samples of 128 tokens at rho = e^-13 compared with a forward pass of Transformers over
               the same tokens, in bfloat16, in bfloat16 with the LM head in float32 and in float32, and whether a
               prompt's samples change by a bit if others are generated beside it. Modes: SGLang as --flags leave it;
@@ -32,8 +32,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -186,12 +186,12 @@ async def profile(clients: dict[str, SglangClient]) -> dict[str, Any]:
     found = {}
     for name, client in clients.items():
         await draw(client, JOBS)  # compiles what is compiled at first use
-        running = asyncio.create_task(draw(client, JOBS))
-        while await client.num_running() < JOBS * N:  # the server has no event for it
-            assert not running.done(), "all samples ended before all of them ran"
-            await asyncio.sleep(0.01)
-        found[name] = summary(await traced(client))
-        await running
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(draw(client, JOBS))
+            while await client.num_running() < JOBS * N:  # the server has no event for it
+                assert not running.done(), "all samples ended before all of them ran"
+                await asyncio.sleep(0.01)
+            found[name] = summary(await traced(client))
     return found
 
 
@@ -220,6 +220,7 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
         kinds.setdefault(event.get("cat", ""), []).append(event)
     calls = kinds["cuda_runtime"] + kinds.get("cuda_driver", [])
     launches = {call["args"]["correlation"] for call in calls if "GraphLaunch" in call["name"]}
+    assert launches, "these flags leave no CUDA graphs"
     sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for event in (*kinds["kernel"], *kinds.get("gpu_memcpy", []), *kinds.get("gpu_memset", [])):
         sides[event["args"]["correlation"] in launches].append(event)
@@ -293,16 +294,21 @@ async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> list[st
     """The parts that failed."""
     about, failed = facts() | {"engine": versions(default_python()), "flags": shlex.join(flags)}, []
 
-    async def tell(name: str, part: Awaitable[dict[str, Any]]) -> None:
+    @contextmanager
+    def attempt(*names: str) -> Iterator[None]:
+        """Shows what goes wrong, and the other parts go on."""
         try:
-            found = await part
-        except Exception:  # noqa: BLE001 - shown, and the other parts go on
+            yield
+        except Exception:  # noqa: BLE001
             traceback.print_exc()
-            failed.append(name)
-            return
-        print(name, json.dumps(found), flush=True)
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"sglang_gpu.{name}.json").write_text(json.dumps(about | found, indent=2) + "\n")
+            failed.extend(names)
+
+    async def tell(name: str, part: Awaitable[dict[str, Any]]) -> None:
+        with attempt(name):
+            found = await part
+            print(name, json.dumps(found), flush=True)
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"sglang_gpu.{name}.json").write_text(json.dumps(about | found, indent=2) + "\n")
 
     with tempfile.TemporaryDirectory() as name:
 
@@ -312,12 +318,11 @@ async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> list[st
 
         replacing = {"swap", "transfer"} & set(parts)
         folders = [make("large", seed, **MODEL) for seed in range(2 if replacing else 1)]
-        if {"pruned", "profile"} & set(parts):
-            async with both(folders[0], flags) as clients:
-                if "pruned" in parts:
-                    await tell("pruned", pruned(clients, repeats))
-                if "profile" in parts:
-                    await tell("profile", profile(clients))
+        if compared := [part for part in ("pruned", "profile") if part in parts]:
+            with attempt(*compared):
+                async with both(folders[0], flags) as clients:
+                    for part in compared:
+                        await tell(part, pruned(clients, repeats) if part == "pruned" else profile(clients))
         modes = [mode for mode in MODES if mode in parts]
         await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
         if "swap" in parts:

@@ -135,6 +135,9 @@ class _HeadLogprobs(torch.autograd.Function):
         chunk: int,
         recording: bool,
     ) -> Constrained:
+        low, high = (int(end) for end in token_ids.aminmax()) if len(token_ids) else (0, 0)
+        if low < 0 or high >= len(weight):
+            raise IndexError(f"token ids from {low} to {high}, in a vocabulary of {len(weight)}")
         # needs_input_grad ignores the gradient mode, hence `recording`.
         learning = recording and any(ctx.needs_input_grad[:3])
         ctx.size = max(1, math.isqrt(chunk), chunk // len(weight))

@@ -13,8 +13,9 @@ Shapes: N rows, n rows of a part, r rows of a block, k members of S of the spars
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .policy import Constrained, constrain, split_rows
+from .policy import Constrained, constrain
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,8 +43,9 @@ ENTRIES, HIDDEN = 8, 1024
 COLUMNS = 1024
 """Logits that one program turns into gradients, or members of S."""
 TILE, MEMBERS = 2, 16
-"""The backward computes 1/TILE of a chunk's logits at a time, and the list of a part has room for 1/MEMBERS of as many
-members of S: the products with a tile, and the sorted copies of the members, need memory as well."""
+"""The backward computes 1/TILE of a chunk's logits at a time, and adds 1/MEMBERS of as many members of S, the most that
+the list of a part has room for unless the part is a block: the products with a tile, and the sorted copies of the
+members, need memory as well."""
 
 
 class KernelHeadLogprobs(torch.autograd.Function):
@@ -74,41 +76,40 @@ class KernelHeadLogprobs(torch.autograd.Function):
             for start in range(0, max(1, len(hidden)), ctx.part):
                 part = slice(start, min(start + ctx.part, len(hidden)))
                 parts.append(_scan_part(part, hidden, head, bias, rules, found, scratch, room))
-                if len(parts) > 1:  # the device is busy with the last one meanwhile
+                if learning and len(parts) > 1:  # the device is busy with the last one meanwhile
                     parts[-2] = parts[-2].trimmed()
             out = found.read(rules)
         if learning:
             ctx.num_found = [part.num_found for part in parts]
             lists = (values for part in parts for values in (part.column, part.weight))
-            ctx.save_for_backward(hidden, head, bias, *rules, out.inside, *found, *lists)
+            kept = found.number, found.ends, found.peak, found.kept
+            ctx.save_for_backward(hidden, head, bias, *rules, out.inside, *kept, *lists)
         ctx.mark_non_differentiable(*out[1:])
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, head, bias, token_ids, threshold, tau, inside, *saved = ctx.saved_tensors
-        found, lists = _Found(*saved[: len(_Found._fields)]), saved[len(_Found._fields) :]
+        hidden, head, bias, token_ids, threshold, tau, inside, number, ends, peak, kept, *lists = ctx.saved_tensors
         of_weight, of_bias = (
             like.new_empty(like.shape, dtype=dtype) if like is not None and needed else None
             for like, dtype, needed in zip((head, bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
         )
         total = _Gradients(hidden.new_empty(hidden.shape), of_weight, of_bias)
-        columns = _Listed(found.number, found.ends, token_ids, tau, found.kept, inside, upstream.contiguous())
-        fresh, any_dense = True, False
+        columns = _Listed(number, token_ids, tau, kept, inside, upstream.contiguous())
         with _device_of(hidden):
-            parts = split_rows(hidden, total.hidden, *columns, size=ctx.part)
-            for part, num_found, column, weight in zip(parts, ctx.num_found, lists[::2], lists[1::2], strict=True):
-                states, of_states, *own = part
-                num_members, num_dense = num_found()
-                members = column[:num_members], weight[:num_members]
-                _add_sparse(total._replace(hidden=of_states), states, head, _Listed(*own), *members, fresh)
-                fresh, any_dense = False, any_dense or num_dense > 0
-            if any_dense:
+            num_members, num_dense = zip(*(num_found() for num_found in ctx.num_found), strict=True)
+            for parts in _together(num_members, ctx.chunk // MEMBERS):
+                rows = slice(parts.start * ctx.part, parts.stop * ctx.part)
+                own = _Listed(*(each[rows] for each in columns))
+                members = _joined(parts, num_members, ends[rows].split(ctx.part), lists[::2], lists[1::2])
+                into = total._replace(hidden=total.hidden[rows])
+                _add_sparse(into, hidden[rows], head, own, *members, fresh=parts.start == 0)
+            if any(num_dense):
                 slope = upstream[:, None] / tau
-                rows = _Rows(token_ids, threshold, tau, found.peak, slope, slope / found.kept)
-                chosen = (inside & (upstream != 0) & (found.number < 0)).nonzero()[:, 0]
-                _add_dense(total, hidden, head, bias, rows, chosen, ctx.chunk // TILE)
+                dense = (inside & (upstream != 0) & (number < 0)).nonzero()[:, 0]
+                known = _Rows(token_ids, threshold, tau, peak, slope, slope / kept)
+                _add_dense(total, hidden, head, bias, known, dense, ctx.chunk // TILE)
         return *total, *(None,) * 6
 
 
@@ -137,7 +138,6 @@ class _Listed(NamedTuple):
     """What the gradients of the listed members of each row follow from."""
 
     number: Int[Tensor, " n"]
-    ends: Int[Tensor, " n"]
     token_ids: Int[Tensor, "n 1"]
     tau: Float[Tensor, "n 1"]
     kept: Float[Tensor, "n 1"]
@@ -158,7 +158,7 @@ class _Found(NamedTuple):
     """What the scan finds of each row."""
 
     own: Float[Tensor, "N 1"]
-    """Logit of the row's token; NaN if there is no such token."""
+    """Logit of the row's token."""
     peak: Float[Tensor, "N 1"]
     """Largest logit; NaN in a row that is not finite."""
     kept: Float[Tensor, "N 1"]
@@ -273,7 +273,7 @@ def _scan(
         logits, tau, tops, piece_masses, vocab, pieces, PIECES=PIECES, PIECE=PIECE
     )
     _peak_kernel[(rows,)](
-        *(logits, token_ids, tau, tops, piece_masses, found.own, found.peak, found.total, vocab, pieces),
+        *(tops, piece_masses, tau, found.peak, found.total, pieces),
         ALL=triton.next_power_of_2(pieces),
     )
     _count_kernel[(rows * groups,)](
@@ -282,6 +282,7 @@ def _scan(
         GROUP=GROUP,
         num_warps=1,
     )
+    found.own.copy_(logits.gather(1, token_ids))  # refuses a token id outside the vocabulary
     every = triton.next_power_of_2(groups)
     _sums_kernel[(1,)](
         *(counts, masses, found.peak, found.kept, found.size, found.number, found.ends, num_found, rows, groups, room),
@@ -317,21 +318,49 @@ def _fetch(values: Int[Tensor, " n"]) -> Callable[[], list[int]]:
     return wait
 
 
+def _together(counts: Sequence[int], most: int) -> Iterator[range]:
+    """Stretches of parts with at most `most` members, but at least one part: the fewer, the fewer roundings of a
+    gradient in half precision."""
+    start = total = 0
+    for stop, count in enumerate(counts):
+        if stop > start and total + count > most:
+            yield range(start, stop)
+            start, total = stop, 0
+        total += count
+    yield range(start, len(counts))
+
+
+def _joined(
+    parts: range, counts: Sequence[int], ends: Sequence[Tensor], columns: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " k"], Float[Tensor, " k"]]:
+    """The lists of these parts as one: where the members of each row end, and their columns and weights."""
+    if len(parts) == 1:
+        return ends[0], columns[parts[0]][: counts[parts[0]]], weights[parts[0]][: counts[parts[0]]]
+    before = accumulate((counts[part] for part in parts), initial=0)
+    return (
+        torch.cat([end + offset for end, offset in zip(ends, before, strict=False)]),
+        torch.cat([columns[part][: counts[part]] for part in parts]),
+        torch.cat([weights[part][: counts[part]] for part in parts]),
+    )
+
+
 def _add_sparse(
     total: _Gradients,
     hidden: Float[Tensor, "n H"],
     head: Tensor,
     rows: _Listed,
+    ends: Int[Tensor, " n"],
     column: Int[Tensor, " k"],
     weight: Float[Tensor, " k"],
+    *,
     fresh: bool,
 ) -> None:
-    """Adds the gradient of the sparse rows of a part. Writes that of all its hidden states, and that of weight and bias
+    """Adds the gradient of sparse rows. Writes that of all its hidden states, and that of weight and bias
     if it is `fresh`. Nothing here waits for the device."""
-    value, starts = torch.empty_like(weight), torch.empty_like(rows.ends)
+    value, starts = torch.empty_like(weight), torch.empty_like(ends)
     row, key = torch.empty_like(column), torch.empty_like(column)
-    _entries_kernel[(len(hidden),)](column, weight, *rows, value, row, key, starts, len(head), BLOCK=COLUMNS)
-    _gather(value, column, head, total.hidden, starts, rows.ends, True)
+    _entries_kernel[(len(hidden),)](column, weight, ends, *rows, value, row, key, starts, len(head), BLOCK=COLUMNS)
+    _gather(value, column, head, total.hidden, starts, ends, True)
     if total.weight is None and total.bias is None:
         return
     key, order = key.sort(stable=True)
@@ -411,14 +440,9 @@ def _tops_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _peak_kernel(  # type: ignore[no-untyped-def]
-    logits, token_ids, tau, tops, masses, own, peak, total, vocab, pieces, ALL: tl.constexpr
-):
-    """Largest logit of each row, NaN if the row is not finite, the sum of exp((z - largest) / tau) over it, and the
-    logit of its token."""
+def _peak_kernel(tops, masses, tau, peak, total, pieces, ALL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Largest logit of each row, NaN if the row is not finite, and the sum of exp((z - largest) / tau) over it."""
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(token_ids + row)
-    tl.store(own + row, tl.load(logits + row * vocab + token, (token >= 0) & (token < vocab), float("nan")))
     piece = tl.arange(0, ALL)
     top = tl.load(tops + row * pieces + piece, piece < pieces, float("-inf"))
     mass = tl.load(masses + row * pieces + piece, piece < pieces, 0.0)
@@ -536,8 +560,8 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 def _entries_kernel(  # type: ignore[no-untyped-def]
     column,
     weight,
-    number,
     ends,
+    number,
     token_ids,
     tau,
     kept,

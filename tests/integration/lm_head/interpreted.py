@@ -92,6 +92,16 @@ def check_transposed_leaves() -> None:
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
+def check_parts_are_added_together() -> None:
+    """A weight in bfloat16 would round the sum of each part."""
+    case, most = make_case(torch.bfloat16, bias=True), lm_head_cuda.MEMBERS
+    expected = case.gradients(compute(case, 1.0, 2**20))
+    lm_head_cuda.MEMBERS = 1
+    for actual, whole in zip(case.gradients(compute(case, 1.0, 10 * VOCAB)), expected, strict=True):
+        assert torch.equal(actual, whole)
+    lm_head_cuda.MEMBERS = most
+
+
 def check_the_mass_is_at_most_one() -> None:
     case = make_case(torch.float32, bias=True)
     case.log_min_p.fill_(-torch.inf)
@@ -121,6 +131,7 @@ def interpret() -> None:
         compare(precision, share, chunk, bias=bias)
     check_rows_without_a_result()
     check_transposed_leaves()
+    check_parts_are_added_together()
     check_the_mass_is_at_most_one()
     check_the_trial()
 

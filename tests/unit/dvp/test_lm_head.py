@@ -155,6 +155,15 @@ def test_nothing_is_kept_for_a_backward_that_will_not_come(make_case: Callable[.
     assert ours.logprobs.grad_fn is None
 
 
+@pytest.mark.parametrize("token_id", [-100, VOCAB])
+def test_a_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    """On a GPU, PyTorch stops the process."""
+    case = Case.make(torch.float64, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, kernels=False)
+    case.token_ids[3] = token_id
+    with pytest.raises(IndexError, match=rf"{token_id}.* in a vocabulary of {VOCAB}"):
+        case.ours(max_share=SPARSE, chunk=None)
+
+
 def test_no_tokens(make_case: Callable[..., Case]) -> None:
     case = make_case()
     own = head_logprobs(case.hidden[:0], case.weight, case.bias, case.token_ids[:0], log_min_p=-1.0, temperature=1.0)
