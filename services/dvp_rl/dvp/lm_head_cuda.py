@@ -70,7 +70,7 @@ class KernelHeadLogprobs(torch.autograd.Function):
         ctx.chunk, ctx.part = chunk, size * max(1, chunk // MEMBERS // max(1, room) // size)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         rules = _Rules(token_ids.contiguous(), threshold.contiguous(), tau.contiguous())
-        found, parts = _Found.of(rules.tau), list[_Members]()
+        found, parts = _Found.make(rules.tau), list[_Members]()
         with _device_of(hidden):
             scratch = _Scratch.make(min(size, len(hidden)), vocab, hidden, tau)
             for start in range(0, max(1, len(hidden)), ctx.part):
@@ -173,8 +173,8 @@ class _Found(NamedTuple):
     """Where they end in the list of the part."""
 
     @classmethod
-    def of(cls, tau: Tensor) -> _Found:
-        """Not found yet."""
+    def make(cls, tau: Tensor) -> _Found:
+        """Memory for it."""
         sums = (torch.empty_like(tau) for _ in range(4))
         return cls(*sums, *(torch.empty(len(tau), dtype=torch.int32, device=tau.device) for _ in range(3)))
 
@@ -269,20 +269,17 @@ def _scan(
     (rows, vocab), (token_ids, threshold, tau) = logits.shape, rules
     _, tops, piece_masses, counts, masses = scratch
     (_, pieces), (_, groups) = tops.shape, counts.shape
+    found.own.copy_(logits.gather(1, token_ids))  # refuses a token id outside the vocabulary
     _tops_kernel[(rows, triton.cdiv(pieces, PIECES))](
         logits, tau, tops, piece_masses, vocab, pieces, PIECES=PIECES, PIECE=PIECE
     )
-    _peak_kernel[(rows,)](
-        *(tops, piece_masses, tau, found.peak, found.total, pieces),
-        ALL=triton.next_power_of_2(pieces),
-    )
+    _peak_kernel[(rows,)](tops, piece_masses, tau, found.peak, found.total, pieces, ALL=triton.next_power_of_2(pieces))
     _count_kernel[(rows * groups,)](
         *(logits, threshold, tau, found.peak, tops, counts, masses, vocab, pieces, groups),
         PIECE=PIECE,
         GROUP=GROUP,
         num_warps=1,
     )
-    found.own.copy_(logits.gather(1, token_ids))  # refuses a token id outside the vocabulary
     every = triton.next_power_of_2(groups)
     _sums_kernel[(1,)](
         *(counts, masses, found.peak, found.kept, found.size, found.number, found.ends, num_found, rows, groups, room),
@@ -355,8 +352,8 @@ def _add_sparse(
     *,
     fresh: bool,
 ) -> None:
-    """Adds the gradient of sparse rows. Writes that of all its hidden states, and that of weight and bias
-    if it is `fresh`. Nothing here waits for the device."""
+    """Adds the gradient of sparse rows: writes that of the hidden states of all rows given, and that of weight and bias
+    if `fresh`. Nothing here waits for the device."""
     value, starts = torch.empty_like(weight), torch.empty_like(ends)
     row, key = torch.empty_like(column), torch.empty_like(column)
     _entries_kernel[(len(hidden),)](column, weight, ends, *rows, value, row, key, starts, len(head), BLOCK=COLUMNS)
@@ -381,10 +378,7 @@ def _gather(
     width = source.shape[1]
     piece = min(HIDDEN, triton.next_power_of_2(width))
     _gather_kernel[(len(into), triton.cdiv(width, piece))](
-        *(value, index, source.contiguous(), into, starts, ends, width),
-        ENTRIES=ENTRIES,
-        HIDDEN=piece,
-        FRESH=fresh,
+        *(value, index, source.contiguous(), into, starts, ends, width), ENTRIES=ENTRIES, HIDDEN=piece, FRESH=fresh
     )
 
 
