@@ -316,8 +316,8 @@ def _fetch(values: Int[Tensor, " n"]) -> Callable[[], list[int]]:
 
 
 def _together(counts: Sequence[int], most: int) -> Iterator[range]:
-    """Stretches of parts with at most `most` members, but at least one part: the fewer, the fewer roundings of a
-    gradient in half precision."""
+    """Stretches of parts with at most `most` members, but at least one part. Each stretch rounds a gradient in half
+    precision once."""
     start = total = 0
     for stop, count in enumerate(counts):
         if stop > start and total + count > most:
