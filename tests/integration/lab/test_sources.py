@@ -74,6 +74,7 @@ def test_signature_of_several_engines(subject: Subject, tmp_path: Path) -> None:
     tables = json.loads((tmp_path / "signature.json").read_text())["tables"]
     assert [row[0] for row in tables[0]["rows"]] == HERE[-2:]
     assert [row[-1] for row in tables[0]["rows"]] == [0, 0], "tokens beyond the exact range"
+    assert "transformers-fp8-kv: a token's probability is off by" in study.conclusion[1], "the control is no engine"
 
 
 def test_overlap_of_several_engines(subject: Subject) -> None:
@@ -84,6 +85,8 @@ def test_overlap_of_several_engines(subject: Subject) -> None:
     assert [what for what in said if "," not in what] == [Engine.BF16, Engine.FP8_KV]
     assert [row[0] for row in study.tables[0].rows] == [rule.label for rule in RULES]
     assert study.findings[0].holds
+    assert "rho = e⁻¹³" in study.conclusion[1]
+    assert "rho = e⁻²" in study.conclusion[2]
 
 
 def test_the_cpu_named_is_the_default(subject: Subject, tmp_path: Path) -> None:
@@ -138,7 +141,9 @@ def test_rho_of_an_engine(subject: Subject) -> None:
     assert len(rows) == len(FIXED) + len(MATCHED) * len(SLOPES)
     pruned = [rows[rule.label][1] for rule in FIXED]
     assert pruned == sorted(pruned, reverse=True)
-    assert "Proposed: rho = e^-" in study.findings[0].statement
+    assert "Proposed: rho = e⁻" in study.findings[0].statement
+    assert study.conclusion
+    assert not any("another model" in words for words in (study.abstract, *study.notes)), "nothing was trained"
 
 
 @pytest.mark.slow

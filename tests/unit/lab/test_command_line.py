@@ -10,9 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from dvp_lab.__main__ import app, available
+from dvp_lab.budget import Budget
 from dvp_lab.engines import Engine
+from dvp_lab.study import Study
 from dvp_lab.training import Run
 from dvp_rl.contract.errors import ConfigError
+from tests.unit.lab.test_page import STUDY
+
+MINE = ["--model", "deploy/demo/model", "--prompts", "deploy/demo/heldout.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,25 @@ def test_what_a_shell_exports_for_the_trainer_does_not_reach_an_experiment(
     settings = Run(tmp_path, seed=0, steps=1, length=2, lr=1e-3).settings()
     assert settings.optimizer.lr == 1e-3
     assert "DVP_TRAIN__OPTIMIZER__LR" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [([], 40), (["--steps", "7"], 7), (MINE, None), ([*MINE, "--steps", "7"], 7)]
+)
+def test_the_labs_own_model_is_trained_for_a_model_of_ones_own_only_if_asked(
+    given: list[str], steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[Budget | None] = []
+
+    def rho(subject: object, engine: object, tokens: int, seed: int, budget: Budget | None, tell: object) -> Study:
+        budgets.append(budget)
+        return STUDY
+
+    monkeypatch.setattr("dvp_lab.rho.rho", rho)
+    monkeypatch.setattr("dvp_lab.__main__._subject", lambda *_: None)
+    said = CliRunner().invoke(app, ["rho", *given, "--out", str(tmp_path)], catch_exceptions=False).output
+    assert [budget and budget.steps for budget in budgets] == [steps]
+    assert said.startswith("It follows.\nholds  it holds"), "the conclusion comes first"
 
 
 def test_an_engine_that_is_none_is_refused() -> None:

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dvp_lab.__main__ import app
+from dvp_lab.mismatch import Estimate
 from dvp_lab.page import text, write_page
-from dvp_lab.study import Chart, Finding, Series, Study, Table
+from dvp_lab.study import Chart, Finding, Series, Study, Table, percent, short
 from tests.kit.processes import ROOT
 
 RESULTS = ROOT / "trainer" / "lab" / "results"
@@ -17,7 +20,7 @@ STUDY = Study(
     name="example",
     title="A & B",
     abstract="What <b>was</b> asked.",
-    settings={"seed": 0, "prompts": 12_345},
+    settings={"seed": 0, "prompts": 12_345, "map": [1, 2, 3]},
     findings=(
         Finding("it holds", True, "1 of 1"),
         Finding("it fails", False, "0 of 1"),
@@ -40,6 +43,7 @@ STUDY = Study(
     ),
     tables=(Table("rows", "of every kind", ("name", "value"), (("third", 1 / 3), ("none", None), ("nan", math.nan))),),
     notes=("Nothing else.",),
+    conclusion=("It follows.",),
 )
 
 
@@ -59,7 +63,7 @@ def test_json_png_and_page_say_the_same(tmp_path: Path) -> None:
     assert "<b>was</b>" not in page
     assert page.count("<svg") == len(STUDY.charts)
     assert "var(--s5)" in page, "the colour that the second series asks for"
-    for words in ("does not hold", "12,345", "Nothing else.", "0.333"):
+    for words in ("Does not hold.", "12,345", "Nothing else.", "0.333", "It follows.", "3 entries"):
         assert words in page
 
 
@@ -68,8 +72,57 @@ def test_the_stored_results_are_what_a_study_saves(file: Path, tmp_path: Path) -
     assert Study.load(file).save(tmp_path).read_bytes() == file.read_bytes()
 
 
-def test_cells() -> None:
-    assert [text(value) for value in (None, math.nan, True, False, 1234, 0.00012345, "as it is")] == [
-        *("–", "–", "yes", "no"),
-        *("1,234", "0.000123", "as it is"),
+def test_a_line_without_a_label_is_not_in_the_legend(tmp_path: Path) -> None:
+    chart = Chart("c", "dashed: predicted", "x", "y", (Series("seen", (0.0,), (1.0,)), Series("", (0.0,), (2.0,))))
+    page = write_page(replace(STUDY, charts=(chart,)), tmp_path).read_text(encoding="utf-8")
+    assert page.count('<span><i class="') == 1
+
+
+def test_a_table_without_rows_and_a_study_of_an_earlier_version_are_drawn(tmp_path: Path) -> None:
+    file = replace(STUDY, tables=(Table("rows", "none", ("name", "value"), ()),)).save(tmp_path)
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    del numbers["conclusion"]
+    file.write_text(json.dumps(numbers), encoding="utf-8")
+    page = write_page(Study.load(file), tmp_path).read_text(encoding="utf-8")
+    assert '<div class="conclusion">' not in page
+
+
+def test_a_column_of_numbers_is_aligned_to_the_right(tmp_path: Path) -> None:
+    rows = (("a", 1.5, "1 ± 0.1", "yes", None), ("b", None, "2 of 5", "no", "x"))
+    page = write_page(replace(STUDY, tables=(Table("t", "c", tuple("vwxyz"), rows),)), tmp_path).read_text("utf-8")
+    assert re.findall(r'<th scope="col"( class="number")?>([v-z])<', page) == [
+        *(("", "v"), (' class="number"', "w"), (' class="number"', "x"), ("", "y"), ("", "z")),
     ]
+
+
+def test_cells() -> None:
+    assert [text(value) for value in (None, math.nan, True, False, 1234, [1, 2], "as it is")] == [
+        *("–", "–", "yes", "no"),
+        *("1,234", "2 entries, in the JSON file", "as it is"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        *(
+            (0.0, "0"),
+            (-0.0, "0"),
+            (7.0, "7"),
+            (1019.6, "1,020"),
+            (999.6, "1,000"),
+            (-29.84, "-29.8"),
+            (0.001, "0.001"),
+        ),
+        *((0.0696, "0.0696"), (0.00099999, "0.001"), (6.58e-5, "6.58e-5"), (2e-5, "2e-5"), (1e6, "1e6")),
+        *((math.nan, "–"), (math.inf, "–")),
+    ],
+)
+def test_a_number_is_short(value: float, words: str) -> None:
+    assert short(value) == words
+
+
+def test_an_estimate_and_its_error_are_written_alike() -> None:
+    found = [Estimate(29.84, 1.04), Estimate(-0.00814, 9e-4), Estimate(1.27e-4, 3e-4), Estimate(1e-5, 0.002)]
+    assert list(map(str, found)) == ["29.8 ± 1", "-0.00814 ± 0.0009", "1.27e-4 ± 3e-4", "0.00001 ± 0.002"]
+    assert percent(0.35857) == "35.9\N{NO-BREAK SPACE}%"

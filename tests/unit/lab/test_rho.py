@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from dvp_lab.mismatch import Estimate
-from dvp_lab.rho import Row, matching, propose
+from dvp_lab.rho import NOTICEABLE, Merits, conclusion, matching, proposal, propose
 from dvp_lab.rules import NOTHING_PRUNED, Rule
-from dvp_lab.sets import Outcome, Sets, sets_of
+from dvp_lab.sets import sets_of
+from dvp_lab.study import percent
 from tests.unit.lab.test_sets import sampled
 
 
@@ -21,21 +21,39 @@ def test_a_rule_by_entropy_prunes_as_much_as_the_fixed_one(slope: float) -> None
     assert 1 - masses[1] == pytest.approx(1 - masses[0], rel=0.1)
 
 
-def row(log_min_p: float, *, bias: float, veto: float, removed: float, matched: Rule | None = None) -> Row:
-    one = torch.ones(1, 1, dtype=torch.float64)
-    others = {name: one for name in Sets.__dataclass_fields__ if name not in ("mask", "kl", "kl_full")}
-    sets = Sets(mask=one.bool(), kl=one * (1 - removed), kl_full=one, **others)
-    exact = {name: Estimate(value, 0.0) for name, value in (("veto", veto), ("pruned", bias))}
-    outcome = Outcome(veto_outside=Estimate(0, 0), mis=Estimate(0, 0), kept_weight=Estimate(1, 0), worst=1.0, **exact)
-    return Row(Rule(log_min_p, 0.5 if matched else 0.0), matched, sets, outcome)
+def merits(rule: str, *, bias: float, veto: float, removed: float) -> Merits:
+    return Merits(rule, removed, Estimate(bias, 0.0), veto, mis=0.0, kept_weight=1.0)
+
+
+BIASED = merits("e⁻²", bias=1.5, veto=0.0, removed=0.9)
+VETOED = merits("e⁻³", bias=0.01, veto=0.2, removed=0.8)
+GOOD = merits("e⁻⁶", bias=0.04, veto=0.01, removed=0.3)
+SAFE = merits("e⁻¹³", bias=0.001, veto=0.0, removed=0.1)
 
 
 def test_the_proposal_removes_most_within_its_limits() -> None:
-    biased = row(-2.0, bias=0.5, veto=0.0, removed=0.9)
-    vetoed = row(-3.0, bias=0.01, veto=0.2, removed=0.8)
-    adaptive = row(-4.0, bias=0.01, veto=0.0, removed=0.7, matched=Rule(-5.0))
-    good = row(-6.0, bias=0.04, veto=0.01, removed=0.3)
-    safe = row(-13.0, bias=0.001, veto=0.0, removed=0.1)
-    assert propose([biased, vetoed, adaptive, good, safe]) is good
-    assert propose([biased, vetoed, safe]) is safe
-    assert propose([biased, vetoed]) is vetoed, "the smallest bound where all cost too much"
+    assert propose([BIASED, VETOED, GOOD, SAFE]) is GOOD
+    assert propose([BIASED, VETOED, SAFE]) is SAFE
+    assert propose([BIASED, VETOED]) is VETOED, "the smallest bound where all cost too much"
+
+
+@pytest.mark.parametrize(
+    ("removed", "amount"), [(0.6, "most of it"), (0.3, "a part of it"), (0.016, "little"), (1e-4, "next to nothing")]
+)
+def test_what_is_removed_is_called_what_it_is(removed: float, amount: str) -> None:
+    best = SAFE._replace(removed=removed)
+    said = " ".join(conclusion([best, VETOED]))
+    assert f"It removes {percent(removed)} of the mismatch between engine and trainer, which is {amount}." in said
+    assert "rho = e⁻³ removes the most, 80\N{NO-BREAK SPACE}%." in said
+    assert ("no fixed rule with" in proposal([best, VETOED]).statement) is (removed < NOTICEABLE)
+
+
+def test_a_cost_beyond_the_rewards_range_is_no_figure() -> None:
+    (*_, last) = conclusion([BIASED, SAFE])
+    assert "by up to its whole range, and 0\N{NO-BREAK SPACE}% of the sequences are thrown away" in last
+    assert len(conclusion([GOOD, SAFE])) == 2, "the proposal itself removes the most"
+
+
+def test_where_every_rule_costs_too_much_nobody_claims_that_one_is_within_the_limits() -> None:
+    assert conclusion([BIASED, VETOED])[0].startswith("No rho is within the limits")
+    assert "no fixed rule has a bias bound up to 0.05" in proposal([BIASED, VETOED]).statement

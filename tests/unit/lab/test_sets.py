@@ -100,4 +100,5 @@ def test_a_rule_by_entropy_prunes_less_where_the_model_is_unsure() -> None:
     assert isinstance(limits, torch.Tensor)
     assert limits[1] < limits[0] < -2.0
     assert (Rule(-2.0, -10.0)(logits) <= 0).all()  # type: ignore[operator]
-    assert [rule.label for rule in (Rule(-3.0), Rule(-2.0, 0.5), NOTHING_PRUNED)] == ["e^-3", "e^(-2 − 0.5 H)", "0"]
+    assert [rule.nats for rule in (Rule(-3.0), NOTHING_PRUNED)] == ["3", "∞"]
+    assert [rule.label for rule in (Rule(-3.0), Rule(-2.0, 0.5), NOTHING_PRUNED)] == ["e⁻³", "exp(−2 − 0.5 H)", "0"]

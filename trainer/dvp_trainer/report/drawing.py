@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-NUM_SERIES = 6
+NUM_SERIES = 8
 PLACEHOLDERS = {f"#00000{i}": f"var(--s{i})" for i in range(1, NUM_SERIES + 1)} | {
-    "#000008": "var(--muted)",
-    "#000009": "var(--line)",
+    "#000010": "var(--muted)",
+    "#000011": "var(--line)",
 }
-MUTED, LINE = "#000008", "#000009"
+MUTED, LINE = "#000010", "#000011"
 
 
 def variable(series: int) -> str:
@@ -63,7 +63,7 @@ def _inline(text: str, label: str) -> str:
 def dress(axes: Any, *, muted: str = MUTED, line: str = LINE) -> None:
     """Styles the axes: base line, horizontal grid, no frame."""
     axes.yaxis.get_offset_text().set_color(muted)
-    axes.tick_params(color=line, labelcolor=muted, length=3)
+    axes.tick_params(which="both", color=line, labelcolor=muted, length=3)
     axes.grid(axis="y", color=line, lw=0.7)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():

@@ -41,6 +41,8 @@ class Curve(NamedTuple):
 @dataclass(frozen=True)
 class Panel:
     title: str
+    unit: str
+    """Label of the vertical axis."""
     caption: str
     curves: tuple[Curve, ...]
     kind: Kind = Kind.LINES
@@ -51,12 +53,14 @@ class Panel:
 PANELS = (
     Panel(
         "Reward",
+        "reward",
         "Thin: mean over the batch. Bold: its moving average. Held-out prompts are never trained on.",
         (Curve("reward/mean", "training"), Curve("heldout/score", "held-out")),
         from_zero=False,
     ),
     Panel(
         "Mismatch: KL(infer ‖ train) per token",
+        "nats per token",
         "Two estimates over tokens inside the safe set, before anything is rejected, and the first estimate for the "
         "policies without pruning, over the same tokens.",
         (
@@ -68,6 +72,7 @@ PANELS = (
     ),
     Panel(
         "Skew: mean of −(r − 1) A",
+        "mean of −(r − 1) A",
         "Mismatch that depends on the advantage's sign, which no KL estimate detects. Zero for pure noise.",
         (
             Curve("mismatch/skew", "all tokens"),
@@ -78,6 +83,7 @@ PANELS = (
     ),
     Panel(
         "Sequences rejected",
+        "share of sequences",
         "Share of the batch, by reason: sampled token outside the trainer's safe set, ratio below the veto, not a "
         "number, importance weight above its bound.",
         (
@@ -89,12 +95,14 @@ PANELS = (
     ),
     Panel(
         "Kept weight",
+        "weight per sequence",
         "Mean importance weight per sequence after veto and MIS: the share of the trainer's own distribution that is "
         "learned from. The prediction uses KL and length. Values near 1 are healthy, 1/2 is not.",
         (Curve("mis/kept_weight", "measured"), Curve("mis/predicted_kept_weight_upper", "predicted", dashed=True)),
     ),
     Panel(
         "Kept mass",
+        "probability",
         "Probability of the safe set under the full softmax: mean and smallest over all positions of the batch.",
         (
             Curve("kept/mass_mean_train", "trainer, mean"),
@@ -106,11 +114,13 @@ PANELS = (
     ),
     Panel(
         "Positions pruned",
+        "share of positions",
         "Share of positions at which min-p removes at least a thousandth of the probability.",
         (Curve("pruned/share", "share"),),
     ),
     Panel(
         "Log-probs with and without pruning",
+        "nats per token",
         "Mean over the sampled tokens inside both safe sets. The gap between a side's two curves is the effect of "
         "pruning; the gap between the sides is the mismatch.",
         (
@@ -123,22 +133,26 @@ PANELS = (
     ),
     Panel(
         "Bounds on the bias",
+        "reward",
         "Bounds on how far pruning can move the expected reward: (max R − min R) E[Σ (1 − Z)], and "
         "R_max T (1 − Z_min) from Prop. 5.5.",
         (Curve("bias/bound_measured", "measured"), Curve("bias/bound", "Prop. 5.5", dashed=True)),
     ),
     Panel(
         "Staleness",
+        "batches",
         "Batches that changed the weights between drawing a sample's oldest token and training on it.",
         (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", dashed=True)),
     ),
     Panel(
         "Throughput",
+        "samples per second",
         "Samples trained per second of wall clock.",
         (Curve("throughput/samples_per_second", "samples/s"),),
     ),
     Panel(
         "Trainer time",
+        "seconds per step",
         "Seconds per step. The trainer waits for samples and their rewards.",
         (
             Curve("time/wait_s", "wait"),
@@ -150,11 +164,13 @@ PANELS = (
     ),
     Panel(
         "Time outside the trainer",
+        "seconds",
         "Seconds that a replica takes per group, and seconds of all reward workers per batch.",
         (Curve("time/generate_s", "generate a group"), Curve("time/reward_s", "reward a batch")),
     ),
     Panel(
         "Idle",
+        "share of the time",
         "Share of the time in which each side is idle; averages for replicas and reward workers.",
         tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish", "swap")),
     ),
@@ -287,7 +303,7 @@ def _draw(panel: Panel, lines: Sequence[Line]) -> str:
         else:
             for line in lines:
                 _draw_line(axes, line)
-        _dress(axes, panel.from_zero)
+        _dress(axes, panel)
 
     return svg(panel.title, draw)
 
@@ -322,20 +338,21 @@ def _draw_stacked(axes: Any, lines: Sequence[Line]) -> None:
         bottom = bottom + layer
 
 
-def _dress(axes: Any, from_zero: bool) -> None:
+def _dress(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=False)
     axes.set_xlabel("step", color=MUTED)
+    axes.set_ylabel(panel.unit, color=MUTED)
     dress(axes)
     if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:  # a single step: no ticks at fractions
         axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x0 + 1)
     low, high = axes.get_ylim()
     if high - low < 1e-9:  # a flat line: no axis offset of 1e-12
         axes.set_ylim(low - 0.5, high + 0.5)
-    if from_zero:
+    if panel.from_zero:
         axes.set_ylim(bottom=0)
 
 

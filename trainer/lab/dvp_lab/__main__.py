@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dvp_rl.contract.errors import ConfigError
@@ -138,7 +139,14 @@ def rho_command(
     engine: Annotated[Engine, typer.Option(help="A transformers engine.")] = Engine.FP8_WEIGHTS,
     sequences: Sequences = 96,
     tokens: Tokens = 96,
-    steps: Annotated[int, typer.Option(min=0, help="Training steps under each rule; 0 skips the training.")] = 40,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Training steps of the lab's own small model under each rule; 0 trains nothing. Default: 40, with "
+            "--model 0.",
+        ),
+    ] = None,
     jobs: Jobs = CPUS,
     work: Annotated[Path, typer.Option(help="Folder of the runs; runs found there are not repeated.")] = RHO_RUNS,
     seed: Seed = 0,
@@ -152,6 +160,8 @@ def rho_command(
     if engine.is_sglang:
         raise ConfigError(f"--engine {engine}: SGLang returns no logits under pruning; choose a transformers engine")
     _usable("cpu", [engine])
+    if steps is None:
+        steps = Budget.steps if model is None else 0
     with progress() as tell:
         budget = Budget(work, steps, jobs=jobs) if steps else None
         study = rho(_subject(model, prompts, sequences, seed, tell), engine, tokens, seed, budget, tell)
@@ -231,9 +241,12 @@ def _subject(model: Path | None, prompts: Path | None, count: int, seed: int, te
 
 def _write(study: Study, folder: Path) -> None:
     study = Study.load(study.save(folder))
+    for sentence in study.conclusion:
+        Console().print(f"[bold]{escape(sentence)}[/]", highlight=False, soft_wrap=True)
     for finding in study.findings:
-        verdict = {True: "[green]holds[/]", False: "[red]does not hold[/]", None: "figure"}[finding.holds]
-        Console().print(f"{verdict}  {finding.statement}  [bold]{finding.figures}[/]", highlight=False, soft_wrap=True)
+        verdict = {True: "[green]holds[/]  ", False: "[red]does not hold[/]  ", None: ""}[finding.holds]
+        line = f"{verdict}{escape(finding.statement)}  [bold]{escape(finding.figures)}[/]"
+        Console().print(line, highlight=False, soft_wrap=True)
     Console().print(f"written: {write_page(study, folder)}", highlight=False, soft_wrap=True)
 
 

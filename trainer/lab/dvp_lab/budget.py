@@ -28,6 +28,7 @@ TEACHING_STEPS = 400
 LENGTH, RATE = 32, 1e-3
 WINDOW = 10
 """Number of final steps whose mean reward counts."""
+TRAINING = "training the lab's small model under every rule"
 MISMATCH = Mismatch(weights=Format.FP8, kv=Format.FP8)
 
 
@@ -83,10 +84,10 @@ def rewards(rules: Sequence[Rule], budget: Budget, progress: Progress) -> dict[R
     ends = dict[str, float]()
     # spawn, not fork: PyTorch's threads do not survive a fork.
     with ProcessPoolExecutor(budget.jobs, mp_context=get_context("spawn")) as pool:
-        progress(0, len(runs), "training under every rule")
+        progress(0, len(runs), TRAINING)
         for name, outcome in run_cells(runs, budget.folder, pool):
             ends[name] = outcome.mean("reward/mean", budget.steps - WINDOW)
-            progress(len(ends), len(runs), "training under every rule")
+            progress(len(ends), len(runs), TRAINING)
     found = {}
     for number, rule in enumerate(rules):
         own = torch.tensor([ends[f"rule-{number}-seed-{seed}"] for seed in budget.seeds], dtype=torch.float64)

@@ -34,7 +34,8 @@ from dvp_rl.dvp.options import Mode
 from . import chain
 from .cells import Outcome, run_cells
 from .precision import Format
-from .study import Chart, Finding, Series, Study, Table
+from .rules import Rule
+from .study import Chart, Finding, Series, Study, Table, short
 from .training import NOTHING_PRUNED, Mismatch, Run
 
 LOG_MIN_P = -4.0
@@ -44,6 +45,7 @@ WARMUP_STEPS = 30
 samples of a stale sampler are dropped and the rest mislead: in the pilot, DVP + MIS then collapsed as well."""
 WINDOW = 20
 COLLAPSED = 0.5
+SHARE = "reward, without mismatch = 1"
 GOAL_SHARE = 0.8
 AVERAGED = ("mismatch/kl", "veto/total", "mis/fraction", "mis/kept_weight", "kept/mass_mean_infer", "grad/norm")
 
@@ -277,7 +279,7 @@ def _study(
             "steps": plan.steps,
             "of these, the learning rate rises over": WARMUP_STEPS,
             "sequences per step": f"{Run.groups} prompts x {Run.n}",
-            "rho": f"e^{LOG_MIN_P:g} (not e^-13, which would prune nothing of {chain.VOCAB} tokens)",
+            "rho": f"{Rule(LOG_MIN_P).label} (not e⁻¹³, which would prune nothing of {chain.VOCAB} tokens)",
             "seed of the map": plan.map_seed,
             "seeds of the candidates": ", ".join(map(str, plan.screen_seeds)),
             "seeds of the table": ", ".join(map(str, plan.seeds)),
@@ -316,6 +318,25 @@ def _study(
             "Where arms prune, samples come from a pruned policy: their reward starts higher.",
             "Criterion and cells were chosen on known runs; trainer/lab/README.md tells the history.",
         ),
+        conclusion=conclusion(
+            seeds, collapsed, {label: fmean(fate.last for fate in found) for label, found in fates.items()}
+        ),
+    )
+
+
+def conclusion(seeds: int, collapsed: Mapping[str, int], last: Mapping[str, float]) -> tuple[str, ...]:
+    """Sentences on the table: in how many of the seeds an arm collapsed, and the mean reward that it ended with."""
+    rollout_only = PRUNED[0].label
+
+    def fate(label: str) -> str:
+        return f"{collapsed[label]} of {seeds} runs collapsed, mean reward at the end {short(last[label])}"
+
+    return (
+        f"Training that ignores this mismatch (naive): {fate(NAIVE.label)}; without the mismatch it is "
+        f"{short(last[NO_MISMATCH.label])}.",
+        f"Pruning on both sides, with token veto and masked importance sampling (DVP + MIS): {fate(DVP_MIS.label)}.",
+        f"Pruning in the engine alone ({rollout_only}): {fate(rollout_only)}.",
+        "The mismatch is deliberate and the model is small: this shows what can happen, not how often it does.",
     )
 
 
@@ -392,19 +413,18 @@ def _candidates_table(screened: list[list[Pair]]) -> Table:
 
 
 def _map_chart(pairs: list[Pair]) -> Chart:
-    x = tuple(float(i) for i in range(len(pairs)))
+    x = tuple(float(i) for i, _ in enumerate(pairs, start=1))
     sides = dict(zip((arm.label for arm in MAPPED), zip(*(pair[1:] for pair in pairs), strict=True), strict=True))
     controls = sides[NO_MISMATCH.label]
     return Chart(
-        title="Map: final reward, as a share of that without mismatch",
+        title="Map: final reward",
         caption=f"A run below {COLLAPSED:g} and below its start has collapsed. One seed; cells as in the map's table.",
         x_label="cell",
-        y_label="share",
+        y_label=SHARE,
         series=(
             *(Series(label, x, tuple(map(Fate.share, fates, controls)), style="o") for label, fates in sides.items()),
             Series("collapse", (x[0], x[-1]), (COLLAPSED, COLLAPSED), style="--"),
         ),
-        ticks=tuple(str(i + 1) for i in range(len(pairs))),
     )
 
 
@@ -412,10 +432,10 @@ def _seeds_chart(fates: dict[str, list[Fate]]) -> Chart:
     x = tuple(float(i) for i, found in enumerate(fates.values()) for _ in found)
     shares = tuple(share for found in fates.values() for share in map(Fate.share, found, fates[NO_MISMATCH.label]))
     return Chart(
-        title="Table: final reward, as a share of that without mismatch",
+        title="Table: final reward",
         caption=f"One point per seed. A run below {COLLAPSED:g} and below its start has collapsed.",
         x_label="",
-        y_label="share",
+        y_label=SHARE,
         series=(
             Series("one seed", x, shares, style="o"),
             Series("collapse", (0.0, len(fates) - 1.0), (COLLAPSED, COLLAPSED), style="--"),
@@ -441,7 +461,7 @@ def _courses(by_arm: dict[str, list[Outcome]]) -> tuple[Chart, ...]:
     return (
         chart("Reward, nothing pruned", "mean reward", "reward/mean", (NAIVE, *UNPRUNED, NO_MISMATCH)),
         chart("Reward, pruned", "mean reward", "reward/mean", (NAIVE, *PRUNED)),
-        chart("Mismatch", "|KL(infer || train)| per token", "mismatch/kl", (NAIVE, *PRUNED), log=True),
+        chart("Mismatch", "|KL| per token (nats)", "mismatch/kl", (NAIVE, *PRUNED), log=True),
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .sources import Trace
+from .study import LEAST, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +50,8 @@ class Estimate(NamedTuple):
         return self.value + self.error
 
     def __str__(self) -> str:
-        return f"{self.value:.2e} ± {self.error:.0e}"
+        least = LEAST if max(abs(self.value), self.error) < LEAST else 0.0
+        return f"{short(self.value, least=least)} ± {short(self.error, 1, least)}"
 
 
 class BucketSums(NamedTuple):

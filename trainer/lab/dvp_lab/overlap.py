@@ -11,10 +11,10 @@ import torch
 
 from .engines import Engine
 from .mismatch import SIGMAS, Estimate
-from .rules import NOTHING_PRUNED, Rule
+from .rules import AXIS, NOTHING_PRUNED, Rule
 from .sets import Outcome, Seen, Sets, joined, seen_of, sets_of
 from .sources import CPU, Source, Trainer, device_setting, opened, traces
-from .study import Chart, Finding, Series, Study, Table
+from .study import Chart, Finding, Series, Study, Table, percent, short
 from .subject import Progress, Subject
 
 RULES = tuple(Rule(-float(nats)) for nats in (2, 3, 4, 6, 8, 10, 13))
@@ -41,6 +41,16 @@ class Row(NamedTuple):
         expected, n = self.sets.vetoed("outside"), self.num_sequences
         allowed = SIGMAS * math.sqrt(expected * (1 - expected) / n) + 1 / n
         return abs(self.outcome.veto_outside.value - expected) <= allowed
+
+
+class Cost(NamedTuple):
+    """What the tokens outside cost at one rho."""
+
+    rule: str
+    outside: float
+    """Probability per token."""
+    vetoed: float
+    """Expected share of sequences."""
 
 
 def overlap(
@@ -104,6 +114,34 @@ def describe(found: Mapping[Engine, Sequence[Row]], settings: dict[str, object])
             "Logits in bf16 often lie exactly on a threshold that is a multiple of their spacing, as most thresholds "
             "here are. The engine keeps them all, so that more is outside than predicted.",
         ),
+        conclusion=conclusion(
+            {
+                engine: [
+                    Cost(row.rule.label, row.sets.mean("outside").value, row.sets.vetoed("outside")) for row in rows
+                ]
+                for engine, rows in found.items()
+            }
+        ),
+    )
+
+
+def conclusion(found: Mapping[Engine, Sequence[Cost]]) -> tuple[str, ...]:
+    """Sentences on the engine with the most tokens outside, at the smallest rho and at the largest."""
+
+    def worst(place: int) -> str:
+        costs = {engine: own[place] for engine, own in found.items()}
+        engine = max(costs, key=lambda each: costs[each].outside)
+        rule, outside, vetoed = costs[engine]
+        often = f"one token in {1 / outside:,.0f} is such a token" if outside else "no token is"
+        others = ", the worst of these engines" if len(found) > 1 else ""
+        return f"rho = {rule}: with {engine}{others}, {often}, and {percent(vetoed)} of the sequences are thrown away."
+
+    return (
+        "The engine and the trainer each prune by their own numbers, so that they do not keep quite the same tokens. A "
+        "sequence with a token that the engine kept and the trainer did not is thrown away.",
+        worst(-1),
+        worst(0),
+        "The command dvp-lab rho weighs this cost against the mismatch that pruning removes.",
     )
 
 
@@ -118,8 +156,8 @@ def _findings(found: Mapping[Engine, Sequence[Row]]) -> Iterator[Finding]:
             yield Finding(
                 f"{engine} at rho = {row.rule.label}: overlap, P(outside) per token, and sequences vetoed for it.",
                 None,
-                f"{row.sets.mean('overlap').value:.5f}; {row.sets.mean('outside').value:.1e}; expected "
-                f"{row.sets.vetoed('outside'):.1%}, seen {row.outcome.veto_outside.value:.1%}",
+                f"{row.sets.mean('overlap').value:.5f}; {short(row.sets.mean('outside').value, 2)}; expected "
+                f"{percent(row.sets.vetoed('outside'))}, seen {percent(row.outcome.veto_outside.value)}",
             )
 
 
@@ -177,56 +215,56 @@ def _percent(share: Estimate) -> str:
 
 def _by_rho(found: Mapping[Engine, Sequence[Row]]) -> Iterator[Chart]:
     def lines(
-        *kinds: tuple[str, str, Callable[[Row], float | Estimate]],
+        *kinds: tuple[str, Callable[[Row], float | Estimate]],
     ) -> tuple[Series, ...]:
         return tuple(
-            _series(f"{engine}{label}", rows, value, style, colour)
+            _series(engine if place == 0 else "", rows, value, style, colour)
             for colour, (engine, rows) in enumerate(found.items())
-            for label, style, value in kinds
+            for place, (style, value) in enumerate(kinds)
         )
 
-    ticks = tuple(rule.label for rule in RULES)
+    ticks = tuple(rule.nats for rule in RULES)
     yield Chart(
         "Tokens outside",
         "P(sampled not in V_S), exact; dashed: 0.56 s x mass per nat at the threshold.",
-        "rho",
-        "per token",
+        AXIS,
+        "probability per token",
         lines(
-            ("", "o-", lambda row: row.sets.mean("outside")),
-            (", predicted", "--", lambda row: row.sets.mean("outside_predicted").value),
+            ("o-", lambda row: row.sets.mean("outside")),
+            ("--", lambda row: row.sets.mean("outside_predicted").value),
         ),
         ticks,
         y_log=True,
     )
     yield Chart(
         "Sequences vetoed",
-        "Share with a token outside: seen, with its interval; line: expected from exact sums; dashed: predicted.",
-        "rho",
-        "share",
+        "Share with a token outside. Line: expected from exact sums; points: seen, with intervals; dashed: predicted.",
+        AXIS,
+        "share of sequences",
         lines(
-            (", seen", "o", lambda row: row.outcome.veto_outside),
-            ("", "-", lambda row: row.sets.vetoed("outside")),
-            (", predicted", "--", lambda row: row.sets.vetoed("outside_predicted")),
+            ("-", lambda row: row.sets.vetoed("outside")),
+            ("o", lambda row: row.outcome.veto_outside),
+            ("--", lambda row: row.sets.vetoed("outside_predicted")),
         ),
         ticks,
     )
     yield Chart(
         "Not in common",
         "1 − |V_S ∩ V'_S| / |V_S|, mean over positions.",
-        "rho",
-        "share",
-        lines(("", "o-", lambda row: 1 - row.sets.mean("overlap").value)),
+        AXIS,
+        "share of the set",
+        lines(("o-", lambda row: 1 - row.sets.mean("overlap").value)),
         ticks,
         y_log=True,
     )
     yield Chart(
         "Pruned mass",
         "1 − Z, mean over positions: the trainer's; dashed: the engine's.",
-        "rho",
-        "1 − Z",
+        AXIS,
+        "probability pruned",
         lines(
-            (", trainer", "o-", lambda row: 1 - row.sets.mean("train_mass").value),
-            (", engine", "--", lambda row: 1 - row.sets.mean("infer_mass").value),
+            ("o-", lambda row: 1 - row.sets.mean("train_mass").value),
+            ("--", lambda row: 1 - row.sets.mean("infer_mass").value),
         ),
         ticks,
         y_log=True,
@@ -235,10 +273,10 @@ def _by_rho(found: Mapping[Engine, Sequence[Row]]) -> Iterator[Chart]:
 
 def _by_entropy(engine: Engine, rows: Sequence[Row]) -> Iterator[Chart]:
     quantities: tuple[tuple[str, str, str, Callable[[float], float]], ...] = (
-        ("Tokens outside", "outside", "P(sampled not in V_S)", lambda value: value),
-        ("Not in common", "overlap", "1 − |V_S ∩ V'_S| / |V_S|", lambda value: 1 - value),
-        ("Size of the set", "train_count", "|V_S|", lambda value: value),
-        ("Pruned mass", "train_mass", "1 − Z", lambda value: 1 - value),
+        ("Tokens outside", "outside", "probability per token", lambda value: value),
+        ("Not in common", "overlap", "share of the set", lambda value: 1 - value),
+        ("Size of the set", "train_count", "tokens", lambda value: value),
+        ("Pruned mass", "train_mass", "probability pruned", lambda value: 1 - value),
     )
     for title, name, label, shown in quantities:
         series = []
@@ -248,9 +286,9 @@ def _by_entropy(engine: Engine, rows: Sequence[Row]) -> Iterator[Chart]:
             if known:
                 x, y = zip(*known, strict=True)
                 series.append(Series(words, x, y, colour=number))
-        ticks = tuple(row.rule.label for row in rows)
+        ticks = tuple(row.rule.nats for row in rows)
         caption = "Mean over positions, by the trainer's entropy in nats."
-        yield Chart(f"{title} by entropy, {engine}", caption, "rho", label, tuple(series), ticks, y_log=True)
+        yield Chart(f"{title} by entropy, {engine}", caption, AXIS, label, tuple(series), ticks, y_log=True)
 
 
 def _series(

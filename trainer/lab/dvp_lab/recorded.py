@@ -19,8 +19,8 @@ from dvp_rl.dvp.evidence import Evidence
 from dvp_trainer.report.token_log import read_tokens
 
 from .mismatch import EDGES, SIGMAS, Estimate, difference, ratio
-from .signature import BUCKETS, bucket_chart
-from .study import Finding, Study, Table
+from .signature import BUCKETS, Distance, bucket_chart, conclusion
+from .study import Finding, Study, Table, short
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -115,6 +115,7 @@ def recorded_signature(run: Path) -> Study:
             "are missing, which moves the means there up; the sign proves nothing there.",
             "With stale samples, Delta also holds what training changed since they were drawn.",
         ),
+        conclusion=conclusion([Distance.of(run.name, *((batch.delta, batch.mask) for batch in batches))]),
     )
 
 
@@ -144,14 +145,14 @@ def _sums(tokens: Tokens, number: int, noise: Noise) -> tuple[Tensor, ...]:
 
 
 def _of_noise(noise: Noise) -> str:
-    return f"{noise.kl:.2e}, s = {math.sqrt(max(noise.s2, 0.0)):.3g} (C = {noise.C:.2f})"
+    return f"{short(noise.kl)}, s = {short(math.sqrt(max(noise.s2, 0.0)))} (C = {noise.C:.2f})"
 
 
 def _finding(row: Row) -> Finding:
     return Finding(
         f"pi_train {BUCKETS[row.number]}: contrast of sampled and pi_train-weighted mean, against -v.",
         None,
-        f"{row.contrast} against {row.predicted_contrast:.2e}, {row.tokens:,} tokens",
+        f"{row.contrast} against {short(row.predicted_contrast)}, {row.tokens:,} tokens",
     )
 
 

@@ -12,10 +12,10 @@ from . import chain
 from .budget import LENGTH, RATE, WINDOW, Budget, rewards
 from .engines import Engine
 from .mismatch import SIGMAS, Estimate
-from .rules import NOTHING_PRUNED, Rule
+from .rules import AXIS, NOTHING_PRUNED, Rule
 from .sets import Outcome, Sets, joined, seen_of, sets_of
 from .sources import Source, Trace, Trainer, opened, traces
-from .study import Chart, Finding, Series, Study, Table
+from .study import Chart, Finding, Series, Study, Table, percent, short
 from .subject import Progress, Subject
 
 FIXED = (*(Rule(-float(nats)) for nats in (2, 3, 4, 5, 6, 8, 10, 13, 16, 20)), NOTHING_PRUNED)
@@ -23,10 +23,24 @@ MATCHED = (Rule(-3.0), Rule(-5.0), Rule(-8.0))
 """Fixed rules. One rule by entropy per slope is made to prune as much as each of them."""
 SLOPES = (0.5, -0.5)
 """Slopes of the rules by entropy. The first prunes less where the model is unsure, the second more."""
+KINDS = {"fixed": 0.0} | {f"by entropy, slope {slope:+g}": slope for slope in SLOPES}
+"""Slopes by their name in a legend."""
 MAX_BIAS, MAX_VETO = 0.05, 0.05
 """Most that the proposal may cost: bias bound as a share of the rewards' range, and share of sequences vetoed."""
 NOTICEABLE = 0.01
 """Smallest share of the mismatch whose removal counts as a reason."""
+AMOUNTS = ((0.5, "most of it"), (0.1, "a part of it"), (NOTICEABLE, "little"), (-math.inf, "next to nothing"))
+"""Words for the share of the mismatch that a rule removes, by the smallest share of each."""
+LIMITS = f"a bias bound up to {MAX_BIAS:g} of the rewards' range and up to {percent(MAX_VETO)} of sequences vetoed"
+OF_REWARD = (
+    "The reward is that of another model, not of the one above: a small one of the lab, trained on the lab's own task "
+    "under every rule."
+)
+OF_PRUNED_TRAINING = (
+    "The samples that the reward counts were also drawn under the rule: a large rho gains there in part because it "
+    "forbids slips from the first step on. Rules by entropy are made to prune as much as fixed ones on the text of the "
+    "model above, not on that task."
+)
 
 
 class Row(NamedTuple):
@@ -52,7 +66,27 @@ class Row(NamedTuple):
     @property
     def removed(self) -> float:
         """Share of the KL per token that pruning removes, against the same positions without pruning."""
-        return 1 - self.kl / self.sets.mean("kl_full").value
+        return 1 - self.kl / self.sets.mean("kl_full").value if self.rule.prunes else 0.0
+
+    @property
+    def merits(self) -> Merits:
+        veto, mis, kept_weight = (getattr(self.outcome, name).value for name in ("veto", "mis", "kept_weight"))
+        return Merits(self.rule.label, self.removed, self.bias, veto, mis, kept_weight)
+
+
+class Merits(NamedTuple):
+    """What decides whether a fixed rule is proposed."""
+
+    rule: str
+    removed: float
+    bias: Estimate
+    veto: float
+    mis: float
+    kept_weight: float
+
+    @property
+    def is_allowed(self) -> bool:
+        return self.bias.value <= MAX_BIAS and self.veto <= MAX_VETO
 
 
 def rho(
@@ -114,27 +148,29 @@ def matching(unpruned: Sequence[Trace], fixed: Rule, slope: float) -> Rule:
     return Rule(round(low, 3), slope)
 
 
-def propose(rows: Sequence[Row]) -> Row:
-    """The fixed rule that removes the most mismatch, with at most MAX_BIAS and MAX_VETO. If no rule is within these
-    limits, the one with the smallest bias bound."""
-    fixed = [row for row in rows if row.matched is None]
-    allowed = [row for row in fixed if row.bias.value <= MAX_BIAS and row.outcome.veto.value <= MAX_VETO]
+def propose(merits: Sequence[Merits]) -> Merits:
+    """Of the fixed rules, the one that removes the most mismatch, with at most MAX_BIAS and MAX_VETO. If no rule is
+    within these limits, the one with the smallest bias bound."""
+    allowed = [each for each in merits if each.is_allowed]
     if not allowed:
-        return min(fixed, key=lambda row: row.bias.value)
-    return max(allowed, key=lambda row: row.removed)
+        return min(merits, key=lambda each: each.bias.value)
+    return max(allowed, key=lambda each: each.removed)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
+    fixed = [row.merits for row in rows if row.matched is None]
+    trained = any(row.reward for row in rows)
     return Study(
         name="rho",
         title="Which rho",
         abstract="Every rule is measured on text that the engine sampled under it: how much mismatch it removes, how "
-        "far it can move the expected reward, and how many sequences veto and importance weights leave.",
+        "far it can move the expected reward, and how many sequences veto and importance weights leave."
+        + (f" {OF_REWARD}" if trained else ""),
         settings=settings,
-        findings=(_proposal(rows), *_comparisons(rows)),
+        findings=(proposal(fixed), *_comparisons(rows)),
         charts=tuple(_charts(rows)),
         tables=(_table(rows),),
         notes=(
@@ -142,27 +178,53 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
             "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it is vacuous. It bounds "
             "how far J_mp is from J for any reward; training under J_mp can do better or worse.",
             "KL is per token, exact, over tokens that both sides keep, against the same positions without pruning.",
-            "The reward is that of another, smaller model, whose samples were also drawn under the rule: a large rho "
-            "gains there in part because it forbids slips from the first step on. Rules by entropy are made to prune "
-            "as much as fixed ones on the text of the model above, not on that task.",
+            *((OF_PRUNED_TRAINING,) if trained else ()),
         ),
+        conclusion=conclusion(fixed),
     )
 
 
-def _proposal(rows: Sequence[Row]) -> Finding:
-    best = propose(rows)
-    limits = f"a bias bound up to {MAX_BIAS:g} of the rewards' range and up to {MAX_VETO:.0%} of sequences vetoed"
-    reason = f"it removes the most mismatch with {limits}"
-    if best.removed < NOTICEABLE:
-        reason = (
-            f"with {limits}, no rho removes {NOTICEABLE:.0%} of the mismatch; this one guards the tail within these "
-            "limits"
-        )
+def proposal(merits: Sequence[Merits]) -> Finding:
+    best = propose(merits)
+    reason = f"of the fixed rules with {LIMITS}, it removes the most mismatch"
+    if not best.is_allowed:
+        reason = f"no fixed rule has {LIMITS}; this one has the smallest bias bound"
+    elif best.removed < NOTICEABLE:
+        reason = f"no fixed rule with {LIMITS} removes {percent(NOTICEABLE)} of the mismatch; this one guards the tail"
     return Finding(
-        f"Proposed: rho = {best.rule.label}. Reason: {reason}.",
+        f"Proposed: rho = {best.rule}. Reason: {reason}.",
         None,
-        f"{best.removed:.1%} of the KL removed; bias bound {best.bias}; {best.outcome.veto.value:.1%} vetoed, "
-        f"{best.outcome.mis.value:.1%} masked, kept weight {best.outcome.kept_weight.value:.3f}",
+        f"{percent(best.removed)} of the KL removed; bias bound {best.bias}; {percent(best.veto)} vetoed, "
+        f"{percent(best.mis)} masked, kept weight {short(best.kept_weight)}",
+    )
+
+
+def conclusion(merits: Sequence[Merits]) -> tuple[str, ...]:
+    """The proposal for a layman, and what the fixed rule that removes the most would cost."""
+    best, most = propose(merits), max(merits, key=lambda each: each.removed)
+    use = f"Use rho = {best.rule}: tokens that are less likely than {best.rule} times the likeliest are never sampled."
+    if not best.is_allowed:
+        use = f"No rho is within the limits ({LIMITS}). The smallest bias bound is that of rho = {best.rule}."
+    sentences = (
+        use,
+        f"It removes {percent(best.removed)} of the mismatch between engine and trainer, which is "
+        f"{_amount(best.removed)}. {_cost(best)}",
+    )
+    if most is best:
+        return sentences
+    return (*sentences, f"rho = {most.rule} removes the most, {percent(most.removed)}. {_cost(most)}")
+
+
+def _amount(removed: float) -> str:
+    """The share of the mismatch removed, in a word."""
+    return next(word for least, word in AMOUNTS if removed >= least)
+
+
+def _cost(merits: Merits) -> str:
+    moved = "its whole range" if merits.bias.value >= 1 else f"{percent(merits.bias.value)} of its range"
+    return (
+        f"Its price: it may move the expected reward by up to {moved}, and {percent(merits.veto)} of the sequences are "
+        "thrown away."
     )
 
 
@@ -175,8 +237,9 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Finding]:
             yield Finding(
                 f"By entropy ({row.rule.label}) against fixed {other.rule.label}, which prunes as much.",
                 None,
-                f"KL removed {row.removed:.1%} against {other.removed:.1%}; bias bound {row.bias.value:.2g} against "
-                f"{other.bias.value:.2g}; vetoed {row.outcome.veto.value:.1%} against {other.outcome.veto.value:.1%}",
+                f"KL removed {percent(row.removed)} against {percent(other.removed)}; bias bound "
+                f"{short(row.bias.value)} against {short(other.bias.value)}; vetoed "
+                f"{percent(row.outcome.veto.value)} against {percent(other.outcome.veto.value)}",
             )
 
 
@@ -205,7 +268,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
     fixed = [row for row in rows if row.matched is None]
-    ticks = tuple(row.rule.label for row in fixed)
+    ticks = tuple(row.rule.nats for row in fixed)
 
     def line(label: str, value: Callable[[Row], float], style: str = "o-") -> Series:
         points = [(float(i), value(row)) for i, row in enumerate(fixed)]
@@ -218,8 +281,8 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
     yield Chart(
         "What pruning can cost",
         "Bounds on the bias of the expected reward, rewards in [0, 1].",
-        "rho",
-        "bound",
+        AXIS,
+        "share of the rewards' range",
         (
             line("(max R − min R) E[Σ (1 − Z)]", lambda row: positive(row.bias.value)),
             line("R_max T (1 − Z_min)", lambda row: positive(row.outcome.worst), "s--"),
@@ -230,7 +293,7 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
     yield Chart(
         "What is left of a batch",
         "Shares of sequences vetoed and masked, and the importance weight that is kept.",
-        "rho",
+        AXIS,
         "share",
         (
             line("vetoed", lambda row: row.outcome.veto.value),
@@ -243,8 +306,8 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
     yield Chart(
         "The mismatch",
         "KL per token of the same positions.",
-        "rho",
-        "nats",
+        AXIS,
+        "KL per token (nats)",
         (
             line("constrained", lambda row: row.kl),
             line("without pruning", lambda row: row.sets.mean("kl_full").value, "s--"),
@@ -258,22 +321,42 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _rewards(rows: Sequence[Row]) -> Chart:
-    found = [(row.rule.label, row.reward) for row in rows if row.reward]
-    labels, estimates = zip(*found, strict=True)
-    x = tuple(map(float, range(len(found))))
-    low, high = tuple(e.low for e in estimates), tuple(e.high for e in estimates)
-    series = Series("mean over seeds", x, tuple(e.value for e in estimates), low, high, style="o")
-    caption = "Reward after a fixed training budget under the rule, on the lab's small task."
-    return Chart("Reward after a fixed budget", caption, "rho", "reward", (series,), labels)
+    """A rule by entropy stands beside the fixed rule that prunes as much."""
+    places = {row.rule: place for place, row in enumerate(row for row in rows if row.matched is None)}
+    return reward_chart(
+        tuple(rule.nats for rule in places),
+        [(row.rule.slope, places[row.matched or row.rule], row.reward) for row in rows if row.reward],
+    )
+
+
+def reward_chart(ticks: tuple[str, ...], points: Sequence[tuple[float, int, Estimate]]) -> Chart:
+    """Rewards by fixed rule; a point is a rule's slope, the number of the fixed rule it stands for, and its reward."""
+    series = []
+    for shift, (label, slope) in zip((0.0, 0.2, -0.2), KINDS.items(), strict=True):
+        places, found = zip(*((place, reward) for own, place, reward in points if own == slope), strict=True)
+        x = tuple(place + shift for place in places)
+        low, high = tuple(e.low for e in found), tuple(e.high for e in found)
+        series.append(Series(label, x, tuple(e.value for e in found), low, high, style="o"))
+    caption = (
+        "Another model, the lab's small one, after a fixed budget of training under the rule. A rule by entropy stands "
+        "beside the fixed one that prunes as much."
+    )
+    return Chart("Reward after a fixed budget", caption, AXIS, "mean reward", tuple(series), ticks)
 
 
 def _trade(rows: Sequence[Row]) -> Chart:
     """Mismatch removed against its cost, for fixed rules and for rules by entropy."""
-    kinds = {"fixed": 0.0} | {f"by entropy, slope {slope:+g}": slope for slope in SLOPES}
     series = []
-    for label, slope in kinds.items():
+    for label, slope in KINDS.items():
         own = sorted((row.bias.value, row.removed) for row in rows if row.rule.slope == slope and row.bias.value > 1e-6)
         x, y = zip(*own, strict=True)
         series.append(Series(label, x, y, style="o-" if label == "fixed" else "D--"))
     caption = "Share of the KL removed against the bias bound that it costs: higher and further left is better."
-    return Chart("Fixed rho, or by entropy", caption, "bias bound", "removed", tuple(series), x_log=True)
+    return Chart(
+        "Fixed rho, or by entropy",
+        caption,
+        "bias bound (share of the rewards' range)",
+        "share of the KL removed",
+        tuple(series),
+        x_log=True,
+    )

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 
 class Rule(NamedTuple):
     """log rho at a position: min(0, log_min_p - slope * H), H the full entropy in nats of the side's OWN logits.
@@ -33,12 +35,19 @@ class Rule(NamedTuple):
         return self.log_min_p > -math.inf
 
     @property
+    def nats(self) -> str:
+        """-log rho of a fixed rule: its label on an axis."""
+        return f"{-self.log_min_p:g}" if self.prunes else "∞"
+
+    @property
     def label(self) -> str:
         if not self.prunes:
             return "0"
         if not self.slope:
-            return f"e^{self.log_min_p:g}"
-        return f"e^({self.log_min_p:.3g} {'−' if self.slope > 0 else '+'} {abs(self.slope):g} H)"
+            return "e" + f"{self.log_min_p:g}".translate(RAISED)
+        return f"exp({self.log_min_p:.3g} {'−' if self.slope > 0 else '+'} {abs(self.slope):g} H)".replace("-", "−")
 
 
 NOTHING_PRUNED = Rule(-math.inf)
+AXIS = "−log rho (nats)"
+"""Label of an axis whose ticks are `Rule.nats`."""

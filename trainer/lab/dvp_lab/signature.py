@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from dvp_rl.dvp.metrics import mis_health
 
@@ -15,14 +16,45 @@ from .engines import Engine
 from .mismatch import EDGES, NUM_TAIL, SIGMAS, TAIL, Bucket, Estimate, Mismatch, measure, ratio
 from .rules import NOTHING_PRUNED
 from .sources import CPU, NOISE, Trainer, device_setting, opened, traces
-from .study import Chart, Finding, Series, Study, Table
+from .study import Chart, Finding, Series, Study, Table, percent, short
 from .subject import Progress, Subject
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 CAP = 2.0
 """Largest sequence weight that masked importance sampling (MIS) keeps."""
 NEXT_TO_NOTHING = 1e-9
 """KL per token, in nats, that an engine must exceed to be worth a chart."""
-BUCKETS = tuple((f"{low:g}–{high:g}" if low else f"< {high:g}").replace("e-0", "e-") for low, high in pairwise(EDGES))
+BUCKETS = tuple(f"{short(low)}–{short(high)}" if low else f"< {short(high)}" for low, high in pairwise(EDGES))
+
+
+class Distance(NamedTuple):
+    """How far an engine is from the trainer, in a token and in a whole sequence."""
+
+    engine: str
+    size: float
+    """Mean |Delta| of the sampled tokens, in nats."""
+    length: float
+    """Mean length of the sequences, in tokens."""
+    within: float
+    """Share of sequences whose weight w = exp(sum of Delta) is in [1/CAP, CAP]."""
+    kept_weight: float
+    """Mean weight that MIS keeps, with CAP as its bound."""
+
+    @classmethod
+    def of(cls, engine: str, *parts: tuple[Float[Tensor, "N T"], Bool[Tensor, "N T"]]) -> Distance:
+        """The distance in batches of sequences, each with its tokens' Delta, which is 0 off the mask, and its mask."""
+        sums = [torch.stack((delta.sum(1), delta.abs().sum(1), mask.sum(1).double())) for delta, mask in parts]
+        log_w, sizes, lengths = torch.cat(sums, 1)
+        w = log_w.exp()
+        return cls(
+            engine,
+            size=float(sizes.sum() / lengths.sum()),
+            length=float(lengths.mean()),
+            within=float(((w <= CAP) & (w >= 1 / CAP)).double().mean()),
+            kept_weight=float(w.where(w <= CAP, 0.0).mean()),
+        )
 
 
 def signature(
@@ -69,6 +101,35 @@ def describe(found: Mapping[Engine, Mismatch], settings: dict[str, object]) -> S
             "which a common shift cancels, says more about it than the sampled mean.",
             "s is the plain standard deviation over the vocabulary, in which the many unlikely tokens count most.",
         ),
+        conclusion=conclusion(
+            [
+                Distance.of(engine, (mismatch.delta, mismatch.mask))
+                for engine, mismatch in _visible(found).items()
+                if engine is not Engine.GAUSSIAN
+            ]
+        ),
+    )
+
+
+def conclusion(found: Sequence[Distance]) -> tuple[str, ...]:
+    """Sentences on the closest and the farthest of the engines that differ from the trainer; none if none does."""
+    if not found:
+        return (f"No engine here differs from the trainer by more than {NEXT_TO_NOTHING:g} nats of KL per token.",)
+    near, far = (extreme(found, key=lambda each: each.size) for extreme in (min, max))
+    roles = {"the closest of these engines": near, "the farthest": far} if near is not far else {"": near}
+    return (
+        "The engine and the trainer have the same weights and read the same text. Still, they give a token different "
+        "probabilities.",
+        *(_distance(role, end) for role, end in roles.items()),
+    )
+
+
+def _distance(role: str, found: Distance) -> str:
+    return (
+        f"{found.engine}{role and f', {role}'}: a token's probability is off by {percent(math.expm1(found.size))} on "
+        f"average. These errors multiply: in samples of {found.length:.0f} tokens, {percent(found.within)} of the "
+        f"sequences stay within a factor of {CAP:g} of the trainer's probability, and masked importance sampling keeps "
+        f"{found.kept_weight:.2f} of the weight of a batch (near 1 is healthy, 1/2 is not)."
     )
 
 
@@ -104,8 +165,8 @@ def _tail_finding(engine: Engine, mismatch: Mismatch) -> Finding:
     return Finding(
         f"{engine}: Delta of sampled tokens with pi_train < {TAIL:g}, against the prediction for iid noise of its s.",
         None,
-        f"{tail.sampled} against m - v = {tail.predicted_sampled:.2e}; contrast {tail.contrast} against "
-        f"-v = {tail.predicted_contrast:.2e}, {share:.2f} of it",
+        f"{tail.sampled} against m - v = {short(tail.predicted_sampled)}; contrast {tail.contrast} against "
+        f"-v = {short(tail.predicted_contrast)}, {share:.2f} of it",
     )
 
 
@@ -139,15 +200,12 @@ def _summary(found: Mapping[Engine, Mismatch]) -> Table:
 def _sequences(found: Mapping[Engine, Mismatch]) -> Table:
     rows = []
     for engine, mismatch in _visible(found).items():
-        w, lengths = mismatch.delta.sum(1).exp(), mismatch.mask.sum(1).double()
-        seen = ratio(mismatch.delta.sum(1), torch.ones_like(w))
-        health = mis_health(mismatch.kl_token, float(lengths.mean()), CAP)
-        within = float(((w <= CAP) & (w >= 1 / CAP)).double().mean())
-        kept = float(w.where(w <= CAP, 0.0).mean())
+        log_w, seen = mismatch.delta.sum(1), Distance.of(engine, (mismatch.delta, mismatch.mask))
+        health = mis_health(mismatch.kl_token, seen.length, CAP)
         rows.append(
             (
-                *(str(engine), float(lengths.mean()), str(seen), -health.kl_sequence),
-                *(within, health.keep_two_sided, kept, health.kept_weight_upper),
+                *(str(engine), seen.length, str(ratio(log_w, torch.ones_like(log_w))), -health.kl_sequence),
+                *(seen.within, health.keep_two_sided, seen.kept_weight, health.kept_weight_upper),
             )
         )
     return Table(
@@ -168,7 +226,7 @@ def _bucket_table(engine: Engine, mismatch: Mismatch) -> Table:
 
     return Table(
         f"{engine} by bucket of pi_train",
-        f"s = {mismatch.s:.3g}. Middle: log(P_train / P_infer) of the bucket.",
+        f"s = {short(mismatch.s)}. Middle: log(P_train / P_infer) of the bucket.",
         ("pi_train", "share", "sampled", "m − v", "middle", "control", "m", "contrast", "−v"),
         tuple(row(number, bucket) for number, bucket in mismatch.buckets()),
     )
@@ -207,7 +265,7 @@ def bucket_chart(name: str, s2: float, numbers: Sequence[int], buckets: Sequence
 
     return Chart(
         title=f"{name}: Delta by pi_train",
-        caption=f"In units of s² = {s2:.2e}. Dashed: predicted for iid noise.",
+        caption=f"In units of s² = {short(s2)}. Dashed: predicted for iid noise.",
         x_label="pi_train",
         y_label="mean Delta / s²",
         series=(
@@ -232,11 +290,14 @@ def _accumulation(found: Mapping[Engine, Mismatch]) -> tuple[Chart, ...]:
     for colour, (engine, mismatch) in enumerate(_visible(found).items()):
         lengths, seen, predicted = _growth(mismatch)
         series.append(Series(str(engine), lengths, seen, style="-", colour=colour))
-        series.append(Series(f"{engine}, √(2K + K²)", lengths, predicted, style="--", colour=colour))
+        series.append(Series("", lengths, predicted, style="--", colour=colour))
     if not series:
         return ()
-    caption = "Root mean square of log w, the sum of Delta over the first t tokens. Dashed: normal log w, mean −K."
-    return (Chart("Along a sequence", caption, "tokens t", "log w", tuple(series), x_log=True, y_log=True),)
+    caption = (
+        "Root mean square of log w, the sum of Delta over the first t tokens. Dashed: √(2K + K²), as for a normal "
+        "log w of mean −K."
+    )
+    return (Chart("Along a sequence", caption, "tokens t", "log w (nats)", tuple(series), x_log=True, y_log=True),)
 
 
 def _growth(mismatch: Mismatch) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -12,11 +13,29 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from dvp_rl.contract.errors import ConfigError
 
+LEAST = 1e-3
+"""Smallest number that is written without a power of ten."""
 DIGITS = 5
 """Significant digits in the JSON file."""
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float that is NaN where the file holds null; JSON has no NaN."""
+
+
+def short(value: float, digits: int = 3, least: float = LEAST) -> str:
+    """The number with some significant digits: 1,020, 29.8, 0.0696, and 6.58e-5 if it is below `least`; a dash if it is
+    not finite."""
+    if not math.isfinite(value):
+        return "–"
+    rounded = Decimal(f"{value:.{digits}g}") + 0
+    if rounded and not least <= abs(float(rounded)) < 1e6:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{rounded:,f}"
+
+
+def percent(share: float) -> str:
+    return f"{short(100 * share)}\N{NO-BREAK SPACE}%"
 
 
 class Finding(NamedTuple):
@@ -32,6 +51,7 @@ class Series(NamedTuple):
     """One line or set of points; `low` and `high` are an interval around `y`."""
 
     label: str
+    """Empty for a line that the chart's caption explains; it is not in the legend."""
     x: tuple[Number, ...]
     y: tuple[Number, ...]
     low: tuple[Number, ...] = ()
@@ -75,6 +95,8 @@ class Study:
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = field(default=())
     """What the numbers do not show."""
+    conclusion: tuple[str, ...] = field(default=())
+    """What follows, in a few sentences for a reader who knows neither the method nor its terms."""
 
     def save(self, folder: Path) -> Path:
         """Writes NAME.json with rounded numbers, and null for those that are not finite. Returns its path."""
