@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from dvp_lab.engines import Engine
 from dvp_lab.mismatch import EDGES, measure
@@ -74,7 +76,30 @@ def test_signature_of_several_engines(subject: Subject, tmp_path: Path) -> None:
     tables = json.loads((tmp_path / "signature.json").read_text())["tables"]
     assert [row[0] for row in tables[0]["rows"]] == HERE[-2:]
     assert [row[-1] for row in tables[0]["rows"]] == [0, 0], "tokens beyond the exact range"
-    assert "transformers-fp8-kv: a token's probability is off by" in study.conclusion[1], "the control is no engine"
+    assert "transformers-fp8-kv: a token's probability is typically off by" in study.conclusion[1], (
+        "the control is no engine"
+    )
+
+
+def test_engines_without_mismatch_and_the_control_alone_have_a_page(subject: Subject, tmp_path: Path) -> None:
+    for engine, said in ((Engine.FP32, ["No engine here differs"]), (Engine.GAUSSIAN, [])):
+        study = signature(subject, [engine], 4, seed=0, progress=lambda *_: None)
+        assert [sentence[:22] for sentence in study.conclusion] == said
+        assert write_page(Study.load(study.save(tmp_path)), tmp_path).is_file()
+
+
+def test_logits_that_are_not_finite_are_refused(subject: Subject) -> None:
+    class Broken(Trainer):
+        def logits(self, prompts: Tensor, token_ids: Tensor) -> Tensor:
+            found = super().logits(prompts, token_ids).clone()
+            found[-1, -1, 3] = math.nan
+            return found
+
+    with (
+        opened(Engine.FP32, subject.folder) as source,
+        pytest.raises(ConfigError, match="the trainer: some logits are not finite"),
+    ):
+        list(traces(source, Broken(subject.folder), subject.prompts, NOTHING_PRUNED, 1, seed=0))
 
 
 def test_overlap_of_several_engines(subject: Subject) -> None:
@@ -143,6 +168,7 @@ def test_rho_of_an_engine(subject: Subject) -> None:
     assert pruned == sorted(pruned, reverse=True)
     assert "Proposed: rho = e⁻" in study.findings[0].statement
     assert study.conclusion
+    assert "reward" not in study.tables[0].columns
     assert not any("another model" in words for words in (study.abstract, *study.notes)), "nothing was trained"
 
 

@@ -23,6 +23,8 @@ def test_the_distance_of_an_engine() -> None:
     assert found.length == pytest.approx(5 / 3)
     assert found.within == pytest.approx(2 / 3)
     assert found.kept_weight == pytest.approx(1.5 / 3)
+    empty = torch.zeros(4, 3, dtype=torch.float64)
+    assert Distance.of("e", (first, masks[0]), (second, masks[1]), (empty, empty.bool())) == found
 
 
 def test_the_closest_and_the_farthest_engine_are_told() -> None:
@@ -32,9 +34,9 @@ def test_the_closest_and_the_farthest_engine_are_told() -> None:
     )
     _, first, last = signature.conclusion([middle, far, near])
     assert first.startswith(
-        "near, the closest of these engines: a token's probability is off by 0.1\N{NO-BREAK SPACE}%"
+        "near, the closest of these engines: a token's probability is typically off by 0.1\N{NO-BREAK SPACE}%"
     )
-    assert last.startswith("far, the farthest: a token's probability is off by 5.13\N{NO-BREAK SPACE}% on average.")
+    assert last.startswith("far, the farthest: a token's probability is typically off by 5.13\N{NO-BREAK SPACE}%.")
     assert "samples of 160 tokens, 40\N{NO-BREAK SPACE}% of the sequences stay within a factor of 2" in last
     assert "keeps 0.50 of the weight" in last
     _, only = signature.conclusion([near])
@@ -55,7 +57,11 @@ def test_tokens_outside_are_told_for_the_worst_engine() -> None:
     )
     assert "one token in 100 is such a token" in large
     _, small, _, _ = overlap.conclusion({Engine.FP32: costs[Engine.FP32]})
-    assert small.startswith("rho = e⁻¹³: with transformers-fp32, no token is, and 0")
+    assert small == "rho = e⁻¹³: there is no such token."
+    _, small, _, _ = overlap.conclusion({Engine.FP32: [Cost("e⁻²", 0.7, 1.0)]})
+    assert small.startswith(
+        "rho = e⁻²: with transformers-fp32, 70\N{NO-BREAK SPACE}% of the tokens are such tokens, and"
+    )
 
 
 def test_the_fates_of_the_arms_are_told() -> None:

@@ -87,6 +87,19 @@ def test_a_table_without_rows_and_a_study_of_an_earlier_version_are_drawn(tmp_pa
     assert '<div class="conclusion">' not in page
 
 
+def test_a_study_without_a_chart_has_a_page_and_no_picture(tmp_path: Path) -> None:
+    write_page(STUDY, tmp_path)
+    page = write_page(replace(STUDY, charts=()), tmp_path).read_text(encoding="utf-8")
+    assert "<svg" not in page
+    assert list(tmp_path.iterdir()) == [tmp_path / "example.html"]
+
+
+def test_the_name_of_a_run_is_text_and_neither_html_nor_math(tmp_path: Path) -> None:
+    chart = replace(STUDY.charts[0], title='"><b>$\\x$')
+    page = write_page(replace(STUDY, charts=(chart,)), tmp_path).read_text(encoding="utf-8")
+    assert 'aria-label="&quot;&gt;&lt;b&gt;$\\x$"' in page
+
+
 def test_a_column_of_numbers_is_aligned_to_the_right(tmp_path: Path) -> None:
     rows = (("a", 1.5, "1 ± 0.1", "yes", None), ("b", None, "2 of 5", "no", "x"))
     page = write_page(replace(STUDY, tables=(Table("t", "c", tuple("vwxyz"), rows),)), tmp_path).read_text("utf-8")
@@ -125,4 +138,5 @@ def test_a_number_is_short(value: float, words: str) -> None:
 def test_an_estimate_and_its_error_are_written_alike() -> None:
     found = [Estimate(29.84, 1.04), Estimate(-0.00814, 9e-4), Estimate(1.27e-4, 3e-4), Estimate(1e-5, 0.002)]
     assert list(map(str, found)) == ["29.8 ± 1", "-0.00814 ± 0.0009", "1.27e-4 ± 3e-4", "0.00001 ± 0.002"]
+    assert str(Estimate(0.1, 1e-17)) == "0.1 ± 1e-17"
     assert percent(0.35857) == "35.9\N{NO-BREAK SPACE}%"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from dvp_lab.page import write_page
 from dvp_lab.recorded import Noise, Tokens, recorded_signature
+from dvp_lab.study import Study
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.dvp.evidence import Evidence
 from dvp_rl.dvp.policy import constrained_logprobs
@@ -73,3 +76,16 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (read,) = read_tokens(tmp_path)
     assert read.tensors().keys() == written.tensors().keys()
     assert all(torch.equal(tensor, read.tensors()[name]) for name, tensor in written.tensors().items())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_run_without_mismatch_or_without_a_common_token_has_a_page(inside: bool, tmp_path: Path) -> None:
+    train, infer = (
+        part.train._replace(inside=torch.full_like(part.mask, inside)) for part in (evidence(0), evidence(0))
+    )
+    write_tokens(replace(evidence(0), train=train, infer=infer), tmp_path, 1)
+    study = recorded_signature(tmp_path)
+    assert study.charts == ()
+    assert any("typically off by 0\N{NO-BREAK SPACE}%" in sentence for sentence in study.conclusion) is inside
+    assert bool(study.conclusion) is inside
+    assert write_page(Study.load(study.save(tmp_path)), tmp_path).is_file()

@@ -48,6 +48,12 @@ def test_what_is_removed_is_called_what_it_is(removed: float, amount: str) -> No
     assert ("no fixed rule with" in proposal([best, VETOED]).statement) is (removed < NOTICEABLE)
 
 
+def test_a_mismatch_that_grows_is_not_removed() -> None:
+    _, effect, *more = conclusion([SAFE._replace(removed=-0.1)])
+    assert effect.startswith("It removes nothing of the mismatch between engine and trainer, which grows by 10")
+    assert not more
+
+
 def test_a_cost_beyond_the_rewards_range_is_no_figure() -> None:
     (*_, last) = conclusion([BIASED, SAFE])
     assert "by up to its whole range, and 0\N{NO-BREAK SPACE}% of the sequences are thrown away" in last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from html import escape
 from typing import Any
 
 NUM_SERIES = 8
@@ -57,7 +58,7 @@ def _inline(text: str, label: str) -> str:
     text = re.sub(r"font: [^;\"]*sans-serif[^;\"]*", lambda m: m[0].split("'")[0] + "system-ui, sans-serif", text)
     for placeholder, name in PLACEHOLDERS.items():
         text = text.replace(placeholder, name)
-    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 
 def dress(axes: Any, *, muted: str = MUTED, line: str = LINE) -> None:

@@ -33,6 +33,8 @@ NUM_TAIL = EDGES.index(TAIL)
 TOLERANCE = 1e-12
 """Slack of a bound for float64 rounding, in nats."""
 SIGMAS = 3.0
+NEXT_TO_NOTHING = 1e-9
+"""KL per token, in nats, up to which an engine agrees with the trainer: rounding in float32."""
 
 
 class Estimate(NamedTuple):
@@ -50,7 +52,7 @@ class Estimate(NamedTuple):
         return self.value + self.error
 
     def __str__(self) -> str:
-        least = LEAST if max(abs(self.value), self.error) < LEAST else 0.0
+        least = LEAST if max(abs(self.value), self.error) < LEAST else LEAST / 1000
         return f"{short(self.value, least=least)} ± {short(self.error, 1, least)}"
 
 

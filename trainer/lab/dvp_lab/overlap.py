@@ -22,6 +22,9 @@ ENTROPIES = (0.0, 0.5, 1.5, 3.0, math.inf)
 """Edges of the bins of the trainer's full entropy, in nats."""
 BINS = tuple(f"H {low:g}–{high:g}" if high < math.inf else f"H > {low:g}" for low, high in pairwise(ENTROPIES))
 
+MANY = 0.1
+"""Share of tokens outside from which on it is told in percent, not as one token in so many."""
+
 
 class Row(NamedTuple):
     """The results of one engine at one rho."""
@@ -132,7 +135,11 @@ def conclusion(found: Mapping[Engine, Sequence[Cost]]) -> tuple[str, ...]:
         costs = {engine: own[place] for engine, own in found.items()}
         engine = max(costs, key=lambda each: costs[each].outside)
         rule, outside, vetoed = costs[engine]
-        often = f"one token in {1 / outside:,.0f} is such a token" if outside else "no token is"
+        if not outside:
+            return f"rho = {rule}: there is no such token."
+        often = f"one token in {1 / outside:,.0f} is such a token"
+        if outside > MANY:
+            often = f"{percent(outside)} of the tokens are such tokens"
         others = ", the worst of these engines" if len(found) > 1 else ""
         return f"rho = {rule}: with {engine}{others}, {often}, and {percent(vetoed)} of the sequences are thrown away."
 

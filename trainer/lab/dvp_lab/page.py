@@ -30,7 +30,8 @@ INKS = tuple(map(ink, range(NUM_SERIES)))
 
 
 def write_page(study: Study, folder: Path) -> Path:
-    """Writes NAME.png (all charts) and NAME.html (self-contained, light and dark). Returns the page's path."""
+    """Writes NAME.png (all charts, if there are any) and NAME.html (self-contained, light and dark). Returns the page's
+    path."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_png(study, folder / f"{study.name}.png")
     page = folder / f"{study.name}.html"
@@ -114,6 +115,9 @@ def _write_png(study: Study, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if not study.charts:
+        path.unlink(missing_ok=True)
+        return
     rows = -(-len(study.charts) // PNG_COLUMNS)
     width, height = PNG_PANEL_SIZE
     figure = Figure(figsize=(width * PNG_COLUMNS, height * rows), layout="constrained")
@@ -121,7 +125,7 @@ def _write_png(study: Study, path: Path) -> None:
     for place, chart in enumerate(study.charts, start=1):
         axes = figure.add_subplot(rows, PNG_COLUMNS, place)
         _draw(axes, chart, PAPER, PAPER_MUTED, PAPER_LINE)
-        axes.set_title(chart.title, fontsize=11, loc="left")
+        axes.set_title(chart.title, fontsize=11, loc="left", parse_math=False)
         axes.set_xlabel("\n".join((chart.x_label, *wrap(chart.caption, PNG_LETTERS))), fontsize=8)
         axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=PNG_DPI, metadata={"Software": None})
@@ -129,6 +133,8 @@ def _write_png(study: Study, path: Path) -> None:
 
 def _draw(axes: Any, chart: Chart, colours: Sequence[str] = INKS, muted: str = MUTED, line: str = LINE) -> None:
     """Draws a chart, in the page's placeholder colours unless others are given."""
+    from matplotlib.ticker import MaxNLocator
+
     for i, series in enumerate(chart.series):
         _draw_series(axes, series, colours[_number(chart, i) % len(colours)])
     dress(axes, muted=muted, line=line)
@@ -140,6 +146,8 @@ def _draw(axes: Any, chart: Chart, colours: Sequence[str] = INKS, muted: str = M
             axes.tick_params(axis="x", rotation=40)
             for label in axes.get_xticklabels():
                 label.set(ha="right", rotation_mode="anchor")
+    elif all(float(x).is_integer() for series in chart.series for x in series.x):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if chart.x_log:
         axes.set_xscale("log")
     if chart.linear_within is not None:

@@ -58,7 +58,7 @@ class Noise(NamedTuple):
 
     @property
     def s2(self) -> float:
-        return 2 * self.kl / (1 - self.C)
+        return 2 * self.kl / (1 - self.C) if self.C < 1 else 0.0
 
     def sampled(self, p: Tensor) -> Tensor:
         """The prediction m - v."""
@@ -108,14 +108,16 @@ def recorded_signature(run: Path) -> Study:
             Finding("Tokens outside of the trainer's safe set, left out.", None, f"{outside} of {drawn:,}"),
             *(_finding(row) for row in rows if row.tokens >= 100),
         ),
-        charts=(bucket_chart(run.name, noise.s2, [row.number for row in rows], rows),),
+        charts=(bucket_chart(run.name, noise.s2, [row.number for row in rows], rows),) if noise.s2 > 0 else (),
         tables=(_table(rows),),
         notes=(
             "Tokens were drawn under pruning. Near the threshold, those that noise carried out of the trainer's set "
             "are missing, which moves the means there up; the sign proves nothing there.",
             "With stale samples, Delta also holds what training changed since they were drawn.",
         ),
-        conclusion=conclusion([Distance.of(run.name, *((batch.delta, batch.mask) for batch in batches))]),
+        conclusion=conclusion([Distance.of(run.name, *((batch.delta, batch.mask) for batch in batches))])
+        if rows
+        else (),
     )
 
 

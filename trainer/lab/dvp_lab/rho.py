@@ -11,7 +11,7 @@ import torch
 from . import chain
 from .budget import LENGTH, RATE, WINDOW, Budget, rewards
 from .engines import Engine
-from .mismatch import SIGMAS, Estimate
+from .mismatch import NEXT_TO_NOTHING, SIGMAS, Estimate
 from .rules import AXIS, NOTHING_PRUNED, Rule
 from .sets import Outcome, Sets, joined, seen_of, sets_of
 from .sources import Source, Trace, Trainer, opened, traces
@@ -29,7 +29,7 @@ MAX_BIAS, MAX_VETO = 0.05, 0.05
 """Most that the proposal may cost: bias bound as a share of the rewards' range, and share of sequences vetoed."""
 NOTICEABLE = 0.01
 """Smallest share of the mismatch whose removal counts as a reason."""
-AMOUNTS = ((0.5, "most of it"), (0.1, "a part of it"), (NOTICEABLE, "little"), (-math.inf, "next to nothing"))
+AMOUNTS = ((0.5, "most of it"), (0.1, "a part of it"), (NOTICEABLE, "little"), (0.0, "next to nothing"))
 """Words for the share of the mismatch that a rule removes, by the smallest share of each."""
 LIMITS = f"a bias bound up to {MAX_BIAS:g} of the rewards' range and up to {percent(MAX_VETO)} of sequences vetoed"
 OF_REWARD = (
@@ -65,8 +65,10 @@ class Row(NamedTuple):
 
     @property
     def removed(self) -> float:
-        """Share of the KL per token that pruning removes, against the same positions without pruning."""
-        return 1 - self.kl / self.sets.mean("kl_full").value if self.rule.prunes else 0.0
+        """Share of the KL per token that pruning removes, against the same positions without pruning; 0 if there is
+        next to nothing to remove."""
+        full = self.sets.mean("kl_full").value
+        return 1 - self.kl / full if self.rule.prunes and full > NEXT_TO_NOTHING else 0.0
 
     @property
     def merits(self) -> Merits:
@@ -161,7 +163,7 @@ def propose(merits: Sequence[Merits]) -> Merits:
 
 
 def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
-    fixed = [row.merits for row in rows if row.matched is None]
+    fixed = [row.merits for row in rows if row.matched is None and row.rule.prunes]
     trained = any(row.reward for row in rows)
     return Study(
         name="rho",
@@ -172,7 +174,7 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
         settings=settings,
         findings=(proposal(fixed), *_comparisons(rows)),
         charts=tuple(_charts(rows)),
-        tables=(_table(rows),),
+        tables=(_table(rows, trained),),
         notes=(
             "The bounds grow with the length of the sequences: longer ones need a smaller rho.",
             "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it is vacuous. It bounds "
@@ -205,19 +207,18 @@ def conclusion(merits: Sequence[Merits]) -> tuple[str, ...]:
     use = f"Use rho = {best.rule}: tokens that are less likely than {best.rule} times the likeliest are never sampled."
     if not best.is_allowed:
         use = f"No rho is within the limits ({LIMITS}). The smallest bias bound is that of rho = {best.rule}."
-    sentences = (
-        use,
-        f"It removes {percent(best.removed)} of the mismatch between engine and trainer, which is "
-        f"{_amount(best.removed)}. {_cost(best)}",
-    )
-    if most is best:
+    sentences = (use, f"{_effect(best)} {_cost(best)}")
+    if most.removed <= max(best.removed, 0.0):
         return sentences
     return (*sentences, f"rho = {most.rule} removes the most, {percent(most.removed)}. {_cost(most)}")
 
 
-def _amount(removed: float) -> str:
-    """The share of the mismatch removed, in a word."""
-    return next(word for least, word in AMOUNTS if removed >= least)
+def _effect(merits: Merits) -> str:
+    mismatch = "the mismatch between engine and trainer"
+    if merits.removed < 0:
+        return f"It removes nothing of {mismatch}, which grows by {percent(-merits.removed)}."
+    amount = next(word for least, word in AMOUNTS if merits.removed >= least)
+    return f"It removes {percent(merits.removed)} of {mismatch}, which is {amount}."
 
 
 def _cost(merits: Merits) -> str:
@@ -243,24 +244,25 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row], trained: bool) -> Table:
     def row(row: Row) -> tuple[object, ...]:
         sets, outcome = row.sets, row.outcome
         return (
             *(row.rule.label, 1 - sets.mean("train_mass").value, sets.mean("train_count").value),
             *(str(row.bias), outcome.worst, row.kl, sets.mean("kl_full").value, row.removed),
             *(outcome.veto.value, sets.vetoed("outside"), outcome.mis.value, outcome.kept_weight.value),
-            f"{row.reward.value:.3f} ± {row.reward.error:.3f}" if row.reward else None,
+            *((f"{row.reward.value:.3f} ± {row.reward.error:.3f}" if row.reward else None,) if trained else ()),
         )
 
     return Table(
         "All rules",
         "Pruned: 1 - Z per token; size of the set; the two bounds on the bias; KL per token with and without pruning; "
-        "shares of sequences vetoed, expected to be vetoed from exact sums, and masked by MIS; weight kept by both; "
-        "reward after the budget of training.",
+        "shares of sequences vetoed, expected to be vetoed from exact sums, and masked by MIS; weight kept by both"
+        + ("; reward after the budget of training." if trained else "."),
         (
             *("rho", "pruned", "set", "bias bound", "Prop. 5.5", "KL", "KL, full", "removed"),
-            *("veto", "expected", "MIS", "kept weight", "reward"),
+            *("veto", "expected", "MIS", "kept weight"),
+            *(("reward",) if trained else ()),
         ),
         tuple(row(each) for each in rows),
     )
@@ -272,7 +274,8 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
     def line(label: str, value: Callable[[Row], float], style: str = "o-") -> Series:
         points = [(float(i), value(row)) for i, row in enumerate(fixed)]
-        x, y = zip(*((i, y) for i, y in points if math.isfinite(y)), strict=True)
+        known = [(i, y) for i, y in points if math.isfinite(y)]
+        x, y = (tuple(point[axis] for point in known) for axis in (0, 1))
         return Series(label, x, y, style=style)
 
     def positive(value: float) -> float:
@@ -349,7 +352,7 @@ def _trade(rows: Sequence[Row]) -> Chart:
     series = []
     for label, slope in KINDS.items():
         own = sorted((row.bias.value, row.removed) for row in rows if row.rule.slope == slope and row.bias.value > 1e-6)
-        x, y = zip(*own, strict=True)
+        x, y = (tuple(point[axis] for point in own) for axis in (0, 1))
         series.append(Series(label, x, y, style="o-" if label == "fixed" else "D--"))
     caption = "Share of the KL removed against the bias bound that it costs: higher and further left is better."
     return Chart(

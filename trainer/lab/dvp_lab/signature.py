@@ -13,7 +13,7 @@ from torch import Tensor
 from dvp_rl.dvp.metrics import mis_health
 
 from .engines import Engine
-from .mismatch import EDGES, NUM_TAIL, SIGMAS, TAIL, Bucket, Estimate, Mismatch, measure, ratio
+from .mismatch import EDGES, NEXT_TO_NOTHING, NUM_TAIL, SIGMAS, TAIL, Bucket, Estimate, Mismatch, measure, ratio
 from .rules import NOTHING_PRUNED
 from .sources import CPU, NOISE, Trainer, device_setting, opened, traces
 from .study import Chart, Finding, Series, Study, Table, percent, short
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 CAP = 2.0
 """Largest sequence weight that masked importance sampling (MIS) keeps."""
-NEXT_TO_NOTHING = 1e-9
-"""KL per token, in nats, that an engine must exceed to be worth a chart."""
 BUCKETS = tuple(f"{short(low)}–{short(high)}" if low else f"< {short(high)}" for low, high in pairwise(EDGES))
 
 
@@ -44,9 +42,11 @@ class Distance(NamedTuple):
 
     @classmethod
     def of(cls, engine: str, *parts: tuple[Float[Tensor, "N T"], Bool[Tensor, "N T"]]) -> Distance:
-        """The distance in batches of sequences, each with its tokens' Delta, which is 0 off the mask, and its mask."""
+        """The distance in batches of sequences, each with its tokens' Delta, which is 0 off the mask, and its mask.
+        Sequences without a token are left out."""
         sums = [torch.stack((delta.sum(1), delta.abs().sum(1), mask.sum(1).double())) for delta, mask in parts]
-        log_w, sizes, lengths = torch.cat(sums, 1)
+        every = torch.cat(sums, 1)
+        log_w, sizes, lengths = every[:, every[-1] > 0]
         w = log_w.exp()
         return cls(
             engine,
@@ -101,35 +101,38 @@ def describe(found: Mapping[Engine, Mismatch], settings: dict[str, object]) -> S
             "which a common shift cancels, says more about it than the sampled mean.",
             "s is the plain standard deviation over the vocabulary, in which the many unlikely tokens count most.",
         ),
-        conclusion=conclusion(
-            [
-                Distance.of(engine, (mismatch.delta, mismatch.mask))
-                for engine, mismatch in _visible(found).items()
-                if engine is not Engine.GAUSSIAN
-            ]
-        ),
+        conclusion=conclusion(_distances(found)) if found.keys() - {Engine.GAUSSIAN} else (),
     )
 
 
+def _distances(found: Mapping[Engine, Mismatch]) -> list[Distance]:
+    """Distances of the engines that differ from the trainer; the control is no engine."""
+    return [
+        Distance.of(engine, (mismatch.delta, mismatch.mask))
+        for engine, mismatch in _visible(found).items()
+        if engine is not Engine.GAUSSIAN
+    ]
+
+
 def conclusion(found: Sequence[Distance]) -> tuple[str, ...]:
-    """Sentences on the closest and the farthest of the engines that differ from the trainer; none if none does."""
+    """Sentences on the closest and the farthest of the engines that differ from the trainer."""
     if not found:
         return (f"No engine here differs from the trainer by more than {NEXT_TO_NOTHING:g} nats of KL per token.",)
     near, far = (extreme(found, key=lambda each: each.size) for extreme in (min, max))
     roles = {"the closest of these engines": near, "the farthest": far} if near is not far else {"": near}
     return (
-        "The engine and the trainer have the same weights and read the same text. Still, they give a token different "
-        "probabilities.",
+        "After the same text, the engine that samples and the trainer give a token different probabilities.",
         *(_distance(role, end) for role, end in roles.items()),
     )
 
 
 def _distance(role: str, found: Distance) -> str:
     return (
-        f"{found.engine}{role and f', {role}'}: a token's probability is off by {percent(math.expm1(found.size))} on "
-        f"average. These errors multiply: in samples of {found.length:.0f} tokens, {percent(found.within)} of the "
-        f"sequences stay within a factor of {CAP:g} of the trainer's probability, and masked importance sampling keeps "
-        f"{found.kept_weight:.2f} of the weight of a batch (near 1 is healthy, 1/2 is not)."
+        f"{found.engine}{role and f', {role}'}: a token's probability is typically off by "
+        f"{percent(math.expm1(found.size))}. These errors multiply: in samples of {found.length:.0f} tokens, "
+        f"{percent(found.within)} of the sequences stay within a factor of {CAP:g} of the trainer's probability, and "
+        f"masked importance sampling keeps {found.kept_weight:.2f} of the weight of a batch (near 1 is healthy, 1/2 is "
+        "not)."
     )
 
 

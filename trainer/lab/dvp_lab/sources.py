@@ -201,10 +201,16 @@ class Trace(NamedTuple):
 def traces(
     source: Source, trainer: Trainer, prompts: Sequence[Int[Tensor, "N P"]], rule: Rule, num_tokens: int, seed: int
 ) -> Iterator[Trace]:
-    """One trace per block of prompts; each block has its own seed."""
+    """One trace per block of prompts; each block has its own seed. Raises ConfigError if a logit is not finite."""
     for number, block in enumerate(prompts):
         samples = source.sample(block, rule, num_tokens, seed + number)
-        yield Trace(samples, trainer.logits(block, samples.token_ids))
+        trace = Trace(samples, trainer.logits(block, samples.token_ids))
+        for side, logits in ((source.name, samples.logits), ("the trainer", trace.train_logits)):
+            if logits is not None and not logits[samples.mask].isfinite().all():
+                raise ConfigError(
+                    f"{side}: some logits are not finite, so that nothing can be said about their mismatch"
+                )
+        yield trace
 
 
 def until_end(token_ids: Int[Tensor, "N T"], eos_ids: Int[Tensor, " E"]) -> Bool[Tensor, "N T"]:
