@@ -23,6 +23,35 @@ FLAGS = (
     *("--disable-sync", "--hide-scrollbars", "--no-first-run", "--remote-debugging-port=0"),
 )
 
+# Contrast of two colours as the accessibility guidelines (WCAG) define it.
+CONTRAST = """
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+"""
+LOW_CONTRAST = f"""
+(() => {{{CONTRAST}
+  const ground = (node) => {{
+    for (; node; node = node.parentElement) {{
+      const color = getComputedStyle(node).backgroundColor;
+      if (parse(color)[3] !== 0) return parse(color);
+    }}
+    return [255, 255, 255];
+  }};
+  const poor = [];
+  for (const node of document.querySelectorAll("main *:not(svg *)")) {{
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || node.disabled || !node.getClientRects().length) continue;
+    const ratio = contrast(parse(getComputedStyle(node).color), ground(node));
+    if (ratio < 4.5) poor.push(`${{node.tagName}} ${{node.textContent.slice(0, 30)}} ${{ratio.toFixed(2)}}`);
+  }}
+  return poor;
+}})()
+"""
+"""Texts that WCAG calls too faint to read."""
+
 
 def chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -166,8 +166,9 @@ def test_rho_of_an_engine(subject: Subject) -> None:
     assert len(rows) == len(FIXED) + len(MATCHED) * len(SLOPES)
     pruned = [rows[rule.label][1] for rule in FIXED]
     assert pruned == sorted(pruned, reverse=True)
-    assert "Proposed: rho = e⁻" in study.findings[0].statement
-    assert study.conclusion
+    fixed = [rule.label for rule in FIXED if rule.prunes]
+    assert any(f"Proposed: rho = {label}. " in study.findings[0].statement for label in fixed)
+    assert any(study.conclusion[0].startswith(f"Use rho = {label}: ") for label in fixed)
     assert "reward" not in study.tables[0].columns
     assert not any("another model" in words for words in (study.abstract, *study.notes)), "nothing was trained"
 

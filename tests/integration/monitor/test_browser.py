@@ -10,36 +10,12 @@ import pytest
 from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.integration.monitor.process import HOSTILE, Monitor, write_metrics
 from tests.integration.transport.rig import Rig
-from tests.kit.browser import chromium, running
+from tests.kit.browser import LOW_CONTRAST, chromium, running
 from tests.kit.tokens import TOKEN
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)")
 
 LIVE = "document.getElementById('link')?.textContent === 'live'"
-CONTRAST = """
-(() => {
-  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (node) => {
-    for (; node; node = node.parentElement) {
-      const color = getComputedStyle(node).backgroundColor;
-      if (parse(color)[3] !== 0) return parse(color);
-    }
-    return [255, 255, 255];
-  };
-  const poor = [];
-  for (const node of document.querySelectorAll("main *:not(svg *)")) {
-    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-    if (!own || node.disabled || !node.getClientRects().length) continue;
-    const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) poor.push(`${node.tagName} ${node.textContent.slice(0, 30)} ${ratio.toFixed(2)}`);
-  }
-  return poor;
-})()
-"""
 UNNAMED = """
 [...document.querySelectorAll("button, [tabindex], svg[role=img], section")]
   .filter((node) => !node.hidden && !(node.getAttribute("aria-label") || node.getAttribute("aria-labelledby")
@@ -73,7 +49,7 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
         )
         histogram = "document.querySelector('#curves figure:last-child svg').getAttribute('aria-label')"
         assert browser.evaluate(histogram) == "Staleness of trained groups: 86 % at 0; 13 % at 1; 2 % at 2"
-        assert browser.evaluate(CONTRAST) == []
+        assert browser.evaluate(LOW_CONTRAST) == []
         assert browser.evaluate(UNNAMED) == []
         # Without a token nothing can be changed here, and the page says so.
         browser.until("document.getElementById('dead-note').textContent.includes('need a token of scope operate')")

@@ -32,11 +32,11 @@ NOTICEABLE = 0.01
 AMOUNTS = ((0.5, "most of it"), (0.1, "a part of it"), (NOTICEABLE, "little"), (0.0, "next to nothing"))
 """Words for the share of the mismatch that a rule removes, by the smallest share of each."""
 LIMITS = f"a bias bound up to {MAX_BIAS:g} of the rewards' range and up to {percent(MAX_VETO)} of sequences vetoed"
-OF_REWARD = (
+OTHER_MODEL = (
     "The reward is that of another model, not of the one above: a small one of the lab, trained on the lab's own task "
     "under every rule."
 )
-OF_PRUNED_TRAINING = (
+PRUNED_TRAINING = (
     "The samples that the reward counts were also drawn under the rule: a large rho gains there in part because it "
     "forbids slips from the first step on. Rules by entropy are made to prune as much as fixed ones on the text of the "
     "model above, not on that task."
@@ -170,7 +170,7 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
         title="Which rho",
         abstract="Every rule is measured on text that the engine sampled under it: how much mismatch it removes, how "
         "far it can move the expected reward, and how many sequences veto and importance weights leave."
-        + (f" {OF_REWARD}" if trained else ""),
+        + (f" {OTHER_MODEL}" if trained else ""),
         settings=settings,
         findings=(proposal(fixed), *_comparisons(rows)),
         charts=tuple(_charts(rows)),
@@ -180,7 +180,7 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
             "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it is vacuous. It bounds "
             "how far J_mp is from J for any reward; training under J_mp can do better or worse.",
             "KL is per token, exact, over tokens that both sides keep, against the same positions without pruning.",
-            *((OF_PRUNED_TRAINING,) if trained else ()),
+            *((PRUNED_TRAINING,) if trained else ()),
         ),
         conclusion=conclusion(fixed),
     )
