@@ -9,8 +9,11 @@ import torch
 
 from dvp_lab import collapse, overlap, signature
 from dvp_lab.engines import Engine
-from dvp_lab.overlap import Cost
+from dvp_lab.mismatch import Estimate
+from dvp_lab.rules import Rule
+from dvp_lab.sets import Outcome
 from dvp_lab.signature import Distance
+from tests.unit.lab.test_sets import one_position
 
 
 def test_the_distance_of_an_engine() -> None:
@@ -45,21 +48,29 @@ def test_the_closest_and_the_farthest_engine_are_told() -> None:
     assert none.startswith("No engine here differs")
 
 
+def outside(*probabilities: float) -> list[overlap.Row]:
+    """The results at e⁻² and smaller rhos, with these probabilities of a token outside at the only position."""
+    exact = Estimate(0.0, 0.0)
+    outcome = Outcome(exact, exact, exact, exact, exact, worst=0.0)
+    rules = (Rule(-2.0), Rule(-13.0))
+    return [
+        overlap.Row(rule, one_position(outside=probability), outcome, num_sequences=1)
+        for rule, probability in zip(rules, probabilities, strict=False)
+    ]
+
+
 def test_tokens_outside_are_told_for_the_worst_engine() -> None:
-    costs = {
-        Engine.FP32: [Cost("e⁻²", 0.0, 0.0), Cost("e⁻¹³", 0.0, 0.0)],
-        Engine.BF16: [Cost("e⁻²", 0.01, 0.5), Cost("e⁻¹³", 1e-6, 1e-4)],
-    }
-    _, small, large, _ = overlap.conclusion(costs)
+    found = {Engine.FP32: outside(0.0, 0.0), Engine.BF16: outside(0.01, 1e-6)}
+    _, small, large, _ = overlap.conclusion(found)
     assert small == (
         "rho = e⁻¹³: with transformers-bf16, the worst of these engines, one token in 1,000,000 is such a token, and "
-        "0.01\N{NO-BREAK SPACE}% of the sequences are thrown away."
+        "1e-4\N{NO-BREAK SPACE}% of the sequences are thrown away."
     )
-    assert "one token in 100 is such a token" in large
-    _, small, _, _ = overlap.conclusion({Engine.FP32: costs[Engine.FP32]})
+    assert "one token in 100 is such a token, and 1\N{NO-BREAK SPACE}% of the sequences" in large
+    _, small, _, _ = overlap.conclusion({Engine.FP32: outside(0.0, 0.0)})
     assert small == "rho = e⁻¹³: there is no such token."
-    _, small, _, _ = overlap.conclusion({Engine.FP32: [Cost("e⁻²", 0.7, 1.0)]})
-    assert small.startswith(
+    _, only, _, _ = overlap.conclusion({Engine.FP32: outside(0.7)})
+    assert only.startswith(
         "rho = e⁻²: with transformers-fp32, 70\N{NO-BREAK SPACE}% of the tokens are such tokens, and"
     )
 

@@ -80,9 +80,9 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_run_without_mismatch_or_without_a_common_token_has_a_page(inside: bool, tmp_path: Path) -> None:
-    train, infer = (
-        part.train._replace(inside=torch.full_like(part.mask, inside)) for part in (evidence(0), evidence(0))
-    )
+    # Two copies, because a file of tensors must not hold the same memory twice.
+    sides = [evidence(0).train for _ in range(2)]
+    train, infer = (side._replace(inside=torch.full_like(side.inside, inside)) for side in sides)
     write_tokens(replace(evidence(0), train=train, infer=infer), tmp_path, 1)
     study = recorded_signature(tmp_path)
     assert study.charts == ()

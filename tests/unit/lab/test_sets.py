@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 
 from dvp_lab.rules import NOTHING_PRUNED, Rule
-from dvp_lab.sets import joined, mass_per_nat, seen_of, sets_of
+from dvp_lab.sets import Sets, joined, mass_per_nat, seen_of, sets_of
 from dvp_lab.sources import Samples, Trace
 
 N, T, V = 40, 12, 400
+
+
+def one_position(**values: float) -> Sets:
+    """The sets of one sequence with one position; fields that are not given are 1."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    named = {field.name: values.get(field.name, 1.0) * one for field in fields(Sets) if field.name != "mask"}
+    return Sets(mask=one.bool(), **named)
 
 
 def sampled(s: float, rule: Rule, seed: int = 0) -> Trace:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_every_panel_is_drawn(tmp_path: Path) -> None:
     assert page.headings == [panel.title for panel in PANELS]
     assert page.open == []
     assert text.count("<svg") == len(PANELS)
+    for unit, number in Counter(panel.unit for panel in PANELS).items():
+        assert text.count(f">{unit}</text>") == number
     assert "Not recorded" not in text
 
 

@@ -143,8 +143,8 @@ def rho_command(
         int | None,
         typer.Option(
             min=0,
-            help="Training steps of the lab's own small model under each rule; 0 trains nothing. Default: 40, with "
-            "--model 0.",
+            help="Training steps of the lab's own small model under each rule; 0 trains nothing. Default: 40; 0 with "
+            "--model.",
         ),
     ] = None,
     jobs: Jobs = CPUS,

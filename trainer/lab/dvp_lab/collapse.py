@@ -60,12 +60,13 @@ class Arm(NamedTuple):
 
 UNCORRECTED = {"mode": Mode.UNIT, "veto": None}
 NAIVE = Arm("naive", UNCORRECTED)
+ROLLOUT_ONLY = Arm("min-p in rollout only", UNCORRECTED, NOTHING_PRUNED, LOG_MIN_P)
 DVP_MIS = Arm("DVP + MIS", {"mode": Mode.MIS}, LOG_MIN_P, LOG_MIN_P)
 NO_MISMATCH = Arm("no mismatch", UNCORRECTED, has_mismatch=False)
 """The control: naive without mismatch shows what learning rate and task do by themselves."""
 UNPRUNED = (Arm("TIS", {"mode": Mode.TIS, "veto": None}), Arm("MIS", {"mode": Mode.MIS, "veto": None}))
 PRUNED = (
-    Arm("min-p in rollout only", UNCORRECTED, NOTHING_PRUNED, LOG_MIN_P),
+    ROLLOUT_ONLY,
     Arm("DVP", UNCORRECTED, LOG_MIN_P, LOG_MIN_P),
     DVP_MIS,
 )
@@ -326,7 +327,6 @@ def _study(
 
 def conclusion(seeds: int, collapsed: Mapping[str, int], last: Mapping[str, float]) -> tuple[str, ...]:
     """Sentences on the table: in how many of the seeds an arm collapsed, and the mean reward that it ended with."""
-    rollout_only = PRUNED[0].label
 
     def fate(label: str) -> str:
         return f"{collapsed[label]} of {seeds} runs collapsed, mean reward at the end {short(last[label])}"
@@ -335,7 +335,7 @@ def conclusion(seeds: int, collapsed: Mapping[str, int], last: Mapping[str, floa
         f"Training that ignores this mismatch (naive): {fate(NAIVE.label)}; without the mismatch it is "
         f"{short(last[NO_MISMATCH.label])}.",
         f"Pruning on both sides, with token veto and masked importance sampling (DVP + MIS): {fate(DVP_MIS.label)}.",
-        f"Pruning in the engine alone ({rollout_only}): {fate(rollout_only)}.",
+        f"Pruning in the engine alone ({ROLLOUT_ONLY.label}): {fate(ROLLOUT_ONLY.label)}.",
         "The mismatch is deliberate and the model is small: this shows what can happen, not how often it does.",
     )
 
@@ -413,7 +413,7 @@ def _candidates_table(screened: list[list[Pair]]) -> Table:
 
 
 def _map_chart(pairs: list[Pair]) -> Chart:
-    x = tuple(float(i) for i, _ in enumerate(pairs, start=1))
+    x = tuple(map(float, range(1, len(pairs) + 1)))
     sides = dict(zip((arm.label for arm in MAPPED), zip(*(pair[1:] for pair in pairs), strict=True), strict=True))
     controls = sides[NO_MISMATCH.label]
     return Chart(

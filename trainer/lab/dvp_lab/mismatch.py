@@ -52,6 +52,7 @@ class Estimate(NamedTuple):
         return self.value + self.error
 
     def __str__(self) -> str:
+        """Value and error written alike: both with a power of ten, or both without, unless the error is tiny."""
         least = LEAST if max(abs(self.value), self.error) < LEAST else LEAST / 1000
         return f"{short(self.value, least=least)} ± {short(self.error, 1, least)}"
 

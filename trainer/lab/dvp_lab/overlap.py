@@ -46,16 +46,6 @@ class Row(NamedTuple):
         return abs(self.outcome.veto_outside.value - expected) <= allowed
 
 
-class Cost(NamedTuple):
-    """What the tokens outside cost at one rho."""
-
-    rule: str
-    outside: float
-    """Probability per token."""
-    vetoed: float
-    """Expected share of sequences."""
-
-
 def overlap(
     subject: Subject,
     engines: Sequence[Engine],
@@ -117,31 +107,25 @@ def describe(found: Mapping[Engine, Sequence[Row]], settings: dict[str, object])
             "Logits in bf16 often lie exactly on a threshold that is a multiple of their spacing, as most thresholds "
             "here are. The engine keeps them all, so that more is outside than predicted.",
         ),
-        conclusion=conclusion(
-            {
-                engine: [
-                    Cost(row.rule.label, row.sets.mean("outside").value, row.sets.vetoed("outside")) for row in rows
-                ]
-                for engine, rows in found.items()
-            }
-        ),
+        conclusion=conclusion(found),
     )
 
 
-def conclusion(found: Mapping[Engine, Sequence[Cost]]) -> tuple[str, ...]:
+def conclusion(found: Mapping[Engine, Sequence[Row]]) -> tuple[str, ...]:
     """Sentences on the engine with the most tokens outside, at the smallest rho and at the largest."""
 
     def worst(place: int) -> str:
-        costs = {engine: own[place] for engine, own in found.items()}
-        engine = max(costs, key=lambda each: costs[each].outside)
-        rule, outside, vetoed = costs[engine]
-        if not outside:
+        at_rho = {engine: rows[place] for engine, rows in found.items()}
+        engine = max(at_rho, key=lambda each: at_rho[each].sets.mean("outside").value)
+        rule, sets = at_rho[engine].rule.label, at_rho[engine].sets
+        if not (outside := sets.mean("outside").value):
             return f"rho = {rule}: there is no such token."
         often = f"one token in {1 / outside:,.0f} is such a token"
         if outside > MANY:
             often = f"{percent(outside)} of the tokens are such tokens"
         others = ", the worst of these engines" if len(found) > 1 else ""
-        return f"rho = {rule}: with {engine}{others}, {often}, and {percent(vetoed)} of the sequences are thrown away."
+        lost = percent(sets.vetoed("outside"))
+        return f"rho = {rule}: with {engine}{others}, {often}, and {lost} of the sequences are thrown away."
 
     return (
         "The engine and the trainer each prune by their own numbers, so that they do not keep quite the same tokens. A "

@@ -116,7 +116,7 @@ def _write_png(study: Study, path: Path) -> None:
     from matplotlib.figure import Figure
 
     if not study.charts:
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # what may lie there shows another study
         return
     rows = -(-len(study.charts) // PNG_COLUMNS)
     width, height = PNG_PANEL_SIZE
@@ -158,8 +158,8 @@ def _draw(axes: Any, chart: Chart, colours: Sequence[str] = INKS, muted: str = M
 
 
 def _use_logs(axes: Any) -> None:
-    """Makes the vertical axis logarithmic, with as many labels as there is room for: at most seven powers of ten; from
-    half a decade on, only 1, 2 and 5 of a decade."""
+    """Makes the vertical axis logarithmic. At most seven powers of ten have labels. If the axis spans more than half a
+    decade, only 2 and 5 times these may have labels, too."""
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log")

@@ -71,24 +71,8 @@ class Row(NamedTuple):
         return 1 - self.kl / full if self.rule.prunes and full > NEXT_TO_NOTHING else 0.0
 
     @property
-    def merits(self) -> Merits:
-        veto, mis, kept_weight = (getattr(self.outcome, name).value for name in ("veto", "mis", "kept_weight"))
-        return Merits(self.rule.label, self.removed, self.bias, veto, mis, kept_weight)
-
-
-class Merits(NamedTuple):
-    """What decides whether a fixed rule is proposed."""
-
-    rule: str
-    removed: float
-    bias: Estimate
-    veto: float
-    mis: float
-    kept_weight: float
-
-    @property
     def is_allowed(self) -> bool:
-        return self.bias.value <= MAX_BIAS and self.veto <= MAX_VETO
+        return self.bias.value <= MAX_BIAS and self.outcome.veto.value <= MAX_VETO
 
 
 def rho(
@@ -150,20 +134,24 @@ def matching(unpruned: Sequence[Trace], fixed: Rule, slope: float) -> Rule:
     return Rule(round(low, 3), slope)
 
 
-def propose(merits: Sequence[Merits]) -> Merits:
-    """Of the fixed rules, the one that removes the most mismatch, with at most MAX_BIAS and MAX_VETO. If no rule is
-    within these limits, the one with the smallest bias bound."""
-    allowed = [each for each in merits if each.is_allowed]
+def propose(rows: Sequence[Row]) -> Row:
+    """Of the fixed rules that prune, the one that removes the most mismatch, with at most MAX_BIAS and MAX_VETO. If no
+    rule is within these limits, the one with the smallest bias bound."""
+    fixed = _fixed(rows)
+    allowed = [row for row in fixed if row.is_allowed]
     if not allowed:
-        return min(merits, key=lambda each: each.bias.value)
-    return max(allowed, key=lambda each: each.removed)
+        return min(fixed, key=lambda row: row.bias.value)
+    return max(allowed, key=lambda row: row.removed)
+
+
+def _fixed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.matched is None and row.rule.prunes]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
-    fixed = [row.merits for row in rows if row.matched is None and row.rule.prunes]
     trained = any(row.reward for row in rows)
     return Study(
         name="rho",
@@ -172,9 +160,9 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
         "far it can move the expected reward, and how many sequences veto and importance weights leave."
         + (f" {OTHER_MODEL}" if trained else ""),
         settings=settings,
-        findings=(proposal(fixed), *_comparisons(rows)),
+        findings=(_proposal(rows), *_comparisons(rows)),
         charts=tuple(_charts(rows)),
-        tables=(_table(rows, trained),),
+        tables=(_table(rows),),
         notes=(
             "The bounds grow with the length of the sequences: longer ones need a smaller rho.",
             "Bias bound: (max R - min R) E[sum_t (1 - Z_t)] with rewards in [0, 1]; above 1 it is vacuous. It bounds "
@@ -182,50 +170,52 @@ def describe(rows: Sequence[Row], settings: dict[str, object]) -> Study:
             "KL is per token, exact, over tokens that both sides keep, against the same positions without pruning.",
             *((PRUNED_TRAINING,) if trained else ()),
         ),
-        conclusion=conclusion(fixed),
+        conclusion=conclusion(rows),
     )
 
 
-def proposal(merits: Sequence[Merits]) -> Finding:
-    best = propose(merits)
+def _proposal(rows: Sequence[Row]) -> Finding:
+    best = propose(rows)
     reason = f"of the fixed rules with {LIMITS}, it removes the most mismatch"
     if not best.is_allowed:
         reason = f"no fixed rule has {LIMITS}; this one has the smallest bias bound"
     elif best.removed < NOTICEABLE:
         reason = f"no fixed rule with {LIMITS} removes {percent(NOTICEABLE)} of the mismatch; this one guards the tail"
     return Finding(
-        f"Proposed: rho = {best.rule}. Reason: {reason}.",
+        f"Proposed: rho = {best.rule.label}. Reason: {reason}.",
         None,
-        f"{percent(best.removed)} of the KL removed; bias bound {best.bias}; {percent(best.veto)} vetoed, "
-        f"{percent(best.mis)} masked, kept weight {short(best.kept_weight)}",
+        f"{percent(best.removed)} of the KL removed; bias bound {best.bias}; "
+        f"{percent(best.outcome.veto.value)} vetoed, {percent(best.outcome.mis.value)} masked, kept weight "
+        f"{short(best.outcome.kept_weight.value)}",
     )
 
 
-def conclusion(merits: Sequence[Merits]) -> tuple[str, ...]:
+def conclusion(rows: Sequence[Row]) -> tuple[str, ...]:
     """The proposal for a layman, and what the fixed rule that removes the most would cost."""
-    best, most = propose(merits), max(merits, key=lambda each: each.removed)
-    use = f"Use rho = {best.rule}: tokens that are less likely than {best.rule} times the likeliest are never sampled."
+    best, most = propose(rows), max(_fixed(rows), key=lambda row: row.removed)
+    rho = best.rule.label
+    use = f"Use rho = {rho}: tokens that are less likely than {rho} times the likeliest are never sampled."
     if not best.is_allowed:
-        use = f"No rho is within the limits ({LIMITS}). The smallest bias bound is that of rho = {best.rule}."
+        use = f"No rho is within the limits ({LIMITS}). The smallest bias bound is that of rho = {rho}."
     sentences = (use, f"{_effect(best)} {_cost(best)}")
     if most.removed <= max(best.removed, 0.0):
         return sentences
-    return (*sentences, f"rho = {most.rule} removes the most, {percent(most.removed)}. {_cost(most)}")
+    return (*sentences, f"rho = {most.rule.label} removes the most, {percent(most.removed)}. {_cost(most)}")
 
 
-def _effect(merits: Merits) -> str:
+def _effect(row: Row) -> str:
     mismatch = "the mismatch between engine and trainer"
-    if merits.removed < 0:
-        return f"It removes nothing of {mismatch}, which grows by {percent(-merits.removed)}."
-    amount = next(word for least, word in AMOUNTS if merits.removed >= least)
-    return f"It removes {percent(merits.removed)} of {mismatch}, which is {amount}."
+    if row.removed < 0:
+        return f"It removes nothing of {mismatch}, which grows by {percent(-row.removed)}."
+    amount = next(word for least, word in AMOUNTS if row.removed >= least)
+    return f"It removes {percent(row.removed)} of {mismatch}, which is {amount}."
 
 
-def _cost(merits: Merits) -> str:
-    moved = "its whole range" if merits.bias.value >= 1 else f"{percent(merits.bias.value)} of its range"
+def _cost(row: Row) -> str:
+    moved = "its whole range" if row.bias.value >= 1 else f"{percent(row.bias.value)} of its range"
     return (
-        f"Its price: it may move the expected reward by up to {moved}, and {percent(merits.veto)} of the sequences are "
-        "thrown away."
+        f"Its price: it may move the expected reward by up to {moved}, and {percent(row.outcome.veto.value)} of the "
+        "sequences are thrown away."
     )
 
 
@@ -244,16 +234,17 @@ def _comparisons(rows: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
-def _table(rows: Sequence[Row], trained: bool) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     def row(row: Row) -> tuple[object, ...]:
         sets, outcome = row.sets, row.outcome
         return (
             *(row.rule.label, 1 - sets.mean("train_mass").value, sets.mean("train_count").value),
             *(str(row.bias), outcome.worst, row.kl, sets.mean("kl_full").value, row.removed),
             *(outcome.veto.value, sets.vetoed("outside"), outcome.mis.value, outcome.kept_weight.value),
-            *((f"{row.reward.value:.3f} ± {row.reward.error:.3f}" if row.reward else None,) if trained else ()),
+            *((f"{row.reward.value:.3f} ± {row.reward.error:.3f}",) if row.reward else ()),
         )
 
+    trained = any(row.reward for row in rows)
     return Table(
         "All rules",
         "Pruned: 1 - Z per token; size of the set; the two bounds on the bias; KL per token with and without pruning; "
@@ -324,26 +315,19 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _rewards(rows: Sequence[Row]) -> Chart:
-    """A rule by entropy stands beside the fixed rule that prunes as much."""
+    """Rewards by fixed rule; a rule by entropy stands beside the fixed one that prunes as much."""
     places = {row.rule: place for place, row in enumerate(row for row in rows if row.matched is None)}
-    return reward_chart(
-        tuple(rule.nats for rule in places),
-        [(row.rule.slope, places[row.matched or row.rule], row.reward) for row in rows if row.reward],
-    )
-
-
-def reward_chart(ticks: tuple[str, ...], points: Sequence[tuple[float, int, Estimate]]) -> Chart:
-    """Rewards by fixed rule; a point is a rule's slope, the number of the fixed rule it stands for, and its reward."""
     series = []
     for shift, (label, slope) in zip((0.0, 0.2, -0.2), KINDS.items(), strict=True):
-        places, found = zip(*((place, reward) for own, place, reward in points if own == slope), strict=True)
-        x = tuple(place + shift for place in places)
+        own = [(places[row.matched or row.rule], row.reward) for row in rows if row.reward and row.rule.slope == slope]
+        x, found = tuple(place + shift for place, _ in own), [reward for _, reward in own]
         low, high = tuple(e.low for e in found), tuple(e.high for e in found)
         series.append(Series(label, x, tuple(e.value for e in found), low, high, style="o"))
     caption = (
         "Another model, the lab's small one, after a fixed budget of training under the rule. A rule by entropy stands "
         "beside the fixed one that prunes as much."
     )
+    ticks = tuple(rule.nats for rule in places)
     return Chart("Reward after a fixed budget", caption, AXIS, "mean reward", tuple(series), ticks)
 
 

@@ -206,7 +206,7 @@ def traces(
         samples = source.sample(block, rule, num_tokens, seed + number)
         trace = Trace(samples, trainer.logits(block, samples.token_ids))
         for side, logits in ((source.name, samples.logits), ("the trainer", trace.train_logits)):
-            if logits is not None and not logits[samples.mask].isfinite().all():
+            if logits is not None and not logits.isfinite().all(-1)[samples.mask].all():
                 raise ConfigError(
                     f"{side}: some logits are not finite, so that nothing can be said about their mismatch"
                 )

@@ -27,10 +27,9 @@ def short(value: float, digits: int = 3, least: float = LEAST) -> str:
     not finite."""
     if not math.isfinite(value):
         return "–"
-    rounded = Decimal(f"{value:.{digits}g}") + 0
+    rounded = Decimal(f"{value + 0:.{digits}g}")  # without a zero's sign
     if rounded and not least <= abs(float(rounded)) < 1e6:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
+        return f"{rounded:e}".replace("e+", "e")
     return f"{rounded:,f}"
 
 
