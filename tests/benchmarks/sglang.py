@@ -122,23 +122,27 @@ def over_queue(broker: Broker, fence: int) -> Load:
     return load
 
 
-async def compare(repeats: int, number: int = JOBS, **loads: Load) -> dict[str, float]:
-    """Best tokens per second of each load."""
+async def compare(repeats: int, number: int = JOBS, **loads: Load) -> dict[str, list[float]]:
+    """Tokens per second of each load in each repeat."""
     for load in loads.values():
         await load()
-    best = dict.fromkeys(loads, 0.0)
+    speeds: dict[str, list[float]] = {name: [] for name in loads}
     for _ in range(repeats):
         for name, load in loads.items():
             start = time.perf_counter()
             tokens = await load()
             assert tokens == number * N * NEW, f"{name}: {tokens} tokens"
-            best[name] = max(best[name], tokens / (time.perf_counter() - start))
-    return best
+            speeds[name].append(tokens / (time.perf_counter() - start))
+    return speeds
+
+
+def best(speeds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: max(each) for name, each in speeds.items()}
 
 
 async def pruned(folder: Path, repeats: int) -> dict[str, float]:
     async with serving(folder, on_cpu()) as ours, serving(folder, on_cpu(Stock)) as stock:
-        speeds = await compare(repeats, plugin=direct(ours), stock=direct(stock))
+        speeds = best(await compare(repeats, plugin=direct(ours), stock=direct(stock)))
     return speeds | {"ratio": speeds["plugin"] / speeds["stock"]}
 
 
@@ -154,7 +158,7 @@ async def replica(folder: Path, repeats: int) -> dict[str, float]:
                 async with AsyncClient(process.url) as client:
                     fence = await TrainerLease(broker, "bench").acquire()
                     loads = {"http": over_http(client), "queue": over_queue(broker, fence)}
-                    speeds = await compare(repeats, direct=direct(server), **loads)
+                    speeds = best(await compare(repeats, direct=direct(server), **loads))
     return speeds | {f"ratio_{name}": speeds[name] / speeds["direct"] for name in loads}
 
 

@@ -1,6 +1,9 @@
 """SGLang with the plugin on a GPU: CUDA graphs and overlap scheduling on, bfloat16, a vocabulary of 151,936 tokens.
 
-    pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately
+    kernel    the plugin's kernel compared with the same in PyTorch, for batches of logits in float32, alternately:
+              milliseconds from call to call, and of the host to launch one; the shortest count
+    pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately:
+              medians of tokens per second and of the ratio of neighbours, because the host's speed may drift
     profile   16 decoding steps of 256 samples in PyTorch's profiler, with the plugin and without: milliseconds from
               step to step and on the GPU, in CUDA graphs and outside, where sampling is; kernels and copies; waits of
               the host; what takes longest outside. The profiler slows the host down, and waits once itself
@@ -32,10 +35,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import cache, partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 from unittest.mock import patch
 
@@ -50,11 +55,12 @@ from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_client import SglangClient
 from dvp_rl.engines.sglang_server import Launch, default_python
 from dvp_rl.engines.sglang_wire import request_body
+from dvp_rl.sglang_plugin.pruning import prune, prune_in_blocks
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.weights.transfers import Transfers
 from tests.benchmarks.gpu import facts, versions
-from tests.benchmarks.sglang import CONTEXT, NEW, SMALL, N, Stock, compare, direct, jobs, serving, size, swaps
+from tests.benchmarks.sglang import CONTEXT, MIN_P, NEW, SMALL, N, Stock, compare, direct, jobs, serving, size, swaps
 from tests.integration.trainer.sending import sender
 from tests.kit.models import EOS_ID, make_model
 
@@ -71,7 +77,11 @@ MODES: dict[str, tuple[str, ...]] = {
     "fp32_head": ("--enable-fp32-lm-head",),
     "on_policy_fp32_head": ("--rl-on-policy-target", "fsdp", "--enable-fp32-lm-head"),
 }
-PARTS = ("pruned", "profile", *MODES, "swap", "transfer")
+BATCHES, CALLS = (1, 16, 64, 256), 10
+"""Rows of `kernel`, and calls in a row, each with logits of its own."""
+PAIRS = 20
+"""Comparisons of `pruned`."""
+PARTS = ("kernel", "pruned", "profile", *MODES, "swap", "transfer")
 WAIT_S, LIMIT_S = 60.0, 40.0
 """Longest time for an answer of the sender or a trace, and for a transfer, in seconds."""
 STEPS, LONGEST, NAME = 16, 12, 100
@@ -177,9 +187,46 @@ async def both(folder: Path, flags: tuple[str, ...]) -> AsyncIterator[dict[str, 
         yield clients
 
 
-async def pruned(clients: dict[str, SglangClient], repeats: int) -> dict[str, Any]:
-    speeds = await compare(repeats, JOBS, **{name: direct(client, JOBS) for name, client in clients.items()})
-    return speeds | {"ratio": speeds["plugin"] / speeds["stock"], "goal": GOAL}
+def compare_pruning(repeats: int) -> dict[str, Any]:
+    return {"batches": [compare_batch(batch, repeats) for batch in BATCHES]}
+
+
+def compare_batch(batch: int, repeats: int) -> dict[str, Any]:
+    logits = 4 * torch.randn(batch, MODEL["vocab_size"], device="cuda")
+    settings = torch.full((batch,), MIN_P["min_p"], device="cuda"), torch.ones(batch, 1, device="cuda")
+    times: dict[str, list[tuple[float, float]]] = {"kernel": [], "pytorch": []}
+    for _ in range(1 + repeats):  # the first compiles
+        times["kernel"].append(milliseconds(prune, logits, settings))
+        times["pytorch"].append(milliseconds(prune_in_blocks, logits, settings))
+    best = {name: [min(kind) for kind in zip(*each[1:], strict=True)] for name, each in times.items()}
+    return {"rows": batch} | {
+        kind: {"kernel": kernel, "pytorch": pytorch, "ratio": kernel / pytorch}
+        for kind, kernel, pytorch in zip(("call_ms", "launch_ms"), best["kernel"], best["pytorch"], strict=True)
+    }
+
+
+@torch.no_grad()
+def milliseconds(side: Callable[..., Tensor], logits: Tensor, settings: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """From call to call, and of the host alone. Each call prunes logits of its own."""
+    copies = [logits.clone() for _ in range(CALLS)]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    clock = time.perf_counter()
+    start.record()
+    for each in copies:
+        side(each, *settings)
+    end.record()
+    host_s = time.perf_counter() - clock
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / CALLS, 1000 * host_s / CALLS
+
+
+async def pruned(clients: dict[str, SglangClient]) -> dict[str, Any]:
+    speeds = await compare(PAIRS, JOBS, **{name: direct(client, JOBS) for name, client in clients.items()})
+    ratios = [plugin / stock for plugin, stock in zip(speeds["plugin"], speeds["stock"], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    medians = {name: median(each) for name, each in speeds.items()}
+    return medians | {"ratio": middle, "middle half": [low, high], "goal": GOAL}
 
 
 async def profile(clients: dict[str, SglangClient]) -> dict[str, Any]:
@@ -312,24 +359,26 @@ async def run(parts: list[str], flags: tuple[str, ...], repeats: int) -> list[st
 
     with tempfile.TemporaryDirectory() as name:
 
+        @cache
         def make(kind: str, seed: int, **shape: int) -> Path:
             folder, options = Path(name) / f"{kind}{seed}", {"context": CONTEXT, "endless": True, "spread": 4.0}
             return make_model(folder, seed=seed, dtype=torch.bfloat16, **options, **shape)
 
-        replacing = {"swap", "transfer"} & set(parts)
-        folders = [make("large", seed, **MODEL) for seed in range(2 if replacing else 1)]
+        large = partial(make, "large", **MODEL)
+        if "kernel" in parts:
+            await tell("kernel", asyncio.to_thread(compare_pruning, repeats))
         if compared := [part for part in ("pruned", "profile") if part in parts]:
             with attempt(*compared):
-                async with both(folders[0], flags) as clients:
+                async with both(large(0), flags) as clients:
                     for part in compared:
-                        await tell(part, pruned(clients, repeats) if part == "pruned" else profile(clients))
+                        await tell(part, pruned(clients) if part == "pruned" else profile(clients))
         modes = [mode for mode in MODES if mode in parts]
-        await asyncio.gather(*(tell(mode, in_mode(mode, folders[0], flags)) for mode in modes))
+        await asyncio.gather(*(tell(mode, in_mode(mode, large(0), flags)) for mode in modes))
         if "swap" in parts:
             small = [make("small", seed, **SMALL) for seed in range(2)]
-            await tell("swap", swaps(small, folders, repeats, launch(*flags)))
+            await tell("swap", swaps(small, [large(0), large(1)], repeats, launch(*flags)))
         if "transfer" in parts:
-            await tell("transfer", transfer(folders, launch(*flags)))
+            await tell("transfer", transfer([large(0), large(1)], launch(*flags)))
     return failed
 
 

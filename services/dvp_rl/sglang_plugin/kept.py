@@ -1,56 +1,57 @@
-"""Copies kept mass and kept count from the device to `meta_info`, one number per token."""
+"""Transports kept mass and kept count from the device to `meta_info`, one number per token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-from .pruning import Kept
+if TYPE_CHECKING:
+    from jaxtyping import Float32
+
+Values: TypeAlias = list[float | int | None]
+"""[batch]; None in rows that were not pruned."""
 
 
 class HostCopy:
     """An asynchronous copy to the host. It is read after the step's tokens, when it is complete."""
 
-    def __init__(self, kept: Kept) -> None:
-        device = kept.kept_mass.device
-        # float32 holds every count below 2^24; one copy instead of two.
-        self._values = torch.stack((kept.kept_mass.float(), kept.kept_count.float())).to("cpu", non_blocking=True)
+    def __init__(self, kept: Float32[Tensor, "2 batch"], info: dict[str, Any]) -> None:
+        device = kept.device
+        self._kept, self._info = kept.to("cpu", non_blocking=True), info
         self._done = None if device.type == "cpu" else torch.get_device_module(device).Event()
         if self._done is not None:
             self._done.record()
 
     @cached_property
-    def mass(self) -> list[float | None]:
-        """[batch]; None in rows that were not pruned."""
-        return [mass if count else None for mass, count in self._rows]
-
-    @cached_property
-    def count(self) -> list[int | None]:
-        """[batch]; None in rows that were not pruned."""
-        return [int(count) or None for _, count in self._rows]
-
-    @cached_property
-    def _rows(self) -> list[tuple[float, float]]:
+    def columns(self) -> dict[str, Values]:
+        """By name. The first read also puts them into `info`: SGLang then reads the other rows from plain lists."""
         if self._done is not None:
             self._done.synchronize()
-        return list(zip(*self._values.tolist(), strict=True))
+        masses, counts = self._kept.tolist()
+        found: dict[str, Values] = {
+            "kept_mass": [mass if count else None for mass, count in zip(masses, counts, strict=True)],
+            "kept_count": [int(count) or None for count in counts],
+        }
+        self._info.update(found)
+        return found
 
 
 @dataclass(frozen=True)
 class Column:
-    """`HostCopy.mass` or `.count`, which SGLang indexes by a request's row once the step is over."""
+    """Kept masses or kept counts, which SGLang indexes by a request's row once the step is over."""
 
     copy: HostCopy
-    field: str
+    name: str
 
     def __getitem__(self, row: int) -> float | int | None:
-        values: list[float | None] = getattr(self.copy, self.field)
-        return values[row]
+        return self.copy.columns[self.name][row]
 
 
-def meta_info(kept: Kept) -> dict[str, Column]:
-    """The entries for `LogitsProcessorOutput.customized_info`."""
-    copy = HostCopy(kept)
-    return {"kept_mass": Column(copy, "mass"), "kept_count": Column(copy, "count")}
+def add_kept(info: dict[str, Any], kept: Float32[Tensor, "2 batch"]) -> None:
+    """Adds the entries to `LogitsProcessorOutput.customized_info`. `kept`: the result of `prune`."""
+    copy = HostCopy(kept, info)
+    info |= {name: Column(copy, name) for name in ("kept_mass", "kept_count")}

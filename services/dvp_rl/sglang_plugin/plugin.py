@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .checksum import receive_checked
-from .kept import meta_info
+from .kept import add_kept
 from .pruning import prune
 from .versions import ANY_VERSION, installed_version, refusal
 
@@ -80,8 +80,8 @@ def constrain_sampler(
         from sglang.srt.layers.sampler import apply_custom_logit_processor
 
         apply_custom_logit_processor(logits, sampling_info)
-    kept = prune(logits, sampling_info.min_ps, sampling_info.temperatures)
-    logits_output.customized_info = (logits_output.customized_info or {}) | meta_info(kept)
+    logits_output.customized_info = dict(logits_output.customized_info or {})
+    add_kept(logits_output.customized_info, prune(logits, sampling_info.min_ps, sampling_info.temperatures))
     pruned = dataclasses.replace(sampling_info, need_min_p_sampling=False, has_custom_logit_processor=False)
     with _in_float32(sampler):
         return forward(sampler, logits_output, pruned, *args, **kwargs)

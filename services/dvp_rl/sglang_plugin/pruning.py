@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,21 +11,12 @@ from torch import Tensor
 from ..dvp.policy import as_rows, constrain, split_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Float64, Int
+    from jaxtyping import Float, Float32, Float64
 
 GRID = 1024
 """log(min_p) of a request is taken as a multiple of 1 / GRID if it differs from one only by rounding."""
 ROUNDING = 2.0**-24
 """Half the spacing of float32 just above 1, so that log(float32(x)) is at most this far from log(x)."""
-
-
-class Kept(NamedTuple):
-    """The result of pruning, per row."""
-
-    kept_mass: Float[Tensor, "*batch"]
-    """Full-softmax probability of the set."""
-    kept_count: Int[Tensor, "*batch"]
-    """Size of the set; 0 if the row was not pruned, because it has no min_p, or NaN or inf in its logits."""
 
 
 def read_log_min_p(min_ps: Float32[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
@@ -42,12 +33,29 @@ def read_log_min_p(min_ps: Float32[Tensor, "*batch"]) -> Float64[Tensor, "*batch
 
 @torch.no_grad()
 def prune(
-    logits: Float[Tensor, "batch vocab"], min_ps: Float32[Tensor, "*batch"], temperatures: Float32[Tensor, "batch 1"]
-) -> Kept:
-    """Sets logits outside the safe set of their row to -inf; writes nothing in rows with min_p 0.
+    logits: Float[Tensor, "batch vocab"], min_ps: Float32[Tensor, " batch"], temperatures: Float32[Tensor, "batch 1"]
+) -> Float32[Tensor, "2 batch"]:
+    """Sets logits outside the safe set of their row to -inf. Returns each row's kept mass and kept count, which
+    float32 holds exactly below 2^24.
 
-    A row with NaN or inf has no set. It stays unchanged, and SGLang treats it as without the plugin.
+    A row with min_p 0, or with NaN or inf, has no set: it stays unchanged, with count 0 and a mass without meaning, and
+    SGLang treats it as without the plugin. Logits in float64 need a CPU. Raises ValueError if the shapes do not match.
     """
+    batch = len(logits)
+    if min_ps.shape != (batch,) or temperatures.shape != (batch, 1):
+        given = f"min_ps {tuple(min_ps.shape)} and temperatures {tuple(temperatures.shape)}"
+        raise ValueError(f"{given} do not match logits {tuple(logits.shape)}: expected {(batch,)} and {(batch, 1)}")
+    if logits.is_cuda:
+        from .pruning_cuda import prune_in_kernel
+
+        return prune_in_kernel(logits, min_ps, temperatures)
+    return prune_in_blocks(logits, min_ps, temperatures)
+
+
+def prune_in_blocks(
+    logits: Float[Tensor, "batch vocab"], min_ps: Float32[Tensor, " batch"], temperatures: Float32[Tensor, "batch 1"]
+) -> Float32[Tensor, "2 batch"]:
+    """`prune` in PyTorch."""
     rows, threshold, tau = as_rows(logits, read_log_min_p(min_ps), temperatures.view(-1))
     masses, counts = [], []
     for block, *rule, asked in split_rows(rows, threshold, tau, (min_ps > 0).unsqueeze(-1)):
@@ -56,4 +64,4 @@ def prune(
         block.masked_fill_((count > 0) & (policy.keep == 0), -math.inf)
         masses.append(policy.kept / policy.total)
         counts.append(count)
-    return Kept(torch.cat(masses).squeeze(-1), torch.cat(counts).squeeze(-1))
+    return torch.stack((torch.cat(masses).float(), torch.cat(counts).float())).squeeze(-1)

@@ -1,6 +1,6 @@
-"""Runs the LM head's Triton kernels without a GPU, in an environment with Triton and without pytest:
+"""Runs the Triton kernels without a GPU, in an environment with Triton and without pytest:
 
-    interpreter   forward and backward in Triton's interpreter, against the plain implementation
+    interpreter   LM head, forward and backward, and pruning in Triton's interpreter, against the plain implementations
     compiler      each kernel compiled for compute capability 9.0
 
 `python interpreted.py interpreter|compiler`, with the repository and its services on PYTHONPATH.
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from itertools import product
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dvp_rl.dvp import lm_head, lm_head_cuda
 from dvp_rl.dvp.policy import Constrained, as_rows
+from dvp_rl.sglang_plugin import pruning, pruning_cuda
 from tests.kit.head_case import HeadCase
 
 ROWS, HIDDEN, VOCAB = 23, 24, 331
@@ -124,6 +126,29 @@ def check_the_trial() -> None:
     first(hidden, torch.float64)
 
 
+def check_pruning(dtype: torch.dtype) -> None:
+    """Rows with and without min_p, a tie with the threshold, and logits that are not finite."""
+    rows = 12
+    logits = (4 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
+    min_ps = torch.tensor([math.exp(-13.0), math.exp(-3.0), 0.3, 0.0] * (rows // 4))
+    temperatures = torch.tensor([[0.5], [1.0], [1.5]] * (rows // 3))
+    logits[0, 7:], logits[1, 3], logits[2, 5], logits[4, :40] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    logits[5], logits[7, 9] = -torch.inf, torch.nan
+    logits[8], logits[8, :3] = -40.0, torch.tensor([2.0, 2.0 - 13 * 1.5, 2.0 - 13 * 1.5 - 0.25])
+    expected, wider = logits.clone(), torch.full((rows, 2 * VOCAB), 7.0, dtype=dtype)
+    ours = wider[:, ::2]  # with strides
+    ours.copy_(logits)
+    kept = pruning_cuda.prune_in_kernel(ours, min_ps, temperatures)
+    plain = pruning.prune_in_blocks(expected, min_ps, temperatures)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    assert (wider[:, 1::2] == 7.0).all(), "writes nothing beside its logits"
+    assert torch.equal(kept[1], plain[1]), (kept[1], plain[1])
+    assert kept[1, [1, 2, 3, 5, 7, 11]].tolist() == [0.0] * 6
+    assert kept[1, 8] == 2, "the tie stays"
+    pruned = kept[1] > 0
+    torch.testing.assert_close(kept[0, pruned], plain[0, pruned], rtol=0, atol=1e-6)
+
+
 def interpret() -> None:
     # A small vocabulary, for time, has several groups of pieces, and blocks are rounded.
     lm_head_cuda.PIECE, lm_head_cuda.GROUP, lm_head_cuda.ROWS = 64, 2, 2
@@ -134,6 +159,9 @@ def interpret() -> None:
     check_parts_are_added_together()
     check_the_mass_is_at_most_one()
     check_the_trial()
+    pruning_cuda.BLOCK = 64
+    for dtype in (torch.float32, torch.bfloat16):
+        check_pruning(dtype)
 
 
 def compile_all() -> None:
@@ -145,17 +173,21 @@ def compile_all() -> None:
         types = dict.fromkeys(("logits", "tile", "source", "into"), logit) | {"token_ids": "*i64"}
         types |= dict.fromkeys(("threshold", "tau", "tops", "masses", "peak", "kept", "total"), number)
         types |= dict.fromkeys(("weight", "slope", "share", "value", "upstream"), number)
+        types |= dict.fromkeys(("min_ps", "temperatures", "kept_values"), "*fp32") | dict.fromkeys(
+            ("row_stride", "stride"), "i32"
+        )
         types |= dict.fromkeys(("counts", "size", "number", "starts", "ends", "num_found"), "*i32")
         types |= dict.fromkeys(("column", "index", "key"), "*i32") | {"inside": "*i1"}
         types |= dict.fromkeys(("vocab", "pieces", "rows", "groups", "room", "width", "first"), "i32")
         sizes = {name: getattr(lm_head_cuda, name) for name in ("PIECES", "PIECE", "GROUP", "ENTRIES", "HIDDEN")}
         sizes |= {"ALL": 512, "BLOCK": lm_head_cuda.COLUMNS, "GROUPS": 16, "FRESH": False}
-        for name in ("tops", "peak", "count", "sums", "list", "entries", "gather", "gradient"):
-            kernel = getattr(lm_head_cuda, f"_{name}_kernel")
-            names = kernel.arg_names
-            fixed = {(names.index(key),): value for key, value in sizes.items() if key in names}
-            source = ASTSource(kernel, {key: types.get(key, "constexpr") for key in names}, fixed)
-            assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"], name
+        sizes |= {"GRID": pruning.GRID, "ROUNDING": pruning.ROUNDING}
+        for module in (lm_head_cuda, pruning_cuda):
+            for kernel in (each for each in vars(module).values() if isinstance(each, triton.JITFunction)):
+                names = kernel.arg_names
+                fixed = {(names.index(key),): value for key, value in sizes.items() if key in names}
+                source = ASTSource(kernel, {key: types.get(key, "constexpr") for key in names}, fixed)
+                assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"], kernel
 
 
 if __name__ == "__main__":
