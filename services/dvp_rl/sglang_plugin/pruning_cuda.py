@@ -52,6 +52,7 @@ def _prune_kernel(  # type: ignore[no-untyped-def]
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One program for each row: its largest logit, then its set, as `read_log_min_p` and `constrain` define it."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     min_p, tau = tl.load(min_ps + row), tl.load(temperatures + row)

@@ -173,12 +173,12 @@ def compile_all() -> None:
         types = dict.fromkeys(("logits", "tile", "source", "into"), logit) | {"token_ids": "*i64"}
         types |= dict.fromkeys(("threshold", "tau", "tops", "masses", "peak", "kept", "total"), number)
         types |= dict.fromkeys(("weight", "slope", "share", "value", "upstream"), number)
-        types |= dict.fromkeys(("min_ps", "temperatures", "kept_values"), "*fp32") | dict.fromkeys(
-            ("row_stride", "stride"), "i32"
-        )
+        types |= dict.fromkeys(("min_ps", "temperatures", "kept_values"), "*fp32")
         types |= dict.fromkeys(("counts", "size", "number", "starts", "ends", "num_found"), "*i32")
         types |= dict.fromkeys(("column", "index", "key"), "*i32") | {"inside": "*i1"}
-        types |= dict.fromkeys(("vocab", "pieces", "rows", "groups", "room", "width", "first"), "i32")
+        types |= dict.fromkeys(
+            ("vocab", "pieces", "rows", "groups", "room", "width", "first", "row_stride", "stride"), "i32"
+        )
         sizes = {name: getattr(lm_head_cuda, name) for name in ("PIECES", "PIECE", "GROUP", "ENTRIES", "HIDDEN")}
         sizes |= {"ALL": 512, "BLOCK": lm_head_cuda.COLUMNS, "GROUPS": 16, "FRESH": False}
         sizes |= {"GRID": pruning.GRID, "ROUNDING": pruning.ROUNDING}

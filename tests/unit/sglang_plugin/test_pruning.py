@@ -15,9 +15,8 @@ from torch import Tensor
 from dvp_rl.dvp.policy import constrained_logprobs, safe_set
 from dvp_rl.sglang_plugin.kept import add_kept
 from dvp_rl.sglang_plugin.pruning import ROUNDING, prune, read_log_min_p
-from tests.kit.devices import DEVICES, device
+from tests.kit.devices import DEVICES
 
-__all__ = ["device"]
 VOCAB = 500
 LOG_MIN_PS = (-13.0, -6.0, -3.0, -0.5)
 TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
@@ -28,8 +27,8 @@ def as_requests(log_min_ps: list[float], temperatures: list[float]) -> tuple[Ten
     return torch.tensor([math.exp(x) for x in log_min_ps]), torch.tensor(temperatures).view(-1, 1)
 
 
-def make_logits(rows: int, *, spread: float = 4.0, seed: int = 0) -> Tensor:
-    return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+def make_logits(rows: int, vocab: int = VOCAB) -> Tensor:
+    return 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
 
 
 def prune_on(device: torch.device, logits: Tensor, settings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -126,9 +125,9 @@ def test_tokens_that_a_grammar_forbids_stay_forbidden(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_precision_and_strides(dtype: torch.dtype, device: torch.device) -> None:
+def test_half_precision_strides_and_a_large_vocabulary(dtype: torch.dtype, device: torch.device) -> None:
     settings = as_requests([-13.0, -3.0, -math.inf] * 2, [0.7, 1.0, 1.3] * 2)
-    whole = make_logits(6).to(dtype)
+    whole = make_logits(6, vocab=60_003).to(dtype)
     expected = whole[:, ::3].contiguous()
     _, expected_count = prune(expected, *settings)
     there = whole.to(device)
