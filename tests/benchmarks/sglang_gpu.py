@@ -3,7 +3,8 @@
     kernel    the plugin's kernel compared with the same in PyTorch, for batches of logits in float32, alternately:
               milliseconds from call to call, and of the host to launch one; the shortest count
     pruned    constrained sampling by the plugin compared with stock min-p sampling, 256 samples at once, alternately:
-              medians of tokens per second and of the ratio of neighbours, because the host's speed may drift
+              medians of tokens per second and of the ratio of neighbours, and the middle half of these ratios, because
+              the host's speed may drift
     profile   16 decoding steps of 256 samples in PyTorch's profiler, with the plugin and without: milliseconds from
               step to step and on the GPU, in CUDA graphs and outside, where sampling is; kernels and copies; waits of
               the host; what takes longest outside. The profiler slows the host down, and waits once itself

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +25,6 @@ from torch import Tensor
 from .policy import Constrained, constrain
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from jaxtyping import Bool, Float, Int
 
 PIECES, PIECE = 16, 256
@@ -71,7 +68,7 @@ class KernelHeadLogprobs(torch.autograd.Function):
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         rules = _Rules(token_ids.contiguous(), threshold.contiguous(), tau.contiguous())
         found, parts = _Found.make(rules.tau), list[_Members]()
-        with _device_of(hidden):
+        with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call] # where Triton launches
             scratch = _Scratch.make(min(size, len(hidden)), vocab, hidden, tau)
             for start in range(0, max(1, len(hidden)), ctx.part):
                 part = slice(start, min(start + ctx.part, len(hidden)))
@@ -97,7 +94,7 @@ class KernelHeadLogprobs(torch.autograd.Function):
         )
         total = _Gradients(hidden.new_empty(hidden.shape), of_weight, of_bias)
         columns = _Listed(number, token_ids, tau, kept, inside, upstream.contiguous())
-        with _device_of(hidden):
+        with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call] # where Triton launches
             num_members, num_dense = zip(*(num_found() for num_found in ctx.num_found), strict=True)
             for parts in _together(num_members, ctx.chunk // MEMBERS):
                 rows = slice(parts.start * ctx.part, parts.stop * ctx.part)
@@ -219,11 +216,6 @@ class _Members(NamedTuple):
     def trimmed(self) -> _Members:
         found = self.num_found()
         return _Members(self.column[: found[0]].clone(), self.weight[: found[0]].clone(), lambda: found)
-
-
-def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device. The interpreter's tensors are on none."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _product(states: Tensor, head: Tensor, bias: Tensor | None, buffer: Tensor) -> Float[Tensor, "r c"]:

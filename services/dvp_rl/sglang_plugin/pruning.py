@@ -39,13 +39,13 @@ def prune(
     float32 holds exactly below 2^24.
 
     A row with min_p 0, or with NaN or inf, has no set: it stays unchanged, with count 0 and a mass without meaning, and
-    SGLang treats it as without the plugin. Logits in float64 need a CPU. Raises ValueError if the shapes do not match.
+    SGLang treats it as without the plugin. Raises ValueError if the shapes do not match.
     """
     batch = len(logits)
     if min_ps.shape != (batch,) or temperatures.shape != (batch, 1):
         given = f"min_ps {tuple(min_ps.shape)} and temperatures {tuple(temperatures.shape)}"
         raise ValueError(f"{given} do not match logits {tuple(logits.shape)}: expected {(batch,)} and {(batch, 1)}")
-    if logits.is_cuda:
+    if logits.is_cuda and logits.dtype != torch.float64:
         from .pruning_cuda import prune_in_kernel
 
         return prune_in_kernel(logits, min_ps, temperatures)

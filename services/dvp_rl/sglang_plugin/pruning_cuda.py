@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +23,11 @@ def prune_in_kernel(
     min_ps: Float32[Tensor, " batch"],
     temperatures: Float32[Tensor, "batch 1"],
 ) -> Float32[Tensor, "2 batch"]:
-    """`prune`, launched without waiting for anything."""
+    """`prune` on a GPU, for logits in float32 or less. It waits for nothing."""
     batch, vocab = logits.shape
     kept = min_ps.new_empty(2, batch)
     if batch:
-        with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():  # where Triton launches
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call] # where Triton launches
             _prune_kernel[(batch,)](
                 *(logits, *logits.stride(), min_ps.contiguous(), temperatures.contiguous(), kept, vocab),
                 GRID=GRID,

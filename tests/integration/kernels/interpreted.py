@@ -180,10 +180,12 @@ def compile_all() -> None:
             ("vocab", "pieces", "rows", "groups", "room", "width", "first", "row_stride", "stride"), "i32"
         )
         sizes = {name: getattr(lm_head_cuda, name) for name in ("PIECES", "PIECE", "GROUP", "ENTRIES", "HIDDEN")}
-        sizes |= {"ALL": 512, "BLOCK": lm_head_cuda.COLUMNS, "GROUPS": 16, "FRESH": False}
-        sizes |= {"GRID": pruning.GRID, "ROUNDING": pruning.ROUNDING}
-        for module in (lm_head_cuda, pruning_cuda):
-            for kernel in (each for each in vars(module).values() if isinstance(each, triton.JITFunction)):
+        sizes |= {"ALL": 512, "GROUPS": 16, "FRESH": False, "GRID": pruning.GRID, "ROUNDING": pruning.ROUNDING}
+        for module, block in ((lm_head_cuda, lm_head_cuda.COLUMNS), (pruning_cuda, pruning_cuda.BLOCK)):
+            sizes["BLOCK"] = block
+            kernels = [each for each in vars(module).values() if isinstance(each, triton.JITFunction)]
+            assert kernels
+            for kernel in kernels:
                 names = kernel.arg_names
                 fixed = {(names.index(key),): value for key, value in sizes.items() if key in names}
                 source = ASTSource(kernel, {key: types.get(key, "constexpr") for key in names}, fixed)
