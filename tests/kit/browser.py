@@ -89,6 +89,10 @@ class Browser:
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_CODES[key], **text)
 
+    def move(self, x: float, y: float) -> None:
+        """Moves the mouse to this place of the window, in pixels."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def screenshot(self, file: Path) -> None:
         answer = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         file.write_bytes(base64.b64decode(answer["data"]))
@@ -143,4 +147,4 @@ def _address(chromium_process: subprocess.Popen[bytes], port_file: Path) -> str:
     return next(str(target["webSocketDebuggerUrl"]) for target in targets if target["type"] == "page")
 
 
-_CODES = {"Tab": 9, "Enter": 13}
+_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}

@@ -27,6 +27,7 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_CHANGES = 1000
 """Most changes that one answer lists."""
 PAGE = files(__package__) / "page"
+PAGE_PARTS = ("page.css", "page.js", "curves.js", "elements.js")
 DESCRIPTION = (
     "The queue of one training run: its state and what to do about it, its dead letters, and who changed what. The "
     "page at / shows it live."
@@ -89,14 +90,11 @@ async def page() -> Response:
     return page_file(PAGE, "page.html")
 
 
-@router.get("/page.css", include_in_schema=False)
-async def style() -> Response:
-    return page_file(PAGE, "page.css")
-
-
-@router.get("/page.js", include_in_schema=False)
-async def script() -> Response:
-    return page_file(PAGE, "page.js")
+@router.get("/page/{name}", include_in_schema=False)
+async def page_part(name: str) -> Response:
+    if name not in PAGE_PARTS:
+        raise NotFoundError(f"/page/{name}: no such file; the page at / needs {', '.join(PAGE_PARTS)}")
+    return page_file(PAGE, name)
 
 
 @router.get("/v1/caller", response_model=Viewer)

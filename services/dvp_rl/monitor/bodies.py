@@ -203,6 +203,8 @@ class Panel(Body):
     """Heading of the chart."""
     caption: str
     """What to look for."""
+    unit: str
+    """Unit of the values."""
     lines: tuple[Line, ...]
     """Its curves."""
 
@@ -225,5 +227,9 @@ class Curves(Body):
     """Why the file cannot be read; empty if it can."""
     panels: tuple[Panel, ...] = ()
     """The charts."""
+    times: tuple[tuple[float, float], ...] = ()
+    """Pairs (step, Unix seconds at which it was logged)."""
+    steps_per_point: int = 1
+    """Each point is the mean of up to so many steps."""
     staleness: Histogram | None = None
     """null until a group has been trained."""

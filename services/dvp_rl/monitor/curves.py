@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from .bodies import Curves, Histogram, Line, Panel
 
@@ -19,25 +19,43 @@ MAX_READ = 1 << 22
 class Drawn(NamedTuple):
     title: str
     caption: str
+    unit: str
     lines: dict[str, str]
     """Label of each metric."""
 
 
 PANELS = (
-    Drawn("Reward", "mean of a batch and of the held-out set", {"reward/mean": "train", "heldout/score": "held-out"}),
-    Drawn("KL between the policies", "π_infer against π_train on sampled tokens", {"mismatch/kl": "KL"}),
+    Drawn(
+        "Reward",
+        "mean of a batch and of the held-out set",
+        "reward",
+        {"reward/mean": "train", "heldout/score": "held-out"},
+    ),
+    Drawn(
+        "KL between the policies",
+        "π_infer against π_train on sampled tokens",
+        "nats per token",
+        {"mismatch/kl": "KL"},
+    ),
     Drawn(
         "Veto",
         "share of sequences dropped, by reason",
+        "share of sequences",
         {"veto/outside": "outside the safe set", "veto/numerical": "numerical", "veto/nan": "NaN"},
     ),
-    Drawn("Importance masking", "share of weights above the bound", {"mis/fraction": "masked"}),
+    Drawn("Importance masking", "share of weights above the bound", "share of weights", {"mis/fraction": "masked"}),
     Drawn(
         "Kept mass",
         "probability that pruning leaves, mean over positions",
+        "probability",
         {"kept/mass_mean_train": "trainer", "kept/mass_mean_infer": "replicas"},
     ),
-    Drawn("Staleness", "batches behind", {"staleness/mean": "mean", "staleness/max": "max"}),
+    Drawn(
+        "Staleness",
+        "age of the weights that drew the samples",
+        "batches",
+        {"staleness/mean": "mean", "staleness/max": "max"},
+    ),
 )
 STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))
 """Metrics that count the groups by batches behind; the last one also counts all that were older."""
@@ -56,6 +74,7 @@ class MetricsFile:
     def _forget(self, inode: int) -> None:
         self._inode, self._offset, self._damaged = inode, 0, 0
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._times: list[tuple[float, float]] = []
 
     def look(self) -> Curves | None:
         """The curves; None if nothing is new."""
@@ -85,15 +104,17 @@ class MetricsFile:
             self._damaged += 1
             return
         for name in WANTED & record.keys():
-            value = record[name]
-            if isinstance(value, (int, float)) and math.isfinite(value):
+            if _is_number(value := record[name]):
                 self._points[name].append((step, float(value)))
+        if _is_number(time := record.get("time")):
+            self._times.append((step, float(time)))
 
     def _curves(self) -> Curves:
         panels = (
             Panel(
                 title=panel.title,
                 caption=panel.caption,
+                unit=panel.unit,
                 lines=tuple(
                     Line(label=label, points=thinned(self._points[name]))
                     for name, label in panel.lines.items()
@@ -103,7 +124,13 @@ class MetricsFile:
             for panel in PANELS
         )
         error = f"{self._path}: {self._damaged} damaged lines were left out" if self._damaged else ""
-        return Curves(error=error, panels=tuple(panel for panel in panels if panel.lines), staleness=self._staleness())
+        return Curves(
+            error=error,
+            panels=tuple(panel for panel in panels if panel.lines),
+            times=thinned(self._times),
+            steps_per_point=per_point(max(map(len, self._points.values()), default=0)),
+            staleness=self._staleness(),
+        )
 
     def _staleness(self) -> Histogram | None:
         recent = max((self._points[name][-1][0] for name in STALENESS_BINS if self._points[name]), default=0.0)
@@ -123,8 +150,16 @@ class MetricsFile:
         )
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def per_point(num_points: int) -> int:
+    return math.ceil(num_points / MAX_POINTS) or 1
+
+
 def thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """The curve reduced to at most MAX_POINTS points, each the mean of neighbours."""
-    size = math.ceil(len(points) / MAX_POINTS) or 1
+    size = per_point(len(points))
     parts = (points[start : start + size] for start in range(0, len(points), size))
     return tuple((fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,12 +79,18 @@ def _parse(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
             yield kind, json.loads(line.removeprefix("data: "))
 
 
+async def bury(rig: Rig, errors: Sequence[str]) -> None:
+    """Lets a replica give up one waiting job for each error."""
+    replica = rig.replica("replica-0")
+    for lease, error in zip(await replica.claim(len(errors), BLOCK_MS), errors, strict=True):
+        await replica.fail(lease, error, fatal=True)
+
+
 async def stage(rig: Rig, *, num_replicas: int = 3, num_dead: int = 3) -> None:
     """Sets up a run in progress: jobs that wait, run, are done and are dead, replicas, a trainer."""
     await rig.submit(num_dead + 8)
+    await bury(rig, [f"CUDA error {number}: {HOSTILE}" for number in range(num_dead)])
     replica = rig.replica("replica-0")
-    for number, lease in enumerate(await replica.claim(num_dead, BLOCK_MS)):
-        await replica.fail(lease, f"CUDA error {number}: {HOSTILE}", fatal=True)
     await rig.finish(replica, 2)
     await replica.claim(2, BLOCK_MS)
     registry = ReplicaRegistry(rig.broker)
@@ -98,6 +104,7 @@ def write_metrics(path: Path, steps: int) -> None:
     records = [
         {
             "step": step,
+            "time": 1_795_600_000.0 + 30 * step,
             "reward/mean": 0.9 - 0.6 * 0.98**step + 0.02 * (step * 7 % 5),
             "mismatch/kl": 0.001 + 0.0001 * (step % 7),
             "veto/outside": 0.002 * (step % 3),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 
 from dvp_rl.transport.embedded import EmbeddedBroker
-from tests.integration.monitor.process import HOSTILE, Monitor, write_metrics
+from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
 from tests.integration.transport.rig import Rig
 from tests.kit.browser import LOW_CONTRAST, chromium, running
 from tests.kit.tokens import TOKEN
@@ -20,6 +21,21 @@ UNNAMED = """
 [...document.querySelectorAll("button, [tabindex], svg[role=img], section")]
   .filter((node) => !node.hidden && !(node.getAttribute("aria-label") || node.getAttribute("aria-labelledby")
     || node.textContent.trim())).map((node) => node.outerHTML.slice(0, 80))
+"""
+
+GRIDS = """
+[...document.querySelectorAll("#curves .plot")].filter((plot) => {
+  const [rows, columns] = ["rows", "columns"].map((name) => plot.querySelectorAll(`.${name} span`).length);
+  return rows < 2 || columns < 2 || plot.querySelectorAll(".grid").length !== rows + columns;
+}).map((plot) => plot.innerText)
+"""
+OVERLAPS = """
+[...document.querySelectorAll("#curves .plot")].flatMap((plot) => {
+  const labels = [...plot.querySelectorAll("span")].map((label) => [label.textContent, label.getBoundingClientRect()]);
+  return labels.flatMap(([one, a], index) => labels.slice(index + 1)
+    .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+    .map(([other]) => `${one} and ${other}`));
+})
 """
 
 
@@ -48,6 +64,10 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
             "rgb(19, 20, 23)" if dark else "rgb(247, 247, 245)"
         )
         histogram = "document.querySelector('#curves figure:last-child svg').getAttribute('aria-label')"
+        units = "[...document.querySelectorAll('#curves .unit')].map((unit) => unit.textContent)"
+        assert browser.evaluate(units)[:3] == ["reward", "nats per token", "share of sequences"]
+        assert browser.evaluate(GRIDS) == []
+        assert browser.evaluate(OVERLAPS) == []
         assert browser.evaluate(histogram) == "Staleness of trained groups: 86 % at 0; 13 % at 1; 2 % at 2"
         assert browser.evaluate(LOW_CONTRAST) == []
         assert browser.evaluate(UNNAMED) == []
@@ -87,6 +107,76 @@ def _mend(monitor: Monitor) -> None:
         browser.press("Enter")
         browser.until(f"{cards} === 1")
         browser.until("document.getElementById('dead-note').textContent.includes('is dropped')")
+        assert browser.problems == []
+
+
+async def test_a_step_is_read_off_every_chart(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    write_metrics(metrics, 200)
+    with Monitor(tmp_path, broker_url, run_id, "--metrics-file", str(metrics)) as monitor:
+        await asyncio.to_thread(_read_off, monitor.url, metrics, tmp_path)
+
+
+def _read_off(url: str, metrics: Path, folder: Path) -> None:
+    legends = "[...document.querySelectorAll('#curves .legend')].map((legend) => legend.innerText).join(' ')"
+    whens = "[...new Set([...document.querySelectorAll('#curves .plot + p')].map((when) => when.textContent))]"
+    with running(folder) as browser:
+        browser.open(url)
+        browser.until("document.querySelectorAll('#curves .plot').length === 6")
+        (last,) = browser.evaluate(whens)
+        assert re.fullmatch(r"last: step 199 · \d+ \w+, \d\d:\d\d:\d\d", last)
+        box = browser.evaluate(
+            "(({left, top, width}) => [left, top, width])(document.querySelector('.plot svg').getBoundingClientRect())"
+        )
+        browser.move(box[0] + box[2] * 100 / 199, box[1] + 5)
+        browser.until(f"{whens}[0].startsWith('step 100 · ')")
+        assert browser.evaluate(f"{whens}.length") == 1, "all charts show the same step"
+        assert "KL 0.0012" in browser.evaluate(legends)
+        browser.move(0, 0)
+        browser.until(f"{whens}[0] === {last!r}")
+        browser.evaluate("document.querySelector('.plot').focus()")
+        browser.press("ArrowLeft")
+        browser.until(f"{whens}[0].startsWith('step 198 · ')")
+        write_metrics(metrics, 300)
+        browser.until("document.querySelector('.columns').innerText.includes('200')")
+        assert browser.evaluate("document.activeElement === document.querySelector('.plot')") is True
+        assert browser.evaluate(whens)[0].startswith("step 198 · ")
+        assert browser.evaluate("document.getElementById('curves-note').textContent").endswith("mean of up to 2 steps")
+        browser.press("Home")
+        browser.until(f"{whens}[0].startsWith('step 0 · ')")
+        assert browser.evaluate("document.activeElement.ariaValueText").startswith("step 0 · ")
+        browser.press("Escape")
+        browser.until(f"{whens}[0].startsWith('last: step 299')")
+        assert browser.problems == []
+
+
+async def test_equal_dead_letters_are_one_card(rig: Rig, broker_url: str, tmp_path: Path) -> None:
+    await rig.submit(12)
+    await bury(rig, ["CUDA error"] * 8 + ["no space left"])
+    with Monitor(tmp_path, broker_url, rig.run_id, token=TOKEN) as monitor:
+        await asyncio.to_thread(_replay_together, monitor)
+    assert await rig.length(rig.broker.keys.dead) == 1
+
+
+def _replay_together(monitor: Monitor) -> None:
+    cards = "[...document.querySelectorAll('#letters > li > div > strong')].map((name) => name.textContent)"
+    with running(monitor.folder) as browser:
+        browser.open(f"http://operator:{TOKEN}@127.0.0.1:{monitor.port}/")
+        browser.until(LIVE)
+        browser.until("!document.querySelector('#letters button').hidden")
+        assert browser.evaluate(cards)[1] == "8 jobs"
+        assert len(browser.evaluate(cards)) == 2
+        sections = "[...document.querySelectorAll('h2')].map((title) => title.id)"
+        assert browser.evaluate(f"{sections}.indexOf('replicas-title') < {sections}.indexOf('dead-title')") is True
+        browser.evaluate("document.querySelectorAll('#letters details')[1].open = true")
+        rows = "document.querySelectorAll('#letters details li').length"
+        assert browser.evaluate(rows) == 8
+        browser.evaluate("document.querySelector('#letters details li button').click()")
+        browser.until(f"{rows} === 7")
+        assert browser.evaluate("document.querySelectorAll('#letters details')[1].open") is True, "it stays open"
+        browser.evaluate("document.querySelector('#letters > li:nth-child(2) > .buttons button').click()")
+        browser.until("document.getElementById('dead-note').textContent === '7 jobs are back in the queue.'")
+        browser.until(f"{cards}.length === 1")
         assert browser.problems == []
 
 

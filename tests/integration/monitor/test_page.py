@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.http.api_tokens import Scope
+from dvp_rl.monitor.app import PAGE_PARTS
 from dvp_rl.monitor.bodies import Curves, LetterPage, Picture
 from dvp_rl.monitor.poller import Poller
 from dvp_rl.monitor.settings import MonitorSettings
@@ -34,7 +35,16 @@ from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S, until_async
 from tests.kit.web import problem
 
-READS = ["/", "/page.css", "/page.js", "/v1/events", "/v1/queue", "/v1/dead", "/metrics", "/openapi.json"]
+READS = [
+    "/",
+    "/page/page.css",
+    "/page/page.js",
+    "/v1/events",
+    "/v1/queue",
+    "/v1/dead",
+    "/metrics",
+    "/openapi.json",
+]
 
 
 def pictures(events: Iterator[tuple[str, Any]]) -> Iterator[Picture]:
@@ -172,7 +182,7 @@ async def test_readers_watch_until_their_token_is_gone(staged: Rig, broker_url: 
 
 def test_the_page_needs_nothing_from_elsewhere(broker_url: str, run_id: str, tmp_path: Path) -> None:
     with Monitor(tmp_path, broker_url, run_id) as monitor:
-        for path in ("/", "/page.css", "/page.js"):
+        for path in ("/", *(f"/page/{name}" for name in PAGE_PARTS)):
             response = monitor.get(path)
             assert "default-src 'none'" in response.headers["content-security-policy"]
             assert response.headers["x-content-type-options"] == "nosniff"
@@ -301,6 +311,7 @@ def test_curves_come_and_grow(broker_url: str, run_id: str, tmp_path: Path) -> N
         assert set(panels) >= {"Reward", "Veto", "Importance masking", "Kept mass"}
         assert [line.label for line in panels["Veto"].lines] == ["outside the safe set", "numerical"]
         assert [step for step, _ in panels["Reward"].lines[0].points] == [0, 1, 2]
+        assert panels["Kept mass"].unit == "probability"
         with metrics.open("a") as file:
             file.write('{"step": 3, "reward/mean": 0.75}\n{"step": 4, "reward/')
         grown = next(curves)

@@ -62,6 +62,24 @@ def test_a_replaced_file_is_read_anew_and_damage_is_counted(tmp_path: Path) -> N
     assert (again.error, len(again.panels[0].lines[0].points)) == ("", 2)
 
 
+def test_the_time_of_a_step_is_read_where_it_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "reward/mean": 1.0} | ({"time": 100.0 + step} if step != 2 else {}) for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    seen = MetricsFile(path).look()
+    assert seen is not None
+    assert seen.times == ((1.0, 101.0), (3.0, 103.0))
+
+
+def test_how_many_steps_a_point_stands_for(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for count, expected in ((MAX_POINTS, 1), (MAX_POINTS + 1, 2)):
+        path.write_text("".join(json.dumps({"step": step, "reward/mean": 1.0}) + "\n" for step in range(count)))
+        seen = MetricsFile(path).look()
+        assert seen is not None
+        assert seen.steps_per_point == expected
+
+
 def test_the_histogram_is_of_recent_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     old = [{"step": 1, "staleness/groups_3": 50.0}]

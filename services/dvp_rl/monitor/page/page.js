@@ -1,8 +1,10 @@
-// Shows the events of /v1/events. Text is only set through textContent: ids and errors come from other processes.
+// Shows the events of /v1/events.
 
-const at = (id) => document.getElementById(id);
+import { showCurves } from "./curves.js";
+import { at, duration, element, place, plural, say, whole, words } from "./elements.js";
+
 const TONES = { critical: "bad", warning: "warn", info: "good" };
-const FATES = { replayed: "is back in the queue", dropped: "is dropped" };
+const FATES = { replayed: "back in the queue", dropped: "dropped" };
 const WHY_NOT = {
   closed: "The trainer has counted it as dead and drawn the next prompt.",
   again: "A job with the same id has been submitted since.",
@@ -15,34 +17,7 @@ let olderPage = null; // null: the list follows the newest page
 
 // --- small things ---------------------------------------------------------------------------------------------------
 
-function say(id, text) {
-  const node = typeof id === "string" ? at(id) : id;
-  if (node.textContent !== text) node.textContent = text;
-}
-
-function element(name, text = "", attributes = {}) {
-  const node = document.createElement(name);
-  node.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  return node;
-}
-
-function duration(seconds) {
-  for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
-    if (seconds >= 2 * size) return `${Math.round(seconds / size)} ${unit}`;
-  }
-  return `${Math.round(Math.max(seconds, 0))} s`;
-}
-
-function figure(value) {
-  if (value === 0) return "0";
-  return Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5 ? String(Number(value.toPrecision(3))) : value.toExponential(1);
-}
-
-const whole = (value) => value.toLocaleString("en");
-const words = (name) => name.replaceAll("_", " ");
-const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
-const percent = (share) => (share > 0 && share < 0.01 ? "<1 %" : `${Math.round(100 * share)} %`);
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const megabytes = (bytes) => `${whole(Math.round(bytes / 1e6))} MB`;
 const seqOf = (version) => Number(version.split(":")[1] ?? 0);
 const rate = (...names) => {
@@ -59,7 +34,6 @@ function showPicture() {
   if (!picture.health) return;
   showFlow(picture.health);
   showReplicas(picture.health.replicas);
-  say("num-dead", whole(picture.health.dead));
   if (!olderPage) showLetters(picture.letters);
   if (mayOperate === false && picture.health.dead) say("dead-note", "Replaying and dropping need a token of scope operate; dvp-queue dead can do both.");
 }
@@ -134,61 +108,109 @@ function showReplicas(replicas) {
 
 // --- dead letters ---------------------------------------------------------------------------------------------------
 
-const cards = new Map();
+const cards = new Map(); // by what their letters have in common
 
 function showLetters(page) {
   const list = at("letters");
-  const nodes = page.letters.map((letter) => cards.get(letter.entry_id) ?? makeCard(letter));
-  const kept = new Set(nodes);
-  for (const node of [...list.children]) if (!kept.has(node)) node.remove();
-  // Cards that stay are not moved, so that keyboard focus does not jump.
-  nodes.forEach((node, index) => {
-    if (list.children[index] !== node) list.insertBefore(node, list.children[index] ?? null);
-  });
+  const groups = new Map();
+  for (const letter of page.letters) {
+    const key = JSON.stringify([letter.error, letter.sink, letter.prospect]);
+    groups.set(key, [...(groups.get(key) ?? []), letter]);
+  }
+  const nodes = [...groups].map(([key, letters]) => cards.get(key) ?? makeCard(letters[0]));
+  place(list, nodes);
   cards.clear();
-  page.letters.forEach((letter, index) => {
-    cards.set(letter.entry_id, nodes[index]);
-    updateCard(nodes[index], letter);
+  [...groups].forEach(([key, letters], index) => {
+    cards.set(key, nodes[index]);
+    updateCard(nodes[index], letters);
   });
+  const dead = picture.health.dead;
+  say("num-dead", page.letters.length < dead ? `${whole(dead)}, ${whole(page.letters.length)} shown` : whole(dead));
   at("older").hidden = page.next === null;
   at("newest").hidden = olderPage === null;
   at("older").dataset.before = page.next ?? "";
 }
 
+/** A card of dead letters with the same error; its buttons act on all of them. */
 function makeCard(letter) {
   const card = element("li");
-  const buttons = element("div", "", { class: "buttons" });
-  for (const [verb, path] of [["Replay", "replay"], ["Drop", "drop"]]) {
-    const button = element("button", verb, { type: "button", "aria-label": `${verb} job ${letter.job_id || letter.entry_id}` });
-    button.addEventListener("click", () => change(path, letter));
-    buttons.append(button);
-  }
-  const head = element("div");
-  head.append(element("strong", letter.job_id || "not a job"), element("p", "", { class: "muted" }));
-  card.append(head, buttons, element("pre", letter.error, { tabindex: "0", "aria-label": "error" }));
+  const rest = element("details");
+  rest.append(element("summary"), element("ul"));
+  card.append(...makeHead(), element("pre", letter.error, { tabindex: "0", "aria-label": "error" }), rest);
   return card;
 }
 
-function updateCard(card, letter) {
-  const [replay, drop] = card.querySelectorAll("button");
-  const facts = [letter.sink, `died ${duration(picture.at - letter.died_at)} ago`, `${letter.deliveries} failed ${letter.deliveries === 1 ? "delivery" : "deliveries"}`];
-  if (letter.replica_id) facts.push(`last on ${letter.replica_id}`);
-  if (letter.prospect !== "open") facts.push(`cannot be replayed: ${WHY_NOT[letter.prospect]}`);
-  say(card.querySelector(".muted"), facts.join(" · "));
-  replay.hidden = drop.hidden = !mayOperate;
-  replay.disabled = letter.prospect !== "open";
+function makeHead() {
+  const head = element("div");
+  head.append(element("strong"), element("p", "", { class: "muted" }));
+  const buttons = element("div", "", { class: "buttons" });
+  buttons.append(element("button", "Replay", { type: "button" }), element("button", "Drop", { type: "button" }));
+  return [head, buttons];
 }
 
-async function change(path, letter) {
-  if (path === "drop" && !confirm(`Drop job ${letter.job_id || letter.entry_id}? It cannot be brought back.`)) return;
+function updateCard(card, letters) {
+  updateHead(card, letters);
+  const rest = card.querySelector("details");
+  rest.hidden = letters.length === 1;
+  say(rest.querySelector("summary"), `the ${plural(letters.length, "job")} with this error`);
+  const rows = rest.querySelector("ul");
+  const known = new Map([...rows.children].map((row) => [row.dataset.entry, row]));
+  const shown = letters.length === 1 ? [] : letters;
+  place(rows, shown.map((letter) => known.get(letter.entry_id) ?? makeRow(letter)));
+  shown.forEach((letter, index) => updateHead(rows.children[index], [letter]));
+}
+
+function makeRow(letter) {
+  const row = element("li", "", { "data-entry": letter.entry_id });
+  row.append(...makeHead());
+  return row;
+}
+
+function updateHead(node, letters) {
+  const [first] = letters;
+  const name = letters.length === 1 ? first.job_id || "not a job" : plural(letters.length, "job");
+  say(node.querySelector("strong"), name);
+  say(node.querySelector(".muted"), facts(letters).join(" · "));
+  const [replay, drop] = node.querySelector(".buttons").children;
+  for (const [button, path] of [[replay, "replay"], [drop, "drop"]]) {
+    button.hidden = !mayOperate;
+    button.setAttribute("aria-label", `${button.textContent} ${letters.length === 1 ? `job ${first.job_id || first.entry_id}` : name}`);
+    button.onclick = () => change(path, letters);
+  }
+  replay.disabled = first.prospect !== "open";
+}
+
+function facts(letters) {
+  const ages = letters.map((letter) => picture.at - letter.died_at);
+  const [newest, oldest] = [duration(Math.min(...ages)), duration(Math.max(...ages))];
+  const failed = letters.reduce((sum, letter) => sum + letter.deliveries, 0);
+  const replicas = [...new Set(letters.map((letter) => letter.replica_id).filter(Boolean))];
+  const found = [letters[0].sink, `died ${newest === oldest ? newest : `${newest} to ${oldest}`} ago`, `${whole(failed)} failed ${failed === 1 ? "delivery" : "deliveries"}`];
+  if (replicas.length) found.push(`last on ${replicas.slice(0, 3).join(", ")}${replicas.length > 3 ? ` and ${replicas.length - 3} more` : ""}`);
+  if (letters[0].prospect !== "open") found.push(`cannot be replayed: ${WHY_NOT[letters[0].prospect]}`);
+  return found;
+}
+
+async function change(path, letters) {
+  const [first] = letters;
+  const name = letters.length === 1 ? `job ${first.job_id || first.entry_id}` : plural(letters.length, "job");
+  if (path === "drop" && !confirm(`Drop ${name}? There is no way back.`)) return;
   const answer = await ask(`/v1/dead/${path}`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ entry_ids: [letter.entry_id] }),
+    body: JSON.stringify({ entry_ids: letters.map((letter) => letter.entry_id) }),
   });
-  const fate = answer?.fates[0];
-  if (fate) say("dead-note", `Job ${letter.job_id} ${FATES[fate.outcome] ?? `was left alone: ${fate.detail}`}.`);
+  if (answer) say("dead-note", outcome(name, answer.fates));
   if (olderPage) await turnTo(olderPage);
+}
+
+function outcome(name, fates) {
+  const done = fates.filter((fate) => fate.outcome in FATES);
+  const left = fates.filter((fate) => !(fate.outcome in FATES));
+  const sentences = [];
+  if (done.length) sentences.push(`${done.length === fates.length ? capital(name) : `${done.length} of ${name}`} ${done.length === 1 ? "is" : "are"} ${FATES[done[0].outcome]}.`);
+  if (left.length) sentences.push(`${fates.length === 1 ? capital(name) : plural(left.length, "job")} ${left.length === 1 ? "was" : "were"} left alone: ${[...new Set(left.map((fate) => fate.detail))].join("; ")}.`);
+  return sentences.join(" ");
 }
 
 async function turnTo(before) {
@@ -216,76 +238,6 @@ at("newest").addEventListener("click", () => {
   olderPage = null;
   showLetters(picture.letters);
 });
-
-// --- curves ---------------------------------------------------------------------------------------------------------
-
-function showCurves(curves) {
-  at("curves-section").hidden = false;
-  say("curves-note", curves.error || (curves.panels.length ? "" : "no step has been logged yet"));
-  const histogram = curves.staleness ? [drawHistogram(curves.staleness)] : [];
-  at("curves").replaceChildren(...curves.panels.map(draw), ...histogram);
-}
-
-function draw(panel) {
-  const box = element("figure", "", { class: "card" });
-  const points = panel.lines.flatMap((line) => line.points);
-  const [xs, ys] = [points.map((point) => point[0]), points.map((point) => point[1])];
-  const [left, right] = [Math.min(...xs), Math.max(...xs)];
-  let [low, high] = [Math.min(...ys), Math.max(...ys)];
-  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
-  const place = ([x, y]) => [right > left ? ((x - left) / (right - left)) * 300 : 150, 118 - ((y - low) / (high - low)) * 116];
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const legend = element("div", "", { class: "legend" });
-  const spoken = [];
-  panel.lines.forEach((line, index) => {
-    const single = line.points.length === 1;
-    const shape = document.createElementNS(svg.namespaceURI, single ? "path" : "polyline");
-    const places = line.points.map((point) => place(point).map((number) => number.toFixed(1)).join(","));
-    shape.setAttribute(single ? "d" : "points", single ? `M${places[0]}h0` : places.join(" "));
-    shape.setAttribute("class", `s${index}`);
-    svg.append(shape);
-    const [first, last] = [line.points[0][1], line.points.at(-1)[1]];
-    legend.append(element("span", `${line.label} ${figure(last)}`, { class: `s${index}` }));
-    spoken.push(`${line.label} from ${figure(first)} to ${figure(last)}`);
-  });
-  svg.setAttribute("viewBox", "0 0 300 120");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${panel.title}: ${spoken.join("; ")}`);
-  const axis = (...texts) => {
-    const line = element("div", "", { class: "axis" });
-    line.append(...texts.map((text) => element("span", text)));
-    return line;
-  };
-  const caption = element("figcaption", panel.caption, { class: "muted" });
-  box.append(element("h3", panel.title), caption, legend, axis(figure(high)), svg, axis(figure(low), `step ${whole(Math.round(left))} to ${whole(Math.round(right))}`));
-  return box;
-}
-
-function drawHistogram(histogram) {
-  const box = element("figure", "", { class: "card" });
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const labels = element("div", "", { class: "bins" });
-  const width = 300 / histogram.bars.length;
-  const highest = Math.max(...histogram.bars.map(([, share]) => share));
-  const spoken = histogram.bars.map(([label, share], index) => {
-    const bar = document.createElementNS(svg.namespaceURI, "rect");
-    const height = (share / highest) * 118;
-    const place = { x: (index + 0.1) * width, y: 120 - height, width: 0.8 * width, height };
-    for (const [key, value] of Object.entries(place)) bar.setAttribute(key, value.toFixed(1));
-    svg.append(bar);
-    const bin = element("span", label);
-    bin.append(element("b", percent(share)));
-    labels.append(bin);
-    return `${percent(share)} at ${label}`;
-  });
-  svg.setAttribute("viewBox", "0 0 300 120");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${histogram.title}: ${spoken.join("; ")}`);
-  box.append(element("h3", histogram.title), element("figcaption", histogram.caption, { class: "muted" }), svg, labels);
-  return box;
-}
 
 // --- the connection -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,193 @@
+// Draws the training curves. A step that the reader points at is marked on every chart, with its time and its values.
+
+import { at, element, place, say, whole } from "./elements.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 300; // of a drawing, in its own units; it is stretched to its place
+const HEIGHT = 120;
+const DAY_S = 86400;
+
+const charts = new Map(); // by title, so that a chart keeps the focus when new steps arrive
+let times = []; // pairs (step, Unix seconds)
+let chosen = null; // the step pointed at
+
+export function showCurves(curves) {
+  at("curves-section").hidden = false;
+  const smoothed = curves.steps_per_point > 1 ? `each point is the mean of up to ${curves.steps_per_point} steps` : "";
+  say("curves-note", curves.error || (curves.panels.length ? smoothed : "no step has been logged yet"));
+  times = curves.times;
+  const histogram = curves.staleness ? [drawHistogram(curves.staleness)] : [];
+  const titles = curves.panels.map((panel) => panel.title);
+  for (const title of charts.keys()) if (!titles.includes(title)) charts.delete(title);
+  for (const panel of curves.panels) {
+    if (!charts.has(panel.title)) charts.set(panel.title, makeChart(panel));
+    draw(charts.get(panel.title), panel);
+  }
+  place(at("curves"), [...titles.map((title) => charts.get(title).box), ...histogram]);
+  mark();
+}
+
+// --- one chart ------------------------------------------------------------------------------------------------------
+
+function makeChart(panel) {
+  const box = element("figure", "", { class: "card" });
+  const plot = element("div", "", { class: "plot", role: "slider", tabindex: "0" });
+  const chart = { box, plot, legend: element("div", "", { class: "legend" }), when: element("p", "", { class: "muted" }) };
+  box.append(element("h3", panel.title), element("figcaption", panel.caption, { class: "muted" }), chart.legend, plot, chart.when);
+  plot.addEventListener("pointermove", (event) => point(chart, event));
+  plot.addEventListener("pointerdown", (event) => point(chart, event));
+  plot.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && choose(null));
+  plot.addEventListener("blur", () => choose(null));
+  plot.addEventListener("keydown", (event) => turn(chart, event));
+  return chart;
+}
+
+function turn({ steps }, event) {
+  const last = steps.length - 1;
+  const now = chosen === null ? last : nearest(steps, chosen);
+  const next = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[event.key];
+  if (next !== undefined) {
+    event.preventDefault();
+    choose(steps[Math.min(Math.max(next, 0), last)]);
+  } else if (event.key === "Escape") choose(null);
+}
+
+function point(chart, event) {
+  const box = chart.svg.getBoundingClientRect();
+  const share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
+  choose(chart.steps[nearest(chart.steps, chart.left + share * (chart.right - chart.left))]);
+}
+
+function choose(step) {
+  chosen = step;
+  mark();
+}
+
+/** Index of the number closest to `wanted`; the numbers ascend. */
+function nearest(numbers, wanted) {
+  let index = numbers.findIndex((number) => number >= wanted);
+  if (index === -1) index = numbers.length - 1;
+  return index > 0 && wanted - numbers[index - 1] < numbers[index] - wanted ? index - 1 : index;
+}
+
+function draw(chart, panel) {
+  const points = panel.lines.flatMap((line) => line.points);
+  const values = points.map((each) => each[1]);
+  let [low, high] = [Math.min(...values), Math.max(...values)];
+  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) || 1) / 2];
+  const steps = [...new Set(points.map((each) => each[0]))].sort((a, b) => a - b);
+  const [left, right] = [steps[0], steps.at(-1)];
+  const x = (step) => (right > left ? ((step - left) / (right - left)) * WIDTH : WIDTH / 2);
+  const y = (value) => HEIGHT - ((value - low) / (high - low)) * HEIGHT;
+  const size = roundSize(low, high);
+  Object.assign(chart, { panel, steps, left, right, x, text: (value) => figure(value, size / 10) });
+  chart.svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  const rows = element("div", "", { class: "rows" });
+  const columns = element("div", "", { class: "columns" });
+  for (const value of multiples(size, low, high)) {
+    chart.svg.append(shape("path", { class: "grid", d: `M0 ${y(value)}H${WIDTH}` }));
+    const label = rows.appendChild(element("span", figure(value, size)));
+    label.style.top = `${(100 * y(value)) / HEIGHT}%`;
+  }
+  const widest = Math.max(...[...rows.children].map((label) => label.textContent.length));
+  chart.plot.style.gridTemplateColumns = `${Math.max(widest, 4) + 1}ch 1fr`;
+  for (const step of multiples(Math.max(roundSize(left, right), 1), left, right)) {
+    chart.svg.append(shape("path", { class: "grid", d: `M${x(step)} 0V${HEIGHT}` }));
+    const label = columns.appendChild(element("span", whole(step)));
+    const time = timeOf(step);
+    if (time !== null) label.append(element("b", clock(time)));
+    label.style.left = `${(100 * x(step)) / WIDTH}%`;
+  }
+  panel.lines.forEach((line, index) => {
+    const places = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
+    const single = places.length === 1;
+    chart.svg.append(shape(single ? "path" : "polyline", { class: `s${index}`, [single ? "d" : "points"]: single ? `M${places[0]}h0` : places.join(" ") }));
+  });
+  chart.cursor = chart.svg.appendChild(shape("path", { class: "cursor", d: "" }));
+  chart.plot.replaceChildren(element("span", panel.unit, { class: "unit" }), rows, chart.svg, columns, element("span", times.length ? "step, time" : "step", { class: "across" }));
+  const spoken = panel.lines.map((line) => `${line.label} from ${chart.text(line.points[0][1])} to ${chart.text(line.points.at(-1)[1])}`);
+  chart.plot.setAttribute("aria-label", `${panel.title}: ${spoken.join("; ")}`);
+  chart.plot.setAttribute("aria-valuemin", left);
+  chart.plot.setAttribute("aria-valuemax", right);
+}
+
+/** Shows the values at the chosen step, or the last ones. */
+function mark() {
+  for (const { panel, steps, plot, legend, when, cursor, x, text } of charts.values()) {
+    const step = chosen ?? steps.at(-1);
+    const texts = panel.lines.map(({ label, points }) => {
+      const index = nearest(points.map((each) => each[0]), step);
+      return `${label} ${text(points[index][1])}`;
+    });
+    place(legend, texts.map((_, number) => legend.children[number] ?? element("span", "", { class: `s${number}` })));
+    texts.forEach((each, number) => say(legend.children[number], each));
+    const time = timeOf(step);
+    say(when, `${chosen === null ? "last: " : ""}step ${whole(Math.round(step))}${time === null ? "" : ` · ${moment(time)}`}`);
+    cursor.setAttribute("d", chosen === null ? "" : `M${x(steps[nearest(steps, step)])} 0V${HEIGHT}`);
+    plot.setAttribute("aria-valuenow", step);
+    plot.setAttribute("aria-valuetext", `${when.textContent}: ${texts.join("; ")}`);
+  }
+}
+
+// --- small things ---------------------------------------------------------------------------------------------------
+
+function shape(name, attributes) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  return node;
+}
+
+/** The distance between grid lines: 1, 2 or 5 times a power of ten, so that two to five of them are in the range. */
+function roundSize(low, high) {
+  if (high <= low) return 0;
+  const power = 10 ** Math.floor(Math.log10((high - low) / 2));
+  return [5, 2, 1].map((factor) => factor * power).find((size) => size <= (high - low) / 2) ?? power;
+}
+
+function multiples(size, low, high) {
+  const found = [];
+  for (let number = Math.ceil(low / size - 1e-9) + 0; number * size <= high + size * 1e-9; number++) found.push(number * size);
+  return found;
+}
+
+/** The number with at least four digits that count, and with as many as it takes to tell multiples of `size` apart. */
+function figure(value, size) {
+  if (Math.abs(value) < 1e-9 * size) return "0";
+  const digits = Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(size)) + 1;
+  const number = Number(value.toPrecision(Math.min(Math.max(digits, 4), 15)));
+  return Math.abs(number) >= 1e-4 && Math.abs(number) < 1e6 ? String(number) : number.toExponential().replace("e+", "e");
+}
+
+const percent = (share) => (share > 0 && share < 0.01 ? "<1 %" : `${Math.round(100 * share)} %`);
+
+/** When the step was logged, in Unix seconds; null if that is not known. */
+function timeOf(step) {
+  return times.length ? times[nearest(times.map((each) => each[0]), step)][1] : null;
+}
+
+/** The time of day on an axis, or the day of a run that took several. */
+function clock(time) {
+  const long = times.at(-1)[1] - times[0][1] > 2 * DAY_S;
+  return new Date(1000 * time).toLocaleString("en-GB", long ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit" });
+}
+
+const moment = (time) => new Date(1000 * time).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
+
+function drawHistogram(histogram) {
+  const box = element("figure", "", { class: "card" });
+  const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+  const labels = element("div", "", { class: "bins" });
+  const width = WIDTH / histogram.bars.length;
+  const highest = Math.max(...histogram.bars.map(([, share]) => share));
+  const spoken = histogram.bars.map(([label, share], index) => {
+    const height = (share / highest) * (HEIGHT - 2);
+    svg.append(shape("rect", { x: (index + 0.1) * width, y: HEIGHT - height, width: 0.8 * width, height }));
+    const bin = element("span", label);
+    bin.append(element("b", percent(share)));
+    labels.append(bin);
+    return `${percent(share)} at ${label}`;
+  });
+  svg.setAttribute("aria-label", `${histogram.title}: ${spoken.join("; ")}`);
+  box.append(element("h3", histogram.title), element("figcaption", histogram.caption, { class: "muted" }), svg, labels);
+  return box;
+}
