@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.resources import files
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from dvp_rl.http.application import application
 from dvp_rl.http.openapi import NOT_READY, Responses, refusals, wrong
 from dvp_rl.http.pages import page_file
 from dvp_rl.transport.audit import changes
-from dvp_rl.transport.dead_letters import DeadLetters
+from dvp_rl.transport.dead_letters import DeadLetters, Outcome
 
 from .bodies import ENTRY_ID, MAX_ENTRIES, Change, Changes, Curves, Fate, Fates, LetterPage, Picture, Selection, Viewer
 from .exporter import exposition
@@ -33,7 +34,6 @@ DESCRIPTION = (
     "page at / shows it live."
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
-NO_LETTER = NotFoundError("no dead letter 1795601122334-0: replayed or dropped before, or it never existed")
 BAD_CURSOR = wrong("before", "x", f"string like {ENTRY_ID}")
 BAD_COUNT = wrong("count", "0", f"integer in [1, {MAX_CHANGES}]")
 BAD_IDS = wrong("entry_ids", "[]", f"list of 1 to {MAX_ENTRIES} items")
@@ -135,14 +135,17 @@ async def letters(
     return _json(LetterPage.of(await DeadLetters(poller.broker).page(count, before=before), count))
 
 
-@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(BAD_IDS, NO_LETTER, AWAY))
+@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(BAD_IDS, AWAY))
 async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Puts the jobs back into the queue."""
     letters = DeadLetters(poller.broker, by=_named(caller))
-    wanted = [await letters.get(entry_id) for entry_id in body.entry_ids]
-    outcomes = await letters.replay(wanted)
+    found = {}
+    for entry_id in body.entry_ids:
+        with suppress(NotFoundError):
+            found[entry_id] = await letters.get(entry_id)
+    outcomes = dict(zip(found, await letters.replay(list(found.values())), strict=True))
     poller.look_now()
-    return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
+    return _json(Fates(fates=tuple(Fate.of(each, outcomes.get(each, Outcome.GONE)) for each in body.entry_ids)))
 
 
 @router.post("/v1/dead/drop", response_model=Fates, responses=refusals(BAD_IDS, AWAY))

@@ -194,6 +194,8 @@ class Line(Body):
     """What it shows."""
     points: tuple[tuple[float, float], ...]
     """Pairs (step, value)."""
+    newest: tuple[float, float]
+    """The newest step and its value."""
 
 
 class Panel(Body):

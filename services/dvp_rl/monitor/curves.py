@@ -61,6 +61,8 @@ STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))
 """Metrics that count the groups by batches behind; the last one also counts all that were older."""
 RECENT_STEPS = 100
 """Steps that the histogram covers."""
+LARGEST = 1e15
+"""Larger values are left out: no chart needs them, and sums of many would overflow."""
 WANTED = frozenset(name for panel in PANELS for name in panel.lines).union(STALENESS_BINS)
 
 
@@ -99,8 +101,10 @@ class MetricsFile:
     def _take(self, line: bytes) -> None:
         try:
             record = json.loads(line)
-            step = float(record["step"])
-        except (ValueError, TypeError, KeyError):
+            step = record["step"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            step = None
+        if not _is_number(step):
             self._damaged += 1
             return
         for name in WANTED & record.keys():
@@ -116,7 +120,7 @@ class MetricsFile:
                 caption=panel.caption,
                 unit=panel.unit,
                 lines=tuple(
-                    Line(label=label, points=thinned(self._points[name]))
+                    Line(label=label, points=thinned(self._points[name]), newest=self._points[name][-1])
                     for name, label in panel.lines.items()
                     if name in self._points
                 ),
@@ -127,7 +131,7 @@ class MetricsFile:
         return Curves(
             error=error,
             panels=tuple(panel for panel in panels if panel.lines),
-            times=thinned(self._times),
+            times=(*self._times[:: per_point(len(self._times))], *self._times[-1:]),
             steps_per_point=per_point(max(map(len, self._points.values()), default=0)),
             staleness=self._staleness(),
         )
@@ -137,7 +141,7 @@ class MetricsFile:
         counts = [
             sum(value for step, value in self._points[name] if step > recent - RECENT_STEPS) for name in STALENESS_BINS
         ]
-        if not any(counts):
+        if sum(counts) <= 0:
             return None
         used = max(behind for behind, count in enumerate(counts) if count) + 1
         labels = [str(behind) for behind in range(used)]
@@ -151,7 +155,7 @@ class MetricsFile:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and -LARGEST < value < LARGEST
 
 
 def per_point(num_points: int) -> int:

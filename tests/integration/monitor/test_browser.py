@@ -137,6 +137,11 @@ def _read_off(url: str, metrics: Path, folder: Path) -> None:
         browser.evaluate("document.querySelector('.plot').focus()")
         browser.press("ArrowLeft")
         browser.until(f"{whens}[0].startsWith('step 198 · ')")
+        assert "held-out 0.9375 at step 175" in browser.evaluate(legends)
+        browser.press("Tab")
+        browser.until("document.activeElement === document.querySelectorAll('.plot')[1]")
+        assert browser.evaluate(whens)[0].startswith("step 198 · "), "it is read off the next chart"
+        browser.evaluate("document.querySelector('.plot').focus()")
         write_metrics(metrics, 300)
         browser.until("document.querySelector('.columns').innerText.includes('200')")
         assert browser.evaluate("document.activeElement === document.querySelector('.plot')") is True
@@ -174,9 +179,29 @@ def _replay_together(monitor: Monitor) -> None:
         browser.evaluate("document.querySelector('#letters details li button').click()")
         browser.until(f"{rows} === 7")
         assert browser.evaluate("document.querySelectorAll('#letters details')[1].open") is True, "it stays open"
-        browser.evaluate("document.querySelector('#letters > li:nth-child(2) > .buttons button').click()")
+        replay = "[...document.querySelectorAll('#letters > li > .buttons button:first-child')]"
+        assert browser.evaluate(f"{replay}[1].ariaLabel") == "Replay 7 jobs with the error CUDA error"
+        # The second click of a double click hits the card that has moved up.
+        browser.evaluate(f"{replay}[0].dispatchEvent(new MouseEvent('click', {{ detail: 2 }}))")
+        browser.evaluate(f"{replay}[1].click()")
         browser.until("document.getElementById('dead-note').textContent === '7 jobs are back in the queue.'")
         browser.until(f"{cards}.length === 1")
+        assert browser.problems == []
+
+
+async def test_no_card_moves_away_from_the_focus(rig: Rig, broker_url: str, tmp_path: Path) -> None:
+    await rig.submit(6)
+    await bury(rig, ["CUDA error", "CUDA error", "no space left"])
+    with Monitor(tmp_path, broker_url, rig.run_id, token=TOKEN) as monitor, running(tmp_path) as browser:
+        cards = "[...document.querySelectorAll('#letters > li > div > strong')].map((name) => name.textContent).join()"
+        await asyncio.to_thread(browser.open, f"http://operator:{TOKEN}@127.0.0.1:{monitor.port}/")
+        await asyncio.to_thread(browser.until, "document.querySelector('#letters button')?.hidden === false")
+        await asyncio.to_thread(browser.until, f"{cards}.endsWith(',2 jobs')")
+        browser.evaluate("document.querySelector('#letters > li:nth-child(2) > .buttons button').focus()")
+        await bury(rig, ["CUDA error", "out of memory"])
+        await asyncio.to_thread(browser.until, f"/^[^ ]+,[^ ]+,3 jobs$/.test({cards})")
+        focused = browser.evaluate("document.activeElement.ariaLabel")
+        assert focused == "Replay 3 jobs with the error CUDA error"
         assert browser.problems == []
 
 

@@ -62,22 +62,46 @@ def test_a_replaced_file_is_read_anew_and_damage_is_counted(tmp_path: Path) -> N
     assert (again.error, len(again.panels[0].lines[0].points)) == ("", 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "num_damaged"),
+    [
+        ('{"step": NaN, "reward/mean": 1}', 1),
+        ('{"step": 1e400, "reward/mean": 1}', 1),
+        (f'{{"step": {10**400}}}', 1),
+        ('{"step": "2"}', 1),
+        ("[" * 200_000, 1),
+        (f'{{"step": 2, "time": {10**400}, "reward/mean": {10**400}, "mismatch/kl": -Infinity}}', 0),
+        ('{"step": 2, "staleness/groups_0": -1}', 0),
+    ],
+)
+def test_odd_lines_are_left_out(tmp_path: Path, line: str, num_damaged: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "reward/mean": 0.5, "staleness/groups_1": 1}}\n{line}\n')
+    seen = MetricsFile(path).look()
+    assert seen is not None
+    assert seen.error == (f"{path}: 1 damaged lines were left out" if num_damaged else "")
+    assert [panel.lines[0].points for panel in seen.panels] == [((1.0, 0.5),)]
+
+
 def test_the_time_of_a_step_is_read_where_it_is_known(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [{"step": step, "reward/mean": 1.0} | ({"time": 100.0 + step} if step != 2 else {}) for step in (1, 2, 3)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     seen = MetricsFile(path).look()
     assert seen is not None
-    assert seen.times == ((1.0, 101.0), (3.0, 103.0))
+    assert seen.times[:2] == ((1.0, 101.0), (3.0, 103.0))
 
 
 def test_how_many_steps_a_point_stands_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for count, expected in ((MAX_POINTS, 1), (MAX_POINTS + 1, 2)):
-        path.write_text("".join(json.dumps({"step": step, "reward/mean": 1.0}) + "\n" for step in range(count)))
+        records = ({"step": step, "time": 9.0 + step, "reward/mean": float(step)} for step in range(count))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
         seen = MetricsFile(path).look()
         assert seen is not None
         assert seen.steps_per_point == expected
+        assert seen.panels[0].lines[0].newest == (count - 1, count - 1), "the newest value is no mean"
+        assert seen.times[-1] == (count - 1, 9.0 + count - 1)
 
 
 def test_the_histogram_is_of_recent_steps(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import { at, element, place, say, whole } from "./elements.js";
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300; // of a drawing, in its own units; it is stretched to its place
 const HEIGHT = 120;
-const DAY_S = 86400;
 
 const charts = new Map(); // by title, so that a chart keeps the focus when new steps arrive
 let times = []; // pairs (step, Unix seconds)
@@ -16,6 +15,7 @@ export function showCurves(curves) {
   const smoothed = curves.steps_per_point > 1 ? `each point is the mean of up to ${curves.steps_per_point} steps` : "";
   say("curves-note", curves.error || (curves.panels.length ? smoothed : "no step has been logged yet"));
   times = curves.times;
+  if (chosen > times.at(-1)?.[0]) chosen = null; // a resumed run has begun anew before it
   const histogram = curves.staleness ? [drawHistogram(curves.staleness)] : [];
   const titles = curves.panels.map((panel) => panel.title);
   for (const title of charts.keys()) if (!titles.includes(title)) charts.delete(title);
@@ -37,7 +37,7 @@ function makeChart(panel) {
   plot.addEventListener("pointermove", (event) => point(chart, event));
   plot.addEventListener("pointerdown", (event) => point(chart, event));
   plot.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && choose(null));
-  plot.addEventListener("blur", () => choose(null));
+  plot.addEventListener("blur", (event) => event.relatedTarget?.closest(".plot") || choose(null));
   plot.addEventListener("keydown", (event) => turn(chart, event));
   return chart;
 }
@@ -45,7 +45,7 @@ function makeChart(panel) {
 function turn({ steps }, event) {
   const last = steps.length - 1;
   const now = chosen === null ? last : nearest(steps, chosen);
-  const next = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[event.key];
+  const next = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, Home: 0, End: last }[event.key];
   if (next !== undefined) {
     event.preventDefault();
     choose(steps[Math.min(Math.max(next, 0), last)]);
@@ -74,7 +74,9 @@ function draw(chart, panel) {
   const points = panel.lines.flatMap((line) => line.points);
   const values = points.map((each) => each[1]);
   let [low, high] = [Math.min(...values), Math.max(...values)];
-  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) [low, high] = [low - Math.abs(low) / 2, high + (Math.abs(high) || 1) / 2];
+  const scale = Math.max(Math.abs(low), Math.abs(high));
+  if (scale < 1e-100) [low, high] = [0, 1];
+  else if (high - low <= 1e-9 * scale) [low, high] = [low - scale / 10, high + scale / 10];
   const steps = [...new Set(points.map((each) => each[0]))].sort((a, b) => a - b);
   const [left, right] = [steps[0], steps.at(-1)];
   const x = (step) => (right > left ? ((step - left) / (right - left)) * WIDTH : WIDTH / 2);
@@ -91,13 +93,16 @@ function draw(chart, panel) {
   }
   const widest = Math.max(...[...rows.children].map((label) => label.textContent.length));
   chart.plot.style.gridTemplateColumns = `${Math.max(widest, 4) + 1}ch 1fr`;
-  for (const step of multiples(Math.max(roundSize(left, right), 1), left, right)) {
+  const labelled = multiples(Math.max(roundSize(left, right), 1), left, right).map((step) => [step, whole(step), ...clock(step)]);
+  const longest = Math.max(...labelled.flatMap(([, ...lines]) => lines.map((line) => line.length)));
+  const every = labelled.length * longest > 22 ? 2 : 1; // more characters would not fit on a phone
+  labelled.filter((_, index) => index % every === 0).forEach(([step, ...lines]) => {
     chart.svg.append(shape("path", { class: "grid", d: `M${x(step)} 0V${HEIGHT}` }));
-    const label = columns.appendChild(element("span", whole(step)));
-    const time = timeOf(step);
-    if (time !== null) label.append(element("b", clock(time)));
+    const label = columns.appendChild(element("span", "", x(step) > 0.95 * WIDTH ? { class: "last" } : {}));
+    label.append(...lines.map((line) => element("b", line)));
     label.style.left = `${(100 * x(step)) / WIDTH}%`;
-  }
+    columns.style.height = `calc(10px + ${1.3 * lines.length}em)`;
+  });
   panel.lines.forEach((line, index) => {
     const places = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
     const single = places.length === 1;
@@ -105,19 +110,20 @@ function draw(chart, panel) {
   });
   chart.cursor = chart.svg.appendChild(shape("path", { class: "cursor", d: "" }));
   chart.plot.replaceChildren(element("span", panel.unit, { class: "unit" }), rows, chart.svg, columns, element("span", times.length ? "step, time" : "step", { class: "across" }));
-  const spoken = panel.lines.map((line) => `${line.label} from ${chart.text(line.points[0][1])} to ${chart.text(line.points.at(-1)[1])}`);
+  const spoken = panel.lines.map((line) => `${line.label} from ${chart.text(line.points[0][1])} to ${chart.text(line.newest[1])}`);
   chart.plot.setAttribute("aria-label", `${panel.title}: ${spoken.join("; ")}`);
   chart.plot.setAttribute("aria-valuemin", left);
   chart.plot.setAttribute("aria-valuemax", right);
 }
 
-/** Shows the values at the chosen step, or the last ones. */
+/** Shows the values at the chosen step, or the newest ones. */
 function mark() {
   for (const { panel, steps, plot, legend, when, cursor, x, text } of charts.values()) {
-    const step = chosen ?? steps.at(-1);
-    const texts = panel.lines.map(({ label, points }) => {
-      const index = nearest(points.map((each) => each[0]), step);
-      return `${label} ${text(points[index][1])}`;
+    const step = chosen ?? Math.max(...panel.lines.map((line) => line.newest[0]));
+    const texts = panel.lines.map(({ label, points, newest }) => {
+      const last = chosen === null ? newest : points.findLast((each) => each[0] <= step);
+      if (!last) return `${label} –`;
+      return `${label} ${text(last[1])}${last[0] < step ? ` at step ${whole(Math.round(last[0]))}` : ""}`;
     });
     place(legend, texts.map((_, number) => legend.children[number] ?? element("span", "", { class: `s${number}` })));
     texts.forEach((each, number) => say(legend.children[number], each));
@@ -165,13 +171,19 @@ function timeOf(step) {
   return times.length ? times[nearest(times.map((each) => each[0]), step)][1] : null;
 }
 
-/** The time of day on an axis, or the day of a run that took several. */
-function clock(time) {
-  const long = times.at(-1)[1] - times[0][1] > 2 * DAY_S;
-  return new Date(1000 * time).toLocaleString("en-GB", long ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit" });
+/** Lines of text that say when the step was logged: the time of day, and the day where the run needs it. */
+function clock(step) {
+  const time = timeOf(step);
+  if (time === null) return [];
+  const hours = (times.at(-1)[1] - times[0][1]) / 3600;
+  const day = dated(time, { day: "numeric", month: "short" });
+  if (hours > 240) return [day];
+  const minute = dated(time, { hour: "2-digit", minute: "2-digit" });
+  return hours > 20 ? [minute, day] : [minute];
 }
 
-const moment = (time) => new Date(1000 * time).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const dated = (time, parts) => new Date(1000 * time).toLocaleString("en-GB", parts);
+const moment = (time) => dated(time, { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
 function drawHistogram(histogram) {
   const box = element("figure", "", { class: "card" });

@@ -18,6 +18,7 @@ let olderPage = null; // null: the list follows the newest page
 // --- small things ---------------------------------------------------------------------------------------------------
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
+const short = (text) => (text.length > 60 ? `${text.slice(0, 60).trimEnd()} …` : text).replaceAll(/\s+/g, " ");
 const megabytes = (bytes) => `${whole(Math.round(bytes / 1e6))} MB`;
 const seqOf = (version) => Number(version.split(":")[1] ?? 0);
 const rate = (...names) => {
@@ -108,22 +109,22 @@ function showReplicas(replicas) {
 
 // --- dead letters ---------------------------------------------------------------------------------------------------
 
-const cards = new Map(); // by what their letters have in common
+let cards = new Map(); // by what their letters have in common, as they are shown
+let changing = false; // whether a request to replay or drop is under way
 
 function showLetters(page) {
   const list = at("letters");
   const groups = new Map();
   for (const letter of page.letters) {
-    const key = JSON.stringify([letter.error, letter.sink, letter.prospect]);
+    const key = JSON.stringify([letter.error, letter.sink]);
     groups.set(key, [...(groups.get(key) ?? []), letter]);
   }
-  const nodes = [...groups].map(([key, letters]) => cards.get(key) ?? makeCard(letters[0]));
-  place(list, nodes);
-  cards.clear();
-  [...groups].forEach(([key, letters], index) => {
-    cards.set(key, nodes[index]);
-    updateCard(nodes[index], letters);
-  });
+  // Known cards keep their order, so that none moves away from the pointer or the focus.
+  const kept = [...cards].filter(([key]) => groups.has(key));
+  const added = [...groups].filter(([key]) => !cards.has(key)).map(([key, letters]) => [key, makeCard(letters[0])]);
+  cards = new Map([...added, ...kept]);
+  place(list, [...cards.values()]);
+  for (const [key, card] of cards) updateCard(card, groups.get(key));
   const dead = picture.health.dead;
   say("num-dead", page.letters.length < dead ? `${whole(dead)}, ${whole(page.letters.length)} shown` : whole(dead));
   at("older").hidden = page.next === null;
@@ -167,41 +168,47 @@ function makeRow(letter) {
 }
 
 function updateHead(node, letters) {
-  const [first] = letters;
-  const name = letters.length === 1 ? first.job_id || "not a job" : plural(letters.length, "job");
-  say(node.querySelector("strong"), name);
-  say(node.querySelector(".muted"), facts(letters).join(" · "));
+  const open = letters.filter((letter) => letter.prospect === "open");
+  say(node.querySelector("strong"), letters.length === 1 ? letters[0].job_id || "not a job" : plural(letters.length, "job"));
+  say(node.querySelector(".muted"), facts(letters, open).join(" · "));
   const [replay, drop] = node.querySelector(".buttons").children;
-  for (const [button, path] of [[replay, "replay"], [drop, "drop"]]) {
+  for (const [button, path, those] of [[replay, "replay", open], [drop, "drop", letters]]) {
     button.hidden = !mayOperate;
-    button.setAttribute("aria-label", `${button.textContent} ${letters.length === 1 ? `job ${first.job_id || first.entry_id}` : name}`);
-    button.onclick = () => change(path, letters);
+    button.disabled = those.length === 0;
+    button.setAttribute("aria-label", `${button.textContent} ${named(those.length ? those : letters)}`);
+    button.onclick = (event) => event.detail < 2 && change(path, those); // no double click: the next card moves up
   }
-  replay.disabled = first.prospect !== "open";
 }
 
-function facts(letters) {
+function named(letters) {
+  const [first] = letters;
+  return letters.length === 1 ? `job ${first.job_id || first.entry_id}` : `${plural(letters.length, "job")} with the error ${short(first.error)}`;
+}
+
+function facts(letters, open) {
   const ages = letters.map((letter) => picture.at - letter.died_at);
   const [newest, oldest] = [duration(Math.min(...ages)), duration(Math.max(...ages))];
   const failed = letters.reduce((sum, letter) => sum + letter.deliveries, 0);
   const replicas = [...new Set(letters.map((letter) => letter.replica_id).filter(Boolean))];
   const found = [letters[0].sink, `died ${newest === oldest ? newest : `${newest} to ${oldest}`} ago`, `${whole(failed)} failed ${failed === 1 ? "delivery" : "deliveries"}`];
   if (replicas.length) found.push(`last on ${replicas.slice(0, 3).join(", ")}${replicas.length > 3 ? ` and ${replicas.length - 3} more` : ""}`);
-  if (letters[0].prospect !== "open") found.push(`cannot be replayed: ${WHY_NOT[letters[0].prospect]}`);
+  const reasons = new Set(letters.map((letter) => WHY_NOT[letter.prospect]).filter(Boolean));
+  const which = letters.length === 1 ? "" : `${whole(letters.length - open.length)} `;
+  if (reasons.size) found.push(`${which}cannot be replayed: ${[...reasons].join(" ")}`);
   return found;
 }
 
 async function change(path, letters) {
-  const [first] = letters;
-  const name = letters.length === 1 ? `job ${first.job_id || first.entry_id}` : plural(letters.length, "job");
-  if (path === "drop" && !confirm(`Drop ${name}? There is no way back.`)) return;
+  if (changing || (path === "drop" && !confirm(`Drop ${named(letters)}? There is no way back.`))) return;
+  changing = true;
   const answer = await ask(`/v1/dead/${path}`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ entry_ids: letters.map((letter) => letter.entry_id) }),
   });
-  if (answer) say("dead-note", outcome(name, answer.fates));
+  if (answer) say("dead-note", outcome(letters.length === 1 ? named(letters) : plural(letters.length, "job"), answer.fates));
   if (olderPage) await turnTo(olderPage);
+  changing = false;
 }
 
 function outcome(name, fates) {
