@@ -137,7 +137,7 @@ async def letters(
 
 @router.post("/v1/dead/replay", response_model=Fates, responses=refusals(BAD_IDS, AWAY))
 async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
-    """Puts the jobs back into the queue."""
+    """Puts the jobs back into the queue. Those whose letter is gone are left out."""
     letters = DeadLetters(poller.broker, by=_named(caller))
     found = {}
     for entry_id in body.entry_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
@@ -82,9 +83,9 @@ class MetricsFile:
         """The curves; None if nothing is new."""
         try:
             with self._path.open("rb") as file:
-                inode, size = self._path.stat().st_ino, self._path.stat().st_size
-                if inode != self._inode or size < self._offset:
-                    self._forget(inode)
+                opened = os.fstat(file.fileno())
+                if opened.st_ino != self._inode or opened.st_size < self._offset:
+                    self._forget(opened.st_ino)
                 file.seek(self._offset)
                 # A last line without a newline is still being written.
                 whole = file.read(MAX_READ).rpartition(b"\n")[0]

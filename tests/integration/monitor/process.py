@@ -121,4 +121,7 @@ def write_metrics(path: Path, steps: int) -> None:
         }
         for step in range(steps)
     ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    # The trainer, too, replaces the file at once: a monitor that looks meanwhile must see the old one or the new one.
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(record) + "\n" for record in records))
+    new.replace(path)

@@ -35,16 +35,7 @@ from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S, until_async
 from tests.kit.web import problem
 
-READS = [
-    "/",
-    "/page/page.css",
-    "/page/page.js",
-    "/v1/events",
-    "/v1/queue",
-    "/v1/dead",
-    "/metrics",
-    "/openapi.json",
-]
+READS = ["/", "/page/page.css", "/page/page.js", "/v1/events", "/v1/queue", "/v1/dead", "/metrics", "/openapi.json"]
 
 
 def pictures(events: Iterator[tuple[str, Any]]) -> Iterator[Picture]:

@@ -83,6 +83,25 @@ def test_odd_lines_are_left_out(tmp_path: Path, line: str, num_damaged: int) -> 
     assert [panel.lines[0].points for panel in seen.panels] == [((1.0, 0.5),)]
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, new = tmp_path / "metrics.jsonl", tmp_path / "new"
+    path.write_text('{"step": 1, "reward/mean": 1}\n')
+    new.write_text('{"step": 1, "reward/mean": 2}\n{"step": 2, "reward/mean": 2}\n')
+    file, opened = MetricsFile(path), Path.open
+
+    def replaced(path: Path, mode: str) -> object:
+        old = opened(path, mode)
+        if new.exists():
+            new.replace(path)
+        return old
+
+    monkeypatch.setattr(Path, "open", replaced)
+    assert file.look() is not None
+    seen = file.look()
+    assert seen is not None
+    assert [value for _, value in seen.panels[0].lines[0].points] == [2, 2]
+
+
 def test_the_time_of_a_step_is_read_where_it_is_known(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [{"step": step, "reward/mean": 1.0} | ({"time": 100.0 + step} if step != 2 else {}) for step in (1, 2, 3)]

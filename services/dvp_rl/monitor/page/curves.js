@@ -8,14 +8,16 @@ const HEIGHT = 120;
 
 const charts = new Map(); // by title, so that a chart keeps the focus when new steps arrive
 let times = []; // pairs (step, Unix seconds)
+let stepsPerPoint = 1; // at most so many, of which a point is the mean
 let chosen = null; // the step pointed at
 
 export function showCurves(curves) {
   at("curves-section").hidden = false;
-  const smoothed = curves.steps_per_point > 1 ? `each point is the mean of up to ${curves.steps_per_point} steps` : "";
+  stepsPerPoint = curves.steps_per_point;
+  const smoothed = stepsPerPoint > 1 ? `each point is the mean of up to ${stepsPerPoint} steps` : "";
   say("curves-note", curves.error || (curves.panels.length ? smoothed : "no step has been logged yet"));
   times = curves.times;
-  if (chosen > times.at(-1)?.[0]) chosen = null; // a resumed run has begun anew before it
+  if (chosen > times.at(-1)?.[0]) chosen = null; // the run was resumed from an earlier step
   const histogram = curves.staleness ? [drawHistogram(curves.staleness)] : [];
   const titles = curves.panels.map((panel) => panel.title);
   for (const title of charts.keys()) if (!titles.includes(title)) charts.delete(title);
@@ -72,48 +74,62 @@ function nearest(numbers, wanted) {
 
 function draw(chart, panel) {
   const points = panel.lines.flatMap((line) => line.points);
-  const values = points.map((each) => each[1]);
-  let [low, high] = [Math.min(...values), Math.max(...values)];
-  const scale = Math.max(Math.abs(low), Math.abs(high));
-  if (scale < 1e-100) [low, high] = [0, 1];
-  else if (high - low <= 1e-9 * scale) [low, high] = [low - scale / 10, high + scale / 10];
   const steps = [...new Set(points.map((each) => each[0]))].sort((a, b) => a - b);
   const [left, right] = [steps[0], steps.at(-1)];
+  const [low, high] = rangeOf(points.map((each) => each[1]));
+  const size = roundSize(low, high);
   const x = (step) => (right > left ? ((step - left) / (right - left)) * WIDTH : WIDTH / 2);
   const y = (value) => HEIGHT - ((value - low) / (high - low)) * HEIGHT;
-  const size = roundSize(low, high);
-  Object.assign(chart, { panel, steps, left, right, x, text: (value) => figure(value, size / 10) });
-  chart.svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
-  const rows = element("div", "", { class: "rows" });
-  const columns = element("div", "", { class: "columns" });
-  for (const value of multiples(size, low, high)) {
-    chart.svg.append(shape("path", { class: "grid", d: `M0 ${y(value)}H${WIDTH}` }));
-    const label = rows.appendChild(element("span", figure(value, size)));
-    label.style.top = `${(100 * y(value)) / HEIGHT}%`;
-  }
-  const widest = Math.max(...[...rows.children].map((label) => label.textContent.length));
-  chart.plot.style.gridTemplateColumns = `${Math.max(widest, 4) + 1}ch 1fr`;
-  const labelled = multiples(Math.max(roundSize(left, right), 1), left, right).map((step) => [step, whole(step), ...clock(step)]);
-  const longest = Math.max(...labelled.flatMap(([, ...lines]) => lines.map((line) => line.length)));
-  const every = labelled.length * longest > 22 ? 2 : 1; // more characters would not fit on a phone
-  labelled.filter((_, index) => index % every === 0).forEach(([step, ...lines]) => {
-    chart.svg.append(shape("path", { class: "grid", d: `M${x(step)} 0V${HEIGHT}` }));
-    const label = columns.appendChild(element("span", "", x(step) > 0.95 * WIDTH ? { class: "last" } : {}));
-    label.append(...lines.map((line) => element("b", line)));
-    label.style.left = `${(100 * x(step)) / WIDTH}%`;
-    columns.style.height = `calc(10px + ${1.3 * lines.length}em)`;
-  });
+  const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  Object.assign(chart, { panel, steps, left, right, x, svg, text: (value) => figure(value, size / 10) });
+  const rows = drawRows(svg, multiples(size, low, high).map((value) => [y(value), figure(value, size)]));
+  const columns = drawColumns(svg, multiples(Math.max(roundSize(left, right), 1), left, right).map((step) => [x(step), whole(step), ...clock(step)]));
   panel.lines.forEach((line, index) => {
     const places = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
     const single = places.length === 1;
-    chart.svg.append(shape(single ? "path" : "polyline", { class: `s${index}`, [single ? "d" : "points"]: single ? `M${places[0]}h0` : places.join(" ") }));
+    svg.append(shape(single ? "path" : "polyline", { class: `s${index}`, [single ? "d" : "points"]: single ? `M${places[0]}h0` : places.join(" ") }));
   });
-  chart.cursor = chart.svg.appendChild(shape("path", { class: "cursor", d: "" }));
-  chart.plot.replaceChildren(element("span", panel.unit, { class: "unit" }), rows, chart.svg, columns, element("span", times.length ? "step, time" : "step", { class: "across" }));
+  chart.cursor = svg.appendChild(shape("path", { class: "cursor", d: "" }));
+  chart.plot.replaceChildren(element("span", panel.unit, { class: "unit" }), rows, svg, columns, element("span", times.length ? "step, time" : "step", { class: "across" }));
+  const widest = Math.max(...[...rows.children].map((label) => label.textContent.length));
+  chart.plot.style.gridTemplateColumns = `${Math.max(widest, 4) + 1}ch 1fr`;
   const spoken = panel.lines.map((line) => `${line.label} from ${chart.text(line.points[0][1])} to ${chart.text(line.newest[1])}`);
   chart.plot.setAttribute("aria-label", `${panel.title}: ${spoken.join("; ")}`);
   chart.plot.setAttribute("aria-valuemin", left);
   chart.plot.setAttribute("aria-valuemax", right);
+}
+
+/** The lowest and the highest value, or the surroundings of a value that never changes. */
+function rangeOf(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const scale = Math.max(Math.abs(low), Math.abs(high));
+  if (scale < 1e-100) return [0, 1];
+  return high - low > 1e-9 * scale ? [low, high] : [low - scale / 10, high + scale / 10];
+}
+
+/** Grid lines at these heights, and the labels beside them. */
+function drawRows(svg, ticks) {
+  const rows = element("div", "", { class: "rows" });
+  for (const [y, text] of ticks) {
+    svg.append(shape("path", { class: "grid", d: `M0 ${y}H${WIDTH}` }));
+    rows.appendChild(element("span", text)).style.top = `${(100 * y) / HEIGHT}%`;
+  }
+  return rows;
+}
+
+/** Grid lines at these places, and the labels below them, each of some lines of text; every second one if they are long. */
+function drawColumns(svg, ticks) {
+  const columns = element("div", "", { class: "columns" });
+  const longest = Math.max(...ticks.flatMap(([, ...lines]) => lines.map((line) => line.length)));
+  const every = ticks.length * longest > 22 ? 2 : 1; // more characters would not fit on a phone
+  for (const [x, ...lines] of ticks.filter((_, index) => index % every === 0)) {
+    svg.append(shape("path", { class: "grid", d: `M${x} 0V${HEIGHT}` }));
+    const label = columns.appendChild(element("span", "", x > 0.95 * WIDTH ? { class: "last" } : {}));
+    label.append(...lines.map((line) => element("b", line)));
+    label.style.left = `${(100 * x) / WIDTH}%`;
+    columns.style.height = `calc(10px + ${1.3 * lines.length}em)`;
+  }
+  return columns;
 }
 
 /** Shows the values at the chosen step, or the newest ones. */
@@ -123,7 +139,7 @@ function mark() {
     const texts = panel.lines.map(({ label, points, newest }) => {
       const last = chosen === null ? newest : points.findLast((each) => each[0] <= step);
       if (!last) return `${label} –`;
-      return `${label} ${text(last[1])}${last[0] < step ? ` at step ${whole(Math.round(last[0]))}` : ""}`;
+      return `${label} ${text(last[1])}${step - last[0] >= stepsPerPoint ? ` at step ${whole(Math.round(last[0]))}` : ""}`;
     });
     place(legend, texts.map((_, number) => legend.children[number] ?? element("span", "", { class: `s${number}` })));
     texts.forEach((each, number) => say(legend.children[number], each));
@@ -143,7 +159,7 @@ function shape(name, attributes) {
   return node;
 }
 
-/** The distance between grid lines: 1, 2 or 5 times a power of ten, so that two to five of them are in the range. */
+/** The distance between grid lines: 1, 2 or 5 times a power of ten. Two to five of them are then in the range. */
 function roundSize(low, high) {
   if (high <= low) return 0;
   const power = 10 ** Math.floor(Math.log10((high - low) / 2));
@@ -156,7 +172,7 @@ function multiples(size, low, high) {
   return found;
 }
 
-/** The number with at least four digits that count, and with as many as it takes to tell multiples of `size` apart. */
+/** The number with four significant digits, or with as many as it takes to tell multiples of `size` apart. */
 function figure(value, size) {
   if (Math.abs(value) < 1e-9 * size) return "0";
   const digits = Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(size)) + 1;

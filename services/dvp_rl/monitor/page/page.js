@@ -176,7 +176,7 @@ function updateHead(node, letters) {
     button.hidden = !mayOperate;
     button.disabled = those.length === 0;
     button.setAttribute("aria-label", `${button.textContent} ${named(those.length ? those : letters)}`);
-    button.onclick = (event) => event.detail < 2 && change(path, those); // no double click: the next card moves up
+    button.onclick = (event) => event.detail < 2 && change(path, those); // the second click of two would hit the card that moves up
   }
 }
 
