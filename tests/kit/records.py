@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
+from dvp_rl.contract.completions import Completion, Fate
 from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
 from dvp_rl.contract.job import Job, Sink, job_id
 from dvp_rl.contract.sampling import Sampling
@@ -67,3 +71,27 @@ def make_scored(
     job = make_job(RUN, position, n=len(samples))
     job = job.model_copy(update={"prompt_ids": np.array(prompt_ids), "sampling": sampling or Sampling()})
     return ScoredGroup(make_group(job, samples=samples), tuple(rewards), staleness)
+
+
+def write_completions(path: Path, steps: Sequence[int], prompt: str = "<user>37+58") -> None:
+    """One completion per step, with a token of each mark."""
+    lines = []
+    for step in steps:
+        shown = Completion(
+            row=7,
+            prompt=prompt,
+            answer="95",
+            reward=1.0,
+            advantage=0.5,
+            fate=Fate.TRAINED,
+            weight=1.01,
+            finish_reason="stop",
+            num_tokens=4,
+            num_skipped=0,
+            tokens=["The ", "sum ", "of step ", f"{step} is 95"],
+            kept_mass=[1.0, 0.998, 0.98, 0.5],
+            infer_logprobs=[-0.1, -0.2, -0.3, -0.4],
+            train_logprobs=None,
+        )
+        lines.append(json.dumps({"step": step, "completions": [asdict(shown)]}) + "\n")
+    path.write_text("".join(lines))

@@ -334,6 +334,8 @@ class UpSection(Section):
     """More options of dvp-rollout, e.g. { max_batch = 256 }. Secrets belong in its environment (DVP_ROLLOUT__...)."""
     monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Port of the monitor on 127.0.0.1; 0 takes a free one. None: no monitor."""
+    show_completions: bool = False
+    """Whether the monitor shows completions: every user of this machine can then read them, with their prompts."""
 
     @field_validator("options")
     @classmethod

@@ -50,8 +50,8 @@ from .data.rendering import (
 )
 from .learn.weight_files import INDEX
 from .patience import patient
-from .report.completions import CONTROLS
 from .report.starts import read_starts
+from .report.terminal import CONTROLS
 from .resume.checkpoint import Checkpoints
 from .setup import check_device, check_hooks, check_resumable, scoring
 from .up.replica import flags, options_of_replica

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dvp_rl import tracing
+from dvp_rl.contract.completions import Completion
 from dvp_rl.contract.job import job_position
 from dvp_rl.transport.replicas import BEAT_S, ReplicaRegistry, TrainerBeat
 from dvp_rl.transport.retention import sweep_broker
@@ -29,7 +30,6 @@ from .publish.publisher import Publisher
 from .publish.sender import Sender
 from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
-from .report.completions import Completion
 from .report.pick import pick_completions
 from .report.sinks import Reporter
 from .report.stopwatch import Stopwatch

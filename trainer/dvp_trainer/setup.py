@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from dvp_rl.contract.completions import COMPLETIONS
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.weights import WeightRoute
 from dvp_rl.engines.threads import num_threads
@@ -50,7 +51,6 @@ from .publish.publisher import Publisher
 from .publish.sender import Sender
 from .queue.evaluator import Evaluator
 from .queue.feeder import Feeder
-from .report import completions
 from .report.prometheus import PrometheusSink, exporting
 from .report.sinks import (
     CompletionsSink,
@@ -352,7 +352,7 @@ def open_reporter(settings: TrainSettings, start: Start, exporter: PrometheusSin
     out, resumed_step = settings.out_dir, start.step or None
     sinks: list[Sink] = [
         JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step),
-        CompletionsSink(out / completions.FILE, resumed_step=resumed_step),
+        CompletionsSink(out / COMPLETIONS, resumed_step=resumed_step),
     ]
     if exporter is not None:
         sinks.append(exporter)

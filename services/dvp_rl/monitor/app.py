@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from importlib.resources import files
 from typing import Annotated
@@ -20,7 +21,21 @@ from dvp_rl.http.pages import page_file
 from dvp_rl.transport.audit import changes
 from dvp_rl.transport.dead_letters import DeadLetters, Outcome
 
-from .bodies import ENTRY_ID, MAX_ENTRIES, Change, Changes, Curves, Fate, Fates, LetterPage, Picture, Selection, Viewer
+from .bodies import (
+    ENTRY_ID,
+    MAX_ENTRIES,
+    Change,
+    Changes,
+    Completions,
+    CompletionSteps,
+    Curves,
+    Fate,
+    Fates,
+    LetterPage,
+    Picture,
+    Selection,
+    Viewer,
+)
 from .exporter import exposition
 from .poller import NUM_LETTERS, Poller
 
@@ -28,18 +43,21 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_CHANGES = 1000
 """Most changes that one answer lists."""
 PAGE = files(__package__) / "page"
-PAGE_PARTS = ("page.css", "page.js", "curves.js", "elements.js")
+PAGE_PARTS = ("page.css", "page.js", "completions.js", "curves.js", "elements.js")
 DESCRIPTION = (
     "The queue of one training run: its state and what to do about it, its dead letters, and who changed what. The "
     "page at / shows it live."
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
+MAX_STEP = 2**53
+NO_RECORD = NotFoundError("no completions of step 125 have been recorded; the newest are of step 120")
 BAD_CURSOR = wrong("before", "x", f"string like {ENTRY_ID}")
 BAD_COUNT = wrong("count", "0", f"integer in [1, {MAX_CHANGES}]")
 BAD_IDS = wrong("entry_ids", "[]", f"list of 1 to {MAX_ENTRIES} items")
 STREAM: Responses = {
     200: {
-        "description": "Events `picture` and `curves`, whose data is a Picture or Curves in JSON, without end",
+        "description": "Events `picture`, `curves` and `completions`, whose data is a Picture, Curves or "
+        "CompletionSteps in JSON, without end",
         "content": {
             "text/event-stream": {
                 "schema": {"type": "string"},
@@ -62,7 +80,7 @@ def create_app(poller: Poller, tokens: ApiTokens, max_requests: int) -> FastAPI:
         max_body=MAX_BODY_BYTES,
         max_requests=max_requests,
         limited_by="max_requests + max_viewers",
-        models=(Picture, Curves),
+        models=(Picture, Curves, CompletionSteps),
     )
     app.state.poller = poller
     app.state.tokens = tokens
@@ -154,6 +172,18 @@ async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     outcomes = await DeadLetters(poller.broker, by=_named(caller)).drop(body.entry_ids)
     poller.look_now()
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
+
+
+@router.get("/v1/completions", response_model=Completions, responses=refusals(NO_RECORD))
+async def completions(
+    poller: Watched,
+    step: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="Without it, the newest step.")] = None,
+) -> Response:
+    """Completions of one step, with reward, advantage, what training did with them, and where min-p pruned. They hold
+    prompts, so they are only there if the monitor was started with completions_file."""
+    if poller.completions is None:
+        raise NotFoundError("this monitor shows no completions; its setting completions_file names none")
+    return _json(await asyncio.to_thread(poller.completions.read, step))
 
 
 @router.get("/v1/audit", response_model=Changes, responses=refusals(BAD_COUNT, AWAY))

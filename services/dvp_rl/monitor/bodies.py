@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
+from dvp_rl.contract.completions import PRUNED, Completion
 from dvp_rl.contract.http import Body, QueueHealth, example
 from dvp_rl.contract.job import Sink
 from dvp_rl.http.api_tokens import Scope
@@ -235,3 +236,72 @@ class Curves(Body):
     """Each point is the mean of up to so many steps."""
     staleness: Histogram | None = None
     """null until a group has been trained."""
+
+
+class CompletionSteps(Body):
+    """The steps of which the trainer has recorded completions."""
+
+    error: str = ""
+    """Why the file cannot be read; empty if it can."""
+    steps: tuple[int, ...] = ()
+    """The newest ones, in the order of training."""
+
+
+class Shown(Body):
+    """One completion."""
+
+    row: int
+    """Row number in the data set."""
+    prompt: str
+    """The end of the prompt as the model reads it, special tokens included."""
+    pieces: tuple[tuple[str, int], ...]
+    """Pairs (text, mark): the mark is the number of thresholds in `pruned` that min-p has reached at a token of it."""
+    answer: str | None
+    """The row's answer."""
+    reward: float
+    """What the reward function gave."""
+    advantage: float
+    """Reward compared with the others of its group."""
+    fate: str
+    """What training did with the completion: trained, or why it did not count."""
+    weight: float | None
+    """Mean importance weight of its tokens; null if its group did not reach the model."""
+    finish_reason: str
+    """Why it ended."""
+    num_tokens: int
+    """Its length."""
+
+    @classmethod
+    def of(cls, completion: Completion) -> Self:
+        fields = {name: getattr(completion, name) for name in cls.model_fields if name != "pieces"}
+        return cls(pieces=tuple(completion.pieces()), **fields)
+
+
+class Completions(Body):
+    """What the trainer has recorded of one step: the best and the worst completion of some prompts."""
+
+    model_config = example(
+        step=120,
+        pruned=PRUNED,
+        completions=[
+            {
+                "row": 7,
+                "prompt": "Compute 37+58.",
+                "pieces": [["The sum is ", 0], ["95", 1]],
+                "answer": "95",
+                "reward": 1.0,
+                "advantage": 0.5,
+                "fate": "trained",
+                "weight": 0.9987,
+                "finish_reason": "stop",
+                "num_tokens": 5,
+            }
+        ],
+    )
+
+    step: int
+    """The batch they belong to."""
+    pruned: tuple[float, ...]
+    """Shares of probability that min-p removed at a token, from which its text is marked."""
+    completions: tuple[Shown, ...]
+    """Prompt by prompt, the best one first."""

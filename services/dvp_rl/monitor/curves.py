@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, TypeGuard
 
 from .bodies import Curves, Histogram, Line, Panel
+from .growing import GrowingFile
 
 MAX_POINTS = 240
-MAX_READ = 1 << 22
-"""Most bytes read per look at the file, so that a long run's file does not delay the page."""
 
 
 class Drawn(NamedTuple):
@@ -68,34 +66,27 @@ WANTED = frozenset(name for panel in PANELS for name in panel.lines).union(STALE
 
 
 class MetricsFile:
-    """Reads the file incrementally, and from the beginning if it was replaced (a resumed run)."""
+    """The trainer's metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._forget(0)
+        self._file = GrowingFile(path)
+        self._forget()
 
-    def _forget(self, inode: int) -> None:
-        self._inode, self._offset, self._damaged = inode, 0, 0
+    def _forget(self) -> None:
+        self._damaged = 0
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._times: list[tuple[float, float]] = []
 
     def look(self) -> Curves | None:
         """The curves; None if nothing is new."""
-        try:
-            with self._path.open("rb") as file:
-                opened = os.fstat(file.fileno())
-                if opened.st_ino != self._inode or opened.st_size < self._offset:
-                    self._forget(opened.st_ino)
-                file.seek(self._offset)
-                # A last line without a newline is still being written.
-                whole = file.read(MAX_READ).rpartition(b"\n")[0]
-        except OSError as error:
-            changed, self._inode = self._inode != -1, -1
-            return Curves(error=f"{self._path}: {error.strerror}") if changed else None
-        if not whole:
+        grown = self._file.look()
+        if grown is None:
             return None
-        self._offset += len(whole) + 1
-        for line in whole.split(b"\n"):
+        if grown.error:
+            return Curves(error=grown.error)
+        if grown.anew:
+            self._forget()
+        for line in grown.lines:
             self._take(line)
         return self._curves()
 
@@ -128,7 +119,7 @@ class MetricsFile:
             )
             for panel in PANELS
         )
-        error = f"{self._path}: {self._damaged} damaged lines were left out" if self._damaged else ""
+        error = f"{self._file.path}: {self._damaged} damaged lines were left out" if self._damaged else ""
         return Curves(
             error=error,
             panels=tuple(panel for panel in panels if panel.lines),

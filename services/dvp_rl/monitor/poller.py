@@ -13,6 +13,7 @@ from dvp_rl.transport.health import Snapshot, report, take_snapshot
 from dvp_rl.transport.roles import Role
 
 from .bodies import LetterPage, Picture
+from .completions import CompletionsFile
 from .curves import MetricsFile
 from .feed import Feed
 from .rates import Rates
@@ -36,6 +37,7 @@ class Poller:
         self._broker: Broker | None = None
         self._rates = Rates()
         self._metrics = None if settings.metrics_file is None else MetricsFile(settings.metrics_file)
+        self.completions = None if settings.completions_file is None else CompletionsFile(settings.completions_file)
         self._look_now = asyncio.Event()
 
     @property
@@ -73,9 +75,10 @@ class Poller:
             picture = self.picture.model_copy(update={"at": time.time(), "error": str(error)})
         self.picture = picture
         self.feed.publish("picture", picture.model_dump_json())
-        curves = None if self._metrics is None else await asyncio.to_thread(self._metrics.look)
-        if curves is not None:
-            self.feed.publish("curves", curves.model_dump_json())
+        for kind, file in (("curves", self._metrics), ("completions", self.completions)):
+            news = None if file is None else await asyncio.to_thread(file.look)
+            if news is not None:
+                self.feed.publish(kind, news.model_dump_json())
 
     async def _ask(self) -> Picture:
         settings = self._settings

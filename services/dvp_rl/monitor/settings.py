@@ -36,6 +36,8 @@ class MonitorSettings(ListenSettings):
     """The training run to show."""
     metrics_file: Path | None = None
     """The trainer's metrics.jsonl, for the training curves; it may appear later."""
+    completions_file: Path | None = None
+    """The trainer's completions.jsonl: whoever may open the page can then read prompts and completions."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """0 takes a free port: see the log, or --port-file."""
     interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0

@@ -12,6 +12,7 @@ from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
 from tests.integration.transport.rig import Rig
 from tests.kit.browser import LOW_CONTRAST, chromium, running
+from tests.kit.records import write_completions
 from tests.kit.tokens import TOKEN
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)")
@@ -107,6 +108,39 @@ def _mend(monitor: Monitor) -> None:
         browser.press("Enter")
         browser.until(f"{cards} === 1")
         browser.until("document.getElementById('dead-note').textContent.includes('is dropped')")
+        assert browser.problems == []
+
+
+async def test_completions_follow_the_newest_step(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    write_completions(file, [1, 11], HOSTILE)
+    with Monitor(tmp_path, broker_url, run_id, "--completions-file", str(file)) as monitor:
+        await asyncio.to_thread(_read_completions, monitor.url, file, tmp_path)
+
+
+def _read_completions(url: str, file: Path, folder: Path) -> None:
+    text = "document.querySelector('#completions pre')?.textContent"
+    chooser = "document.getElementById('completions-step')"
+    with running(folder) as browser:
+        browser.open(url, width=400)
+        browser.until(f"{text}?.endsWith('The sum of step 11 is 95')")
+        assert browser.evaluate(text).startswith(HOSTILE)
+        marks = "[...document.querySelectorAll('#completions mark')].map((mark) => mark.className)"
+        assert browser.evaluate(marks) == ["p1", "p2", "p3"]
+        note = browser.evaluate("document.getElementById('completions-note').textContent")
+        assert note.endswith("at least 0.1 % 1 % 10 % of the probability")
+        facts = browser.evaluate("document.querySelector('#completions dl').innerText")
+        assert "advantage\n0.5" in facts
+        assert "trained" in facts
+        write_completions(file, [1, 11, 21])
+        browser.until(f"{text}.endsWith('The sum of step 21 is 95')")
+        browser.evaluate(f"{chooser}.value = 1; {chooser}.dispatchEvent(new Event('change'))")
+        browser.until(f"{text}.endsWith('The sum of step 1 is 95')")
+        write_completions(file, [1, 11, 21, 31])
+        browser.until(f"{chooser}.options.length === 4")
+        assert browser.evaluate(f"{chooser}.value") == "1", "it stays with the step that the reader has chosen"
+        assert browser.evaluate(text).endswith("The sum of step 1 is 95")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
         assert browser.problems == []
 
 

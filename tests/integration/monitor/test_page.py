@@ -18,7 +18,7 @@ from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.http.api_tokens import Scope
 from dvp_rl.monitor.app import PAGE_PARTS
-from dvp_rl.monitor.bodies import Curves, LetterPage, Picture
+from dvp_rl.monitor.bodies import Completions, CompletionSteps, Curves, LetterPage, Picture
 from dvp_rl.monitor.poller import Poller
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.transport.broker import Broker
@@ -31,6 +31,7 @@ from dvp_rl.transport.submission import Submission
 from tests.integration.monitor.process import Monitor, stage, write_metrics
 from tests.integration.transport.rig import Rig
 from tests.kit import web
+from tests.kit.records import write_completions
 from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S, until_async
 from tests.kit.web import problem
@@ -316,3 +317,26 @@ def test_only_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = MonitorSettings.load(["--host", "0.0.0.0"]).tokens().find(TOKEN.encode())
     assert caller is not None
     assert caller.scope is Scope.OPERATE
+
+
+def test_completions_are_only_shown_if_they_are_asked_for(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    with Monitor(tmp_path, broker_url, run_id, "--metrics-file", str(tmp_path / "metrics.jsonl")) as monitor:
+        assert "completions_file" in problem(monitor.get("/v1/completions"), 404).detail
+
+
+def test_completions_come_and_grow(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    with Monitor(tmp_path, broker_url, run_id, "--completions-file", str(file)) as monitor, monitor.events() as events:
+        steps = (CompletionSteps.model_validate(content) for kind, content in events if kind == "completions")
+        assert "No such file" in next(steps).error
+        assert "no completions have been recorded" in problem(monitor.get("/v1/completions"), 404).detail
+        write_completions(file, [1])
+        assert next(steps).steps == (1,)
+        write_completions(file, [1, 11])
+        assert next(steps).steps == (1, 11)
+        newest = Completions.model_validate(monitor.get("/v1/completions").json())
+        assert newest.step == 11
+        assert newest.completions[0].pieces == (("The ", 0), ("sum ", 1), ("of step ", 2), ("11 is 95", 3))
+        older = Completions.model_validate(monitor.get("/v1/completions?step=1").json())
+        assert older.completions[0].pieces[-1] == ("1 is 95", 3)
+        assert "newest are of step 11" in problem(monitor.get("/v1/completions?step=2"), 404).detail

@@ -17,7 +17,7 @@ import pytest
 from dvp_rl.client import Client
 from dvp_trainer import patience
 from dvp_trainer.report.sinks import read_metrics
-from tests.kit import forked
+from tests.kit import forked, web
 from tests.kit.forked import TRAINER, Service, service
 from tests.kit.processes import PYTHON, process
 from tests.kit.runs import HELDOUT, config, run_trainer
@@ -128,12 +128,13 @@ def test_two_ranks_share_one_broker(tmp_path: Path, run_id: str) -> None:
 
 @pytest.mark.slow
 def test_people_can_look_at_monitor_replica_and_queue(tmp_path: Path, run_id: str) -> None:
-    with up(tmp_path, run_id, **FAKE, steps="1000") as run:
+    with up(tmp_path, run_id, **FAKE, steps="1000", up__show_completions="true") as run:
         run.says("replica-1 serves")
         with Client(run.url("replica-1")) as client:
             assert client.ready().status == "ok"
-        with socket.create_connection(("127.0.0.1", int(run.url("monitor").rpartition(":")[2]))):
-            pass
+        until(
+            lambda: web.get(run.url("monitor") + "/v1/completions").status_code == 200, "the monitor shows completions"
+        )
         file = run.out / "broker/operator.url"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert f'DVP_QUEUE__REDIS_URL="$(cat {file})" dvp-queue --run-id {run_id} status' in run.output

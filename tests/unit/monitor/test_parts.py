@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dvp_rl.contract.errors import OverloadedError
+from dvp_rl.contract.errors import NotFoundError, OverloadedError
+from dvp_rl.monitor.completions import CompletionsFile
 from dvp_rl.monitor.curves import MAX_POINTS, MetricsFile, thinned
 from dvp_rl.monitor.feed import Feed
+from dvp_rl.monitor.growing import MAX_READ, GrowingFile, Grown
 from dvp_rl.monitor.rates import WINDOW_S, Rates
 from dvp_rl.monitor.tables import duration
+from tests.kit.records import write_completions
 
 
 def test_rates_are_over_the_window() -> None:
@@ -185,3 +188,42 @@ async def test_a_slow_viewer_skips_what_was_overtaken() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_file_that_grows_and_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = GrowingFile(path)
+    missing = file.look()
+    assert missing is not None
+    assert "No such file" in missing.error
+    assert file.look() is None, "an error is new once"
+    path.write_bytes(b"")
+    assert file.look() is None
+    path.write_bytes(b"one\ntw")
+    assert file.look() == Grown([b"one"], 0, anew=True)
+    assert file.look() is None
+    with path.open("ab") as end:
+        end.write(b"o\n" + b"3" * (MAX_READ + 1) + b"\nfour\n")
+    assert file.look() == Grown([b"two", b"3" * (MAX_READ + 1)], 4, anew=False)
+    assert file.look() == Grown([b"four"], MAX_READ + 10, anew=False)
+    path.rename(tmp_path / "old")
+    path.write_bytes(b"")
+    assert file.look() is None
+    path.write_bytes(b"new\n")
+    assert file.look() == Grown([b"new"], 0, anew=True)
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"step": 3, "completions": [{"row": 1}]}', '{"step": 3, "completions": ['])
+def test_a_damaged_record_of_completions(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "completions.jsonl"
+    write_completions(path, [1, 2])
+    path.write_text(path.read_text() + f"{damage}\n")
+    file = CompletionsFile(path)
+    seen = file.look()
+    assert seen is not None
+    assert file.read(2).step == 2
+    with pytest.raises(NotFoundError, match="of step 3"):
+        file.read(3)
+    path.unlink()
+    with pytest.raises(NotFoundError, match="No such file"):
+        file.read(2)

@@ -22,6 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 from transformers import PreTrainedTokenizerFast
 
+from dvp_rl.contract.completions import MAX_TOKENS, Completion, Fate, completion_lines, read_completions
 from dvp_rl.contract.group import FinishReason
 from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
 from dvp_trainer.config import ReportSection, TrainSettings
@@ -30,19 +31,10 @@ from dvp_trainer.data.prompts import Row
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
 from dvp_trainer.options import Overlong
-from dvp_trainer.report.completions import (
-    MAX_TOKENS,
-    TERMINAL_CHARACTERS,
-    TERMINAL_LINES,
-    Completion,
-    Fate,
-    completion_lines,
-    completions_table,
-    read_completions,
-)
 from dvp_trainer.report.page import write_report
 from dvp_trainer.report.pick import pick_completions
 from dvp_trainer.report.sinks import CompletionsSink, OwnSink, PlainSink, ProgressSink, Reporter, Sink
+from dvp_trainer.report.terminal import TERMINAL_CHARACTERS, TERMINAL_LINES, completions_table
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
 

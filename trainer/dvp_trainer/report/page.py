@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dvp_rl.contract.completions import COMPLETIONS, PRUNED, Completion, completion_lines, read_completions
 from dvp_trainer.disk import write_private
 
-from .completions import FILE as COMPLETIONS
-from .completions import PRUNED, Completion, completion_lines, read_completions
 from .drawing import MUTED, dress, ink, svg, variable
 from .sinks import read_metrics
 from .starts import SETTINGS, Start, read_starts
@@ -264,9 +262,7 @@ def _card(completion: Completion) -> dict[str, Any]:
         "row": str(completion.row),
         "answer": completion.answer,
     }
-    # Plain text between marked tokens is one piece.
-    pieces = [("".join(text for text, _ in run), mark) for mark, run in groupby(completion.marked(), lambda m: m[1])]
-    return {"prompt": completion.prompt, "pieces": pieces, "facts": facts}
+    return {"prompt": completion.prompt, "pieces": list(completion.pieces()), "facts": facts}
 
 
 def lines_of(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:

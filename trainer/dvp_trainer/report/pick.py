@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from dvp_rl.contract.completions import MAX_TOKENS, Completion, Fate
 from dvp_rl.contract.group import FinishReason, Sample
 from dvp_rl.dvp.correction import Correction
 from dvp_rl.engines.tokenizer import Tokenizer
@@ -15,8 +16,6 @@ from dvp_trainer.data.batch import Batch
 from dvp_trainer.data.prompts import Row
 from dvp_trainer.learn.step import Learner
 from dvp_trainer.options import Overlong
-
-from .completions import MAX_TOKENS, Completion, Fate
 
 T = TypeVar("T")
 

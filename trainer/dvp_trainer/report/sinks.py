@@ -42,12 +42,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dvp_rl.contract.completions import Completion, completion_lines
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_trainer.disk import AppendedFile, writing
 
-from .completions import COLUMNS, Completion, completion_lines, completions_table
 from .starts import Start, flat
+from .terminal import completions_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +56,19 @@ if TYPE_CHECKING:
 
 COMPARED = ("reward/mean", "heldout/score", "mismatch/kl", "throughput/samples_per_second")
 """Metrics beside the settings in TensorBoard's table of hyperparameters."""
+COMPLETION_COLUMNS = (
+    "row",
+    "prompt",
+    "text",
+    "answer",
+    "reward",
+    "advantage",
+    "fate",
+    "weight",
+    "finish_reason",
+    "num_tokens",
+)
+"""Fields of a Completion in a table of Weights & Biases."""
 HEADLINES = {
     "reward/mean": "reward",
     "heldout/score": "held-out",
@@ -147,7 +161,7 @@ class JsonlSink(Sink):
 
 
 class CompletionsSink(Sink):
-    """A line of JSON per step that shows completions, in a file that only its owner can read (completions.py)."""
+    """A line of JSON per step that shows completions, in a file that only its owner can read."""
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """As for JsonlSink. Damaged lines are dropped: no run should end for them."""
@@ -245,8 +259,8 @@ class TrackerSink(Sink):
         self._run.log(dict(metrics), step=step)
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        rows = [[getattr(completion, name) for name in COLUMNS] for completion in completions]
-        self._run.log({"completions": self._library.Table(columns=list(COLUMNS), data=rows)}, step=step)
+        rows = [[getattr(completion, name) for name in COMPLETION_COLUMNS] for completion in completions]
+        self._run.log({"completions": self._library.Table(columns=list(COMPLETION_COLUMNS), data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -18,6 +18,7 @@ from pathlib import Path
 from shlex import quote
 
 from dvp_rl.client import Client, Retry
+from dvp_rl.contract.completions import COMPLETIONS
 from dvp_rl.contract.errors import ConfigError, DvpError, UnavailableError
 from dvp_rl.contract.weights import WeightVersion
 from dvp_rl.cpus import usable_cpus
@@ -96,6 +97,8 @@ class Local:
         self.monitor = None
         if up.monitor_port is not None:
             shown = {"run_id": settings.run_id, "metrics_file": settings.out_dir / "metrics.jsonl"}
+            if up.show_completions:
+                shown["completions_file"] = settings.out_dir / COMPLETIONS
             env = {"DVP_MONITOR__REDIS_URL": url_of(Role.MONITOR)}
             self.monitor = self._start("monitor", "dvp_rl.monitor", shown, env, up.monitor_port)
 

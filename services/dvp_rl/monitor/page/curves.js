@@ -1,6 +1,6 @@
 // Draws the training curves. A step that the reader points at is marked on every chart, with its time and its values.
 
-import { at, element, place, say, whole } from "./elements.js";
+import { at, element, figure, place, say, whole } from "./elements.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300; // of a drawing, in its own units; it is stretched to its place
@@ -170,14 +170,6 @@ function multiples(size, low, high) {
   const found = [];
   for (let number = Math.ceil(low / size - 1e-9) + 0; number * size <= high + size * 1e-9; number++) found.push(number * size);
   return found;
-}
-
-/** The number with four significant digits, or with as many as it takes to tell multiples of `size` apart. */
-function figure(value, size) {
-  if (Math.abs(value) < 1e-9 * size) return "0";
-  const digits = Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(size)) + 1;
-  const number = Number(value.toPrecision(Math.min(Math.max(digits, 4), 15)));
-  return Math.abs(number) >= 1e-4 && Math.abs(number) < 1e6 ? String(number) : number.toExponential().replace("e+", "e");
 }
 
 const percent = (share) => (share > 0 && share < 0.01 ? "<1 %" : `${Math.round(100 * share)} %`);

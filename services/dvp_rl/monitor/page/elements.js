@@ -30,6 +30,28 @@ export function duration(seconds) {
   return `${Math.round(Math.max(seconds, 0))} s`;
 }
 
+/** The number with four significant digits, or with as many as it takes to tell multiples of `size` apart. */
+export function figure(value, size = Math.abs(value)) {
+  if (Math.abs(value) <= 1e-9 * size) return "0";
+  const digits = Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(size)) + 1;
+  const number = Number(value.toPrecision(Math.min(Math.max(digits, 4), 15)));
+  return Math.abs(number) >= 1e-4 && Math.abs(number) < 1e6 ? String(number) : number.toExponential().replace("e+", "e");
+}
+
 export const whole = (value) => value.toLocaleString("en");
 export const words = (name) => name.replaceAll("_", " ");
 export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+/** The answer to a request; null if it was refused, which the note then says. */
+export async function ask(note, path, options = {}) {
+  try {
+    // An absolute URL without credentials: the address bar may hold a password, and fetch refuses such URLs.
+    const response = await fetch(location.origin + path, options);
+    const body = await response.json();
+    if (response.ok) return body;
+    say(note, body.detail);
+  } catch (error) {
+    say(note, `dvp-monitor does not answer: ${error.message}`);
+  }
+  return null;
+}

@@ -1,7 +1,8 @@
 // Shows the events of /v1/events.
 
+import { showSteps } from "./completions.js";
 import { showCurves } from "./curves.js";
-import { at, duration, element, place, plural, say, whole, words } from "./elements.js";
+import { ask, at, duration, element, place, plural, say, whole, words } from "./elements.js";
 
 const TONES = { critical: "bad", warning: "warn", info: "good" };
 const FATES = { replayed: "back in the queue", dropped: "dropped" };
@@ -201,7 +202,7 @@ function facts(letters, open) {
 async function change(path, letters) {
   if (changing || (path === "drop" && !confirm(`Drop ${named(letters)}? There is no way back.`))) return;
   changing = true;
-  const answer = await ask(`/v1/dead/${path}`, {
+  const answer = await ask("dead-note", `/v1/dead/${path}`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ entry_ids: letters.map((letter) => letter.entry_id) }),
@@ -221,23 +222,10 @@ function outcome(name, fates) {
 }
 
 async function turnTo(before) {
-  const page = await ask(`/v1/dead?before=${encodeURIComponent(before)}`);
+  const page = await ask("dead-note", `/v1/dead?before=${encodeURIComponent(before)}`);
   if (!page) return;
   olderPage = before;
   showLetters(page);
-}
-
-async function ask(path, options = {}) {
-  try {
-    // An absolute URL without credentials: the address bar may hold a password, and fetch refuses such URLs.
-    const response = await fetch(location.origin + path, options);
-    const body = await response.json();
-    if (response.ok) return body;
-    say("dead-note", body.detail);
-  } catch (error) {
-    say("dead-note", `dvp-monitor does not answer: ${error.message}`);
-  }
-  return null;
 }
 
 at("older").addEventListener("click", (event) => turnTo(event.target.dataset.before));
@@ -251,7 +239,7 @@ at("newest").addEventListener("click", () => {
 function connect() {
   const source = new EventSource("/v1/events");
   source.addEventListener("open", async () => {
-    const viewer = await ask("/v1/caller");
+    const viewer = await ask("dead-note", "/v1/caller");
     mayOperate = viewer && viewer.scope === "operate";
     if (picture) showPicture();
   });
@@ -262,6 +250,7 @@ function connect() {
     showPicture();
   });
   source.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
+  source.addEventListener("completions", (event) => showSteps(JSON.parse(event.data)));
   source.addEventListener("error", () => {
     // After a refusal the browser does not reconnect by itself.
     const refused = source.readyState === EventSource.CLOSED;

@@ -1,38 +1,25 @@
 """Completions as people see them: text, reward, advantage, what training did with them, and kept mass per token.
 
-They go to out_dir/completions.jsonl, to the terminal, to the report and to W&B. The file has a line per step that
-shows them, {"step", "completions": [fields of Completion]}. They hold prompts, so only the owner can read file and
-report, and nothing is printed where there is no terminal.
+The trainer writes them to out_dir/completions.jsonl: a line per step that shows them, {"step", "completions": [fields
+of Completion]}. They hold prompts, so only the owner can read the file.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-FILE = "completions.jsonl"
+COMPLETIONS = "completions.jsonl"
 RECORD = re.compile(rb'\{"step": (\d+), "completions": ')
 MAX_TOKENS = 1024
 """Most tokens kept of a completion: of a longer one, the first and the last half of that."""
 PRUNED = (0.001, 0.01, 0.1)
 """Shares of probability that min-p removed at a token, from which the token is marked: a little, more, much."""
-TERMINAL_ROWS = 4
-TERMINAL_CHARACTERS = 400
-TERMINAL_LINES = 12
-WIDE = 80
-"""Columns of a terminal from which the table has more than one column."""
-CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
-"""Replaces control characters: a completion must not steer the terminal."""
-COLUMNS = ("row", "prompt", "text", "answer", "reward", "advantage", "fate", "weight", "finish_reason", "num_tokens")
-"""Fields of a Completion for a table without tokens."""
 
 
 class Fate(StrEnum):
@@ -82,6 +69,11 @@ class Completion:
     def text(self) -> str:
         return "".join(text for text, _ in self.marked())
 
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """As `marked`, with neighbours of equal marks joined."""
+        for mark, run in groupby(self.marked(), lambda marked: marked[1]):
+            yield "".join(text for text, _ in run), mark
+
     def marked(self) -> Iterator[tuple[str, int]]:
         """Pieces of the text, each with the number of PRUNED thresholds that one of its tokens reaches."""
         mark = 0
@@ -110,45 +102,3 @@ def read_completions(line: bytes) -> list[Completion]:
         return [Completion(**fields) for fields in json.loads(line)["completions"]]
     except (ValueError, TypeError, KeyError):
         return []
-
-
-def completions_table(step: int, completions: Sequence[Completion], *, width: int, encoding: str = "utf-8") -> Table:
-    """For a terminal of `width` columns. Colours show how much probability min-p removed."""
-    from rich.table import Table
-    from rich.text import Text
-
-    def shown(pieces: Iterable[tuple[str, str]]) -> Text:
-        """The beginning of the text, with what the terminal cannot show replaced."""
-        text, room = Text(), TERMINAL_CHARACTERS
-        for piece, style in pieces:
-            clean = piece.translate(CONTROLS).encode(encoding, "replace").decode(encoding)
-            text.append(clean[:room], style)
-            room -= len(clean)
-            if room < 0 or text.plain.count("\n") >= TERMINAL_LINES:
-                return text.append(" ...")
-        return text
-
-    styles = ("", "yellow", "orange1", "red")
-    shares = ", ".join(f"{style} {100 * share:g} %" for style, share in zip(styles[1:], PRUNED, strict=True))
-    table = Table(
-        title=f"step {step}: best and worst completion of a prompt",
-        caption=f"colours: min-p removed at least this much probability: {shares}",
-        show_lines=True,
-        show_header=width >= WIDE,
-        expand=True,
-    )
-    table.add_column("prompt", ratio=2, overflow="fold")
-    if width >= WIDE:
-        table.add_column("completion", ratio=3, overflow="fold")
-        for name in ("reward", "advantage", "training"):
-            table.add_column(name, justify="right")
-    for completion in completions[:TERMINAL_ROWS]:
-        end = completion.prompt[-TERMINAL_CHARACTERS:].split("\n")[-TERMINAL_LINES:]
-        prompt = shown([("\n".join(end), "dim")])
-        text = shown((piece, styles[mark]) for piece, mark in completion.marked())
-        facts = (f"{completion.reward:.3g}", f"{completion.advantage:.3g}", completion.fate)
-        if width >= WIDE:
-            table.add_row(prompt, text, *facts)
-        else:
-            table.add_row(Text("\n").join([prompt, text, Text("reward {}, advantage {}, {}".format(*facts))]))
-    return table

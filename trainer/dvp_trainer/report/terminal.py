@@ -1,0 +1,61 @@
+"""Completions on a terminal. They hold prompts, so nothing is printed where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dvp_rl.contract.completions import PRUNED, Completion
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TERMINAL_ROWS = 4
+TERMINAL_CHARACTERS = 400
+TERMINAL_LINES = 12
+WIDE = 80
+"""Columns of a terminal from which the table has more than one column."""
+CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
+"""Replaces control characters: a completion must not steer the terminal."""
+
+
+def completions_table(step: int, completions: Sequence[Completion], *, width: int, encoding: str = "utf-8") -> Table:
+    """For a terminal of `width` columns. Colours show how much probability min-p removed."""
+    from rich.table import Table
+    from rich.text import Text
+
+    def shown(pieces: Iterable[tuple[str, str]]) -> Text:
+        """The beginning of the text, with what the terminal cannot show replaced."""
+        text, room = Text(), TERMINAL_CHARACTERS
+        for piece, style in pieces:
+            clean = piece.translate(CONTROLS).encode(encoding, "replace").decode(encoding)
+            text.append(clean[:room], style)
+            room -= len(clean)
+            if room < 0 or text.plain.count("\n") >= TERMINAL_LINES:
+                return text.append(" ...")
+        return text
+
+    styles = ("", "yellow", "orange1", "red")
+    shares = ", ".join(f"{style} {100 * share:g} %" for style, share in zip(styles[1:], PRUNED, strict=True))
+    table = Table(
+        title=f"step {step}: best and worst completion of a prompt",
+        caption=f"colours: min-p removed at least this much probability: {shares}",
+        show_lines=True,
+        show_header=width >= WIDE,
+        expand=True,
+    )
+    table.add_column("prompt", ratio=2, overflow="fold")
+    if width >= WIDE:
+        table.add_column("completion", ratio=3, overflow="fold")
+        for name in ("reward", "advantage", "training"):
+            table.add_column(name, justify="right")
+    for completion in completions[:TERMINAL_ROWS]:
+        end = completion.prompt[-TERMINAL_CHARACTERS:].split("\n")[-TERMINAL_LINES:]
+        prompt = shown([("\n".join(end), "dim")])
+        text = shown((piece, styles[mark]) for piece, mark in completion.marked())
+        facts = (f"{completion.reward:.3g}", f"{completion.advantage:.3g}", completion.fate)
+        if width >= WIDE:
+            table.add_row(prompt, text, *facts)
+        else:
+            table.add_row(Text("\n").join([prompt, text, Text("reward {}, advantage {}, {}".format(*facts))]))
+    return table
