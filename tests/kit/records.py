@@ -94,4 +94,11 @@ def write_completions(path: Path, steps: Sequence[int], prompt: str = "<user>37+
             train_logprobs=None,
         )
         lines.append(json.dumps({"step": step, "completions": [asdict(shown)]}) + "\n")
-    path.write_text("".join(lines))
+    write_at_once(path, "".join(lines))
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Replaces the file as the trainer does: who looks meanwhile sees the old one or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

@@ -30,7 +30,7 @@ class GrowingFile:
         self._inode = self._offset = 0
 
     def look(self) -> Grown | None:
-        """What has come since the last look; None if nothing has. An error is new once."""
+        """What has come since the last look; None if nothing has. An error, or an empty file, is new once."""
         try:
             with self.path.open("rb") as file:
                 opened = os.fstat(file.fileno())
@@ -43,7 +43,7 @@ class GrowingFile:
         except OSError as error:
             known, self._inode = self._inode == -1, -1
             return None if known else Grown(error=f"{self.path}: {error.strerror}")
-        if not lines:
+        if not lines and not anew:
             return None
         self._inode, self._offset = inode, offset + sum(len(line) + 1 for line in lines)
         return Grown(lines, offset, anew)

@@ -18,6 +18,7 @@ from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry, TrainerBeat
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit import web
 from tests.kit.processes import ServerThread
+from tests.kit.records import write_at_once
 from tests.kit.wait import until
 
 HOSTILE = "<img src=x onerror=alert(1)> [bold]\x1b[31m"
@@ -121,7 +122,4 @@ def write_metrics(path: Path, steps: int) -> None:
         }
         for step in range(steps)
     ]
-    # The trainer, too, replaces the file at once: a monitor that looks meanwhile must see the old one or the new one.
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(record) + "\n" for record in records))
-    new.replace(path)
+    write_at_once(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -113,18 +113,24 @@ def _mend(monitor: Monitor) -> None:
 
 async def test_completions_follow_the_newest_step(broker_url: str, run_id: str, tmp_path: Path) -> None:
     file = tmp_path / "completions.jsonl"
-    write_completions(file, [1, 11], HOSTILE)
+    prompt = f"{HOSTILE}\n" * 40
+    write_completions(file, [1, 11], prompt)
     with Monitor(tmp_path, broker_url, run_id, "--completions-file", str(file)) as monitor:
-        await asyncio.to_thread(_read_completions, monitor.url, file, tmp_path)
+        await asyncio.to_thread(_read_completions, monitor.url, file, prompt, tmp_path)
 
 
-def _read_completions(url: str, file: Path, folder: Path) -> None:
-    text = "document.querySelector('#completions pre')?.textContent"
+def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None:
+    text = "document.querySelector('#completions pre:not(.prompt)')?.textContent"
+    prompt = "document.querySelector('#completions .prompt')"
     chooser = "document.getElementById('completions-step')"
     with running(folder) as browser:
         browser.open(url, width=400)
-        browser.until(f"{text}?.endsWith('The sum of step 11 is 95')")
-        assert browser.evaluate(text).startswith(HOSTILE)
+        browser.until(f"{text} === 'The sum of step 11 is 95'")
+        assert browser.evaluate(f"{prompt}.textContent") == prompted
+        seen = f"{prompt}.firstChild.getBoundingClientRect().bottom <= {prompt}.getBoundingClientRect().bottom + 1"
+        assert browser.evaluate(f"{prompt}.scrollHeight > {prompt}.clientHeight && {seen}"), (
+            "a long prompt shows its end"
+        )
         marks = "[...document.querySelectorAll('#completions mark')].map((mark) => mark.className)"
         assert browser.evaluate(marks) == ["p1", "p2", "p3"]
         note = browser.evaluate("document.getElementById('completions-note').textContent")
@@ -133,14 +139,20 @@ def _read_completions(url: str, file: Path, folder: Path) -> None:
         assert "advantage\n0.5" in facts
         assert "trained" in facts
         write_completions(file, [1, 11, 21])
-        browser.until(f"{text}.endsWith('The sum of step 21 is 95')")
+        browser.until(f"{text} === 'The sum of step 21 is 95'")
         browser.evaluate(f"{chooser}.value = 1; {chooser}.dispatchEvent(new Event('change'))")
-        browser.until(f"{text}.endsWith('The sum of step 1 is 95')")
+        browser.until(f"{text} === 'The sum of step 1 is 95'")
         write_completions(file, [1, 11, 21, 31])
         browser.until(f"{chooser}.options.length === 4")
         assert browser.evaluate(f"{chooser}.value") == "1", "it stays with the step that the reader has chosen"
-        assert browser.evaluate(text).endswith("The sum of step 1 is 95")
+        assert browser.evaluate(text) == "The sum of step 1 is 95"
         assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+        assert browser.evaluate(LOW_CONTRAST) == []
+        file.unlink()
+        browser.until("document.getElementById('completions').children.length === 0")
+        assert "No such file" in browser.evaluate("document.getElementById('completions-note').textContent")
+        write_completions(file, [1])
+        browser.until(f"{text} === 'The sum of step 1 is 95'")
         assert browser.problems == []
 
 

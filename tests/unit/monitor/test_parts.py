@@ -198,19 +198,20 @@ def test_a_file_that_grows_and_is_replaced(tmp_path: Path) -> None:
     assert "No such file" in missing.error
     assert file.look() is None, "an error is new once"
     path.write_bytes(b"")
+    assert file.look() == Grown([]), "it is empty, no longer missing"
     assert file.look() is None
     path.write_bytes(b"one\ntw")
-    assert file.look() == Grown([b"one"], 0, anew=True)
+    assert file.look() == Grown([b"one"], 0, anew=False)
     assert file.look() is None
     with path.open("ab") as end:
         end.write(b"o\n" + b"3" * (MAX_READ + 1) + b"\nfour\n")
     assert file.look() == Grown([b"two", b"3" * (MAX_READ + 1)], 4, anew=False)
     assert file.look() == Grown([b"four"], MAX_READ + 10, anew=False)
     path.rename(tmp_path / "old")
-    path.write_bytes(b"")
-    assert file.look() is None
+    path.write_bytes(b"ne")
+    assert file.look() == Grown([], 0, anew=True)
     path.write_bytes(b"new\n")
-    assert file.look() == Grown([b"new"], 0, anew=True)
+    assert file.look() == Grown([b"new"], 0, anew=False)
 
 
 @pytest.mark.parametrize("damage", ["{}", '{"step": 3, "completions": [{"row": 1}]}', '{"step": 3, "completions": ['])

@@ -12,14 +12,22 @@ export function showSteps({ error, steps }) {
   place(chooser, steps.toReversed().map((step) => options.get(String(step)) ?? element("option", `step ${whole(step)}`, { value: step })));
   if (following) chooser.selectedIndex = 0;
   chooser.hidden = steps.length === 0;
-  say("completions-note", error || (steps.length ? "" : "no completions have been recorded yet"));
-  if (steps.length && Number(chooser.value) !== shown) showStep();
+  if (steps.length === 0) {
+    say("completions-note", error || "no completions have been recorded yet");
+    showNothing();
+  } else if (Number(chooser.value) !== shown) showStep();
+}
+
+function showNothing() {
+  shown = null;
+  at("completions").replaceChildren();
 }
 
 async function showStep() {
   const step = Number(chooser.value);
   const record = await ask("completions-note", `/v1/completions?step=${step}`);
-  if (!record || step !== Number(chooser.value)) return; // another step has been chosen meanwhile
+  if (step !== Number(chooser.value)) return; // another step has been chosen meanwhile
+  if (!record) return showNothing();
   shown = step;
   const legend = record.pruned.flatMap((share, index) => [" ", element("mark", `${figure(100 * share)} %`, { class: `p${index + 1}` })]);
   at("completions-note").replaceChildren("the best and the worst completion of a prompt; marked where min-p removed at least", ...legend, " of the probability");
@@ -42,10 +50,12 @@ function card(completion) {
     const pair = list.appendChild(element("div"));
     pair.append(element("dt", name), element("dd", fact));
   }
-  const text = element("pre", "", { tabindex: "0", "aria-label": "prompt and completion" });
-  text.append(element("span", completion.prompt, { class: "muted" }), ...completion.pieces.map(([piece, mark]) => (mark ? element("mark", piece, { class: `p${mark}` }) : piece)));
+  const prompt = element("pre", "", { class: "prompt", tabindex: "0", "aria-label": "prompt" });
+  prompt.append(element("span", completion.prompt));
+  const text = element("pre", "", { tabindex: "0", "aria-label": "completion" });
+  text.append(...completion.pieces.map(([piece, mark]) => (mark ? element("mark", piece, { class: `p${mark}` }) : piece)));
   const node = element("article", "", { class: "card" });
-  node.append(list, text);
+  node.append(list, prompt, text);
   return node;
 }
 
