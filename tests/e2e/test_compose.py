@@ -20,6 +20,7 @@ from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import reconcile
 from dvp_rl.contract.errors import ConfigError, DvpError
 from dvp_rl.http.api_tokens import Scope
+from dvp_rl.monitor.bodies import Completions
 from dvp_trainer.report.outcome import ENDS
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit import web
@@ -75,6 +76,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     require_engine()
     stack = Stack(clone(tmp_path_factory.mktemp("clone")))
     stack.set_steps(ENDLESS)
+    stack.environment["DVP_COMPLETIONS_FILE"] = "/runs/demo/completions.jsonl"
     with running(stack, "--scale", "rollout=3"):
         yield stack
 
@@ -175,6 +177,15 @@ def test_monitor_says_how_the_queue_is_to_those_with_the_token(stack: Stack) -> 
         assert client.queue().run_id == "demo"
     with stack.client(port=stack.monitor_port, token="wrong") as stranger, pytest.raises(DvpError, match="token"):
         stranger.queue()
+
+
+def test_monitor_shows_completions_to_those_with_a_token(stack: Stack) -> None:
+    url = f"http://127.0.0.1:{stack.monitor_port}/v1/completions"
+    token = (stack.tokens / "read/prometheus").read_text()
+    shown = web.get(url, headers={"Authorization": f"Bearer {token}"})
+    assert shown.status_code == 200, shown.text
+    assert Completions.model_validate(shown.json()).completions
+    assert web.get(url).status_code == 401
 
 
 def test_clients_cannot_operate(stack: Stack) -> None:

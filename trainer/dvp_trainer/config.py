@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -336,6 +336,12 @@ class UpSection(Section):
     """Port of the monitor on 127.0.0.1; 0 takes a free one. None: no monitor."""
     show_completions: bool = False
     """Whether the monitor shows completions: every user of this machine can then read them, with their prompts."""
+
+    @model_validator(mode="after")
+    def _shown_by_the_monitor(self) -> Self:
+        if self.show_completions and self.monitor_port is None:
+            raise ValueError("show_completions needs the monitor: set monitor_port")
+        return self
 
     @field_validator("options")
     @classmethod

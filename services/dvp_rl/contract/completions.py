@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 COMPLETIONS = "completions.jsonl"
-RECORD = re.compile(rb'\{"step": (\d+), "completions": ')
+RECORD = re.compile(rb'\{"step": (\d{1,15}), "completions": ')
 MAX_TOKENS = 1024
 """Most tokens kept of a completion: of a longer one, the first and the last half of that."""
 PRUNED = (0.001, 0.01, 0.1)
@@ -100,5 +100,5 @@ def read_completions(line: bytes) -> list[Completion]:
     """The completions of a line; none if it is damaged, or was written by another version."""
     try:
         return [Completion(**fields) for fields in json.loads(line)["completions"]]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return []

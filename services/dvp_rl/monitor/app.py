@@ -183,7 +183,8 @@ async def completions(
     prompts, so they are only there if the monitor was started with completions_file."""
     if poller.completions is None:
         raise NotFoundError("this monitor shows no completions; its setting completions_file names none")
-    return _json(await asyncio.to_thread(poller.completions.read, step))
+    answer = await asyncio.to_thread(poller.completions.read, step)
+    return Response(answer, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 @router.get("/v1/audit", response_model=Changes, responses=refusals(BAD_COUNT, AWAY))

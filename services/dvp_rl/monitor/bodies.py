@@ -243,6 +243,9 @@ class CompletionSteps(Body):
 
     error: str = ""
     """Why the file cannot be read; empty if it can."""
+    since: float
+    """When this monitor first saw the file, in unix seconds. A resumed trainer writes a new one, in which steps that it
+    trains again have other completions."""
     steps: tuple[int, ...] = ()
     """The newest ones, in the order of training."""
 
@@ -273,8 +276,14 @@ class Shown(Body):
 
     @classmethod
     def of(cls, completion: Completion) -> Self:
-        fields = {name: getattr(completion, name) for name in cls.model_fields if name != "pieces"}
-        return cls(pieces=tuple(completion.pieces()), **fields)
+        pieces = tuple((_sound(text), mark) for text, mark in completion.pieces())
+        fields = {name: _sound(getattr(completion, name)) for name in cls.model_fields if name != "pieces"}
+        return cls(pieces=pieces, **fields)
+
+
+def _sound(value: Any) -> Any:
+    """Replaces half characters (lone surrogates), which data can hold and JSON in UTF-8 cannot."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 class Completions(Body):

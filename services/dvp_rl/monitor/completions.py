@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import lru_cache
 from pathlib import Path
 
 from dvp_rl.contract.completions import PRUNED, RECORD, read_completions
@@ -12,6 +14,8 @@ from .growing import GrowingFile
 
 MAX_STEPS = 1_000
 """Most steps that the page lists: the newest ones. The others can be asked for."""
+MAX_CACHED = 4
+"""Answers that are kept, since all viewers ask for the newest step at the same time."""
 
 
 class CompletionsFile:
@@ -19,22 +23,26 @@ class CompletionsFile:
         self._file = GrowingFile(path)
         self._offsets: dict[int, int] = {}
         """Where the record of each step begins, in bytes."""
+        self._since = 0.0
+        self._answer = lru_cache(maxsize=MAX_CACHED)(self._read)
 
     def look(self) -> CompletionSteps | None:
         """The steps that have a record; None if nothing is new."""
-        grown = self._file.look()
-        if grown is None:
-            return None
-        offsets, offset = {} if grown.anew else self._offsets.copy(), grown.offset
-        for line in grown.lines:
-            if found := RECORD.match(line):
-                offsets[int(found[1])] = offset
-            offset += len(line) + 1
+        news, offsets = None, self._offsets.copy()
+        while grown := self._file.look():
+            if grown.anew:
+                offsets, self._since = {}, time.time()
+            offset = grown.offset
+            for line in grown.lines:
+                if found := RECORD.match(line):
+                    offsets[int(found[1])] = offset
+                offset += len(line) + 1
+            news = CompletionSteps(error=grown.error, since=self._since, steps=tuple(offsets)[-MAX_STEPS:])
         self._offsets = offsets
-        return CompletionSteps(error=grown.error, steps=tuple(offsets)[-MAX_STEPS:])
+        return news
 
-    def read(self, step: int | None) -> Completions:
-        """The completions of this step, or of the newest one. Raises NotFoundError."""
+    def read(self, step: int | None) -> bytes:
+        """The Completions of this step, or of the newest one, in JSON. Raises NotFoundError."""
         offsets = self._offsets
         if not offsets:
             raise NotFoundError(f"{self._file.path}: no completions have been recorded")
@@ -42,9 +50,12 @@ class CompletionsFile:
         step = newest if step is None else step
         if step not in offsets:
             raise NotFoundError(f"no completions of step {step} have been recorded; the newest are of step {newest}")
+        return self._answer(step, offsets[step], self._since)
+
+    def _read(self, step: int, offset: int, _since: float) -> bytes:
         try:
-            with self._file.path.open("rb") as file:
-                file.seek(offsets[step])
+            with self._file.open() as file:
+                file.seek(offset)
                 line = file.readline()
         except OSError as error:
             raise NotFoundError(f"{self._file.path}: {error.strerror}") from None
@@ -55,4 +66,5 @@ class CompletionsFile:
             completions = []
         if not completions:
             raise NotFoundError(f"{self._file.path}: the record of step {step} cannot be read")
-        return Completions(step=step, pruned=PRUNED, completions=tuple(completions))
+        answer = Completions(step=step, pruned=PRUNED, completions=tuple(completions))
+        return answer.model_dump_json().encode()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 MAX_READ = 1 << 22
-"""Most bytes per look, so that a long run's file does not delay the page; but at least a line."""
+"""Most bytes per look; but at least a line."""
+TAIL = 256
+"""Last bytes read that must still be where they were: otherwise the file was overwritten."""
 
 
 class Grown(NamedTuple):
@@ -27,23 +32,39 @@ class Grown(NamedTuple):
 class GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inode = self._offset = 0
+        self._forget()
+
+    def _forget(self, error: str = "") -> None:
+        self._inode, self._offset, self._tail, self._error = -1, 0, b"", error
 
     def look(self) -> Grown | None:
         """What has come since the last look; None if nothing has. An error, or an empty file, is new once."""
         try:
-            with self.path.open("rb") as file:
-                opened = os.fstat(file.fileno())
-                inode, size = opened.st_ino, opened.st_size
-                anew = inode != self._inode or size < self._offset
-                offset = 0 if anew else self._offset
-                file.seek(offset)
+            with self.open() as file:
+                inode = os.fstat(file.fileno()).st_ino
+                file.seek(self._offset - len(self._tail))
+                if anew := inode != self._inode or file.read(len(self._tail)) != self._tail:
+                    self._forget()
+                    file.seek(0)
                 # A last line without an end is still being written.
-                lines = (file.read(MAX_READ) + file.readline()).split(b"\n")[:-1]
+                text = (file.read(MAX_READ) + file.readline()).rpartition(b"\n")
         except OSError as error:
-            known, self._inode = self._inode == -1, -1
-            return None if known else Grown(error=f"{self.path}: {error.strerror}")
-        if not lines and not anew:
+            why = f"{self.path}: {error.strerror}"
+            if why == self._error:
+                return None
+            self._forget(why)
+            return Grown(error=why)
+        whole = text[0] + text[1]
+        if not whole and not anew:
             return None
-        self._inode, self._offset = inode, offset + sum(len(line) + 1 for line in lines)
-        return Grown(lines, offset, anew)
+        grown = Grown(whole.split(b"\n")[:-1], self._offset, anew)
+        self._inode, self._offset, self._tail = inode, self._offset + len(whole), (self._tail + whole)[-TAIL:]
+        return grown
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Raises OSError, also for what is no file: a pipe would never end."""
+        with open(self.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            yield file

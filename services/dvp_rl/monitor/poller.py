@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+
+from pydantic import BaseModel
 
 from dvp_rl.contract.errors import DvpError, UnavailableError
 from dvp_rl.transport.broker import Broker
@@ -51,7 +54,22 @@ class Poller:
         self._look_now.set()
 
     async def run(self) -> None:
-        """Polls until cancelled."""
+        """Polls until cancelled. Files are read beside the broker: a long one delays no picture."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._poll())
+            if self._metrics is not None:
+                tasks.create_task(self._follow("curves", self._metrics.look))
+            if self.completions is not None:
+                tasks.create_task(self._follow("completions", self.completions.look))
+
+    async def _follow(self, kind: str, look: Callable[[], BaseModel | None]) -> None:
+        while True:
+            news = await asyncio.to_thread(look)
+            if news is not None:
+                self.feed.publish(kind, news.model_dump_json())
+            await asyncio.sleep(self._settings.interval_s)
+
+    async def _poll(self) -> None:
         try:
             while True:
                 await self._look()
@@ -75,10 +93,6 @@ class Poller:
             picture = self.picture.model_copy(update={"at": time.time(), "error": str(error)})
         self.picture = picture
         self.feed.publish("picture", picture.model_dump_json())
-        for kind, file in (("curves", self._metrics), ("completions", self.completions)):
-            news = None if file is None else await asyncio.to_thread(file.look)
-            if news is not None:
-                self.feed.publish(kind, news.model_dump_json())
 
     async def _ask(self) -> Picture:
         settings = self._settings

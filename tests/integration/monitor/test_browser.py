@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dvp_rl.monitor.completions import MAX_STEPS
 from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
 from tests.integration.transport.rig import Rig
@@ -29,6 +30,12 @@ GRIDS = """
   const [rows, columns] = ["rows", "columns"].map((name) => plot.querySelectorAll(`.${name} span`).length);
   return rows < 2 || columns < 2 || plot.querySelectorAll(".grid").length !== rows + columns;
 }).map((plot) => plot.innerText)
+"""
+FAIL_ONCE = """
+(() => {
+  const real = window.fetch;
+  window.fetch = () => { window.fetch = real; return Promise.reject(new Error("lost")); };
+})()
 """
 OVERLAPS = """
 [...document.querySelectorAll("#curves .plot")].flatMap((plot) => {
@@ -121,6 +128,7 @@ async def test_completions_follow_the_newest_step(broker_url: str, run_id: str, 
 
 def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None:
     text = "document.querySelector('#completions pre:not(.prompt)')?.textContent"
+    note = "document.getElementById('completions-note').textContent"
     prompt = "document.querySelector('#completions .prompt')"
     chooser = "document.getElementById('completions-step')"
     with running(folder) as browser:
@@ -133,8 +141,8 @@ def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None
         )
         marks = "[...document.querySelectorAll('#completions mark')].map((mark) => mark.className)"
         assert browser.evaluate(marks) == ["p1", "p2", "p3"]
-        note = browser.evaluate("document.getElementById('completions-note').textContent")
-        assert note.endswith("at least 0.1 % 1 % 10 % of the probability")
+        legend = browser.evaluate("document.getElementById('completions-legend').textContent")
+        assert legend.endswith("at least 0.1 % 1 % 10 % of the probability.")
         facts = browser.evaluate("document.querySelector('#completions dl').innerText")
         assert "advantage\n0.5" in facts
         assert "trained" in facts
@@ -150,9 +158,42 @@ def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None
         assert browser.evaluate(LOW_CONTRAST) == []
         file.unlink()
         browser.until("document.getElementById('completions').children.length === 0")
-        assert "No such file" in browser.evaluate("document.getElementById('completions-note').textContent")
+        assert "No such file" in browser.evaluate(note)
         write_completions(file, [1])
         browser.until(f"{text} === 'The sum of step 1 is 95'")
+        assert browser.problems == []
+
+
+async def test_the_page_shows_the_chosen_step_of_the_newest_file(broker_url: str, run_id: str, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    write_completions(file, range(1, MAX_STEPS + 2))
+    with Monitor(tmp_path, broker_url, run_id, "--completions-file", str(file)) as monitor:
+        await asyncio.to_thread(_choose_steps, monitor.url, file, tmp_path)
+
+
+def _choose_steps(url: str, file: Path, folder: Path) -> None:
+    chooser = "document.getElementById('completions-step')"
+    prompt = "document.querySelector('#completions .prompt')?.textContent"
+    text = "document.querySelector('#completions pre:not(.prompt)')?.textContent"
+    with running(folder) as browser:
+        browser.open(url)
+        browser.until(f"{text} === 'The sum of step {MAX_STEPS + 1} is 95'")
+        browser.evaluate(f"{chooser}.value = 2; {chooser}.dispatchEvent(new Event('change'))")
+        browser.until(f"{text} === 'The sum of step 2 is 95'")
+        with file.open("a") as end:
+            write_completions(folder / "more", [MAX_STEPS + 2])
+            end.write((folder / "more").read_text())
+        browser.until(f"{chooser}.options[0].value === '{MAX_STEPS + 2}'")
+        assert browser.evaluate(f"[{chooser}.value, {text}]") == ["2", "The sum of step 2 is 95"], "no longer listed"
+        write_completions(file, [1, 5], "another file")
+        browser.until(f"{text} === 'The sum of step 5 is 95' && {chooser}.value === '5'")
+        write_completions(file, [1, 5], "the same steps")
+        browser.until(f"{prompt} === 'the same steps'")
+        browser.evaluate(FAIL_ONCE)
+        write_completions(file, [1, 5, 10])
+        browser.until("document.getElementById('completions-note').textContent.includes('does not answer: lost')")
+        browser.until(f"{text} === 'The sum of step 10 is 95'")
+        assert browser.evaluate("document.getElementById('completions-note').textContent") == ""
         assert browser.problems == []
 
 

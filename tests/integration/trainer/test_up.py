@@ -220,6 +220,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
     assert (done.returncode, f"monitor: port {port} cannot be taken" in done.stderr) == (2, True), done.stderr
     done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__options='{"port": 8000, "replica-id": "a"}')])
     assert (done.returncode, "`dvp-train up` sets port, replica_id itself" in done.stderr) == (2, True), done.stderr
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__monitor_port="None", up__show_completions="true")])
+    assert (done.returncode, "show_completions needs the monitor" in done.stderr) == (2, True), done.stderr
     (tmp_path / "file").touch()
     done = run_trainer(["up", *flags(tmp_path / "file", run_id, **FAKE)])
     assert (done.returncode, "error: out_dir: " in done.stderr, "Traceback" in done.stderr) == (2, True, False)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from dvp_rl.contract.errors import NotFoundError, OverloadedError
-from dvp_rl.monitor.completions import CompletionsFile
+from dvp_rl.monitor.bodies import Completions
+from dvp_rl.monitor.completions import MAX_STEPS, CompletionsFile
 from dvp_rl.monitor.curves import MAX_POINTS, MetricsFile, thinned
 from dvp_rl.monitor.feed import Feed
 from dvp_rl.monitor.growing import MAX_READ, GrowingFile, Grown
@@ -90,15 +95,16 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
     path, new = tmp_path / "metrics.jsonl", tmp_path / "new"
     path.write_text('{"step": 1, "reward/mean": 1}\n')
     new.write_text('{"step": 1, "reward/mean": 2}\n{"step": 2, "reward/mean": 2}\n')
-    file, opened = MetricsFile(path), Path.open
+    file, opened = MetricsFile(path), GrowingFile.open
 
-    def replaced(path: Path, mode: str) -> object:
-        old = opened(path, mode)
-        if new.exists():
-            new.replace(path)
-        return old
+    @contextmanager
+    def replaced(growing: GrowingFile) -> Iterator[BinaryIO]:
+        with opened(growing) as old:
+            if new.exists():
+                new.replace(path)
+            yield old
 
-    monkeypatch.setattr(Path, "open", replaced)
+    monkeypatch.setattr(GrowingFile, "open", replaced)
     assert file.look() is not None
     seen = file.look()
     assert seen is not None
@@ -207,6 +213,12 @@ def test_a_file_that_grows_and_is_replaced(tmp_path: Path) -> None:
         end.write(b"o\n" + b"3" * (MAX_READ + 1) + b"\nfour\n")
     assert file.look() == Grown([b"two", b"3" * (MAX_READ + 1)], 4, anew=False)
     assert file.look() == Grown([b"four"], MAX_READ + 10, anew=False)
+    with path.open("r+b") as overwritten:
+        overwritten.write(b"other\n".ljust(MAX_READ + 15, b"_") + b"\nmore\n")
+    seen = file.look()
+    assert seen is not None
+    assert seen.anew, "the same file has other lines"
+    assert seen.lines[0] == b"other"
     path.rename(tmp_path / "old")
     path.write_bytes(b"ne")
     assert file.look() == Grown([], 0, anew=True)
@@ -214,7 +226,55 @@ def test_a_file_that_grows_and_is_replaced(tmp_path: Path) -> None:
     assert file.look() == Grown([b"new"], 0, anew=False)
 
 
-@pytest.mark.parametrize("damage", ["{}", '{"step": 3, "completions": [{"row": 1}]}', '{"step": 3, "completions": ['])
+def test_each_reason_not_to_read_a_file_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = GrowingFile(path)
+
+    def told() -> list[str]:
+        return [seen.error for seen in (file.look(), file.look()) if seen is not None]
+
+    assert told() == [f"{path}: No such file or directory"]
+    os.mkfifo(path)
+    assert told() == [f"{path}: not a regular file"]
+    path.unlink()
+    path.mkdir()
+    assert told() == [f"{path}: Is a directory"]
+
+
+def test_steps_of_a_long_file_come_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    file = CompletionsFile(path)
+    write_completions(path, range(1, 2001), "x" * (2 * MAX_READ // 2000))
+    first = file.look()
+    assert first is not None
+    assert first.steps == tuple(range(2001 - MAX_STEPS, 2001))
+    assert Completions.model_validate_json(file.read(None)).step == 2000
+    write_completions(path, [1], "of the next start")
+    second = file.look()
+    assert second is not None
+    assert second.steps == (1,)
+    assert second.since > first.since
+    assert Completions.model_validate_json(file.read(1)).completions[0].prompt == "of the next start"
+
+
+def test_half_characters_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    write_completions(path, [1], "\ud800x")
+    file = CompletionsFile(path)
+    file.look()
+    assert Completions.model_validate_json(file.read(1)).completions[0].prompt == "?x"
+
+
+DAMAGE = (
+    "{}",
+    '{"step": 3, "completions": [{"row": 1}]}',
+    '{"step": 3, "completions": [',
+    '{"step": 3, "completions": ' + "[" * 100_000,
+    '{"step": ' + "9" * 5000 + ', "completions": []}',
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["empty", "fields", "cut", "nested", "huge"])
 def test_a_damaged_record_of_completions(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "completions.jsonl"
     write_completions(path, [1, 2])
@@ -222,9 +282,9 @@ def test_a_damaged_record_of_completions(tmp_path: Path, damage: str) -> None:
     file = CompletionsFile(path)
     seen = file.look()
     assert seen is not None
-    assert file.read(2).step == 2
+    assert Completions.model_validate_json(file.read(2)).step == 2
     with pytest.raises(NotFoundError, match="of step 3"):
         file.read(3)
     path.unlink()
     with pytest.raises(NotFoundError, match="No such file"):
-        file.read(2)
+        file.read(1)

@@ -2,36 +2,65 @@
 
 import { ask, at, element, figure, place, plural, say, whole } from "./elements.js";
 
-let shown = null; // the step whose completions are on the page
+const RETRY_MS = 5000;
+
+let steps = []; // that have a record, newest first
+let since = 0; // changes when the trainer writes a new file, in which a step can have other completions
+let chosen = null; // step; null: follows the newest
+let shown = null; // [step, since] of the completions on the page
+let retry = 0; // timer
 const chooser = at("completions-step");
 
-export function showSteps({ error, steps }) {
+export function showSteps(news) {
   at("completions-section").hidden = false;
-  const following = chooser.selectedIndex <= 0;
+  steps = news.steps.toReversed();
+  if (chosen !== null && !steps.includes(chosen)) {
+    if (news.since === since) steps.push(chosen); // too old for the list
+    else chosen = null;
+  }
+  since = news.since;
   const options = new Map([...chooser.options].map((option) => [option.value, option]));
-  place(chooser, steps.toReversed().map((step) => options.get(String(step)) ?? element("option", `step ${whole(step)}`, { value: step })));
-  if (following) chooser.selectedIndex = 0;
-  chooser.hidden = steps.length === 0;
-  if (steps.length === 0) {
-    say("completions-note", error || "no completions have been recorded yet");
-    showNothing();
-  } else if (Number(chooser.value) !== shown) showStep();
+  place(chooser, steps.map((step) => options.get(String(step)) ?? element("option", whole(step), { value: step })));
+  if (steps.length) chooser.value = chosen ?? steps[0];
+  at("completions-choice").hidden = steps.length === 0;
+  if (steps.length === 0) showNothing(news.error || "no completions have been recorded yet");
+  else if (String([wanted(), since]) !== String(shown)) showStep();
 }
 
-function showNothing() {
-  shown = null;
-  at("completions").replaceChildren();
-}
+const wanted = () => chosen ?? steps[0];
 
 async function showStep() {
-  const step = Number(chooser.value);
-  const record = await ask("completions-note", `/v1/completions?step=${step}`);
-  if (step !== Number(chooser.value)) return; // another step has been chosen meanwhile
-  if (!record) return showNothing();
-  shown = step;
+  clearTimeout(retry);
+  const asked = [wanted(), since];
+  const overtaken = () => String(asked) !== String([wanted(), since]);
+  at("completions").ariaBusy = "true";
+  try {
+    const record = await ask(`/v1/completions?step=${asked[0]}`);
+    if (overtaken()) return;
+    shown = asked;
+    showRecord(record);
+  } catch (error) {
+    if (overtaken()) return;
+    showNothing(error.message);
+    retry = setTimeout(showStep, RETRY_MS);
+  }
+}
+
+function showRecord(record) {
   const legend = record.pruned.flatMap((share, index) => [" ", element("mark", `${figure(100 * share)} %`, { class: `p${index + 1}` })]);
-  at("completions-note").replaceChildren("the best and the worst completion of a prompt; marked where min-p removed at least", ...legend, " of the probability");
+  at("completions-legend").replaceChildren("The best and the worst completion of a prompt. Marked: min-p removed at least", ...legend, " of the probability.");
+  say("completions-note", "");
   at("completions").replaceChildren(...record.completions.map(card));
+  at("completions").ariaBusy = "false";
+}
+
+function showNothing(why) {
+  clearTimeout(retry);
+  shown = null;
+  say("completions-note", why);
+  at("completions-legend").replaceChildren();
+  at("completions").replaceChildren();
+  at("completions").ariaBusy = "false";
 }
 
 function card(completion) {
@@ -50,13 +79,17 @@ function card(completion) {
     const pair = list.appendChild(element("div"));
     pair.append(element("dt", name), element("dd", fact));
   }
-  const prompt = element("pre", "", { class: "prompt", tabindex: "0", "aria-label": "prompt" });
+  const prompt = element("pre", "", { class: "prompt", tabindex: "0", role: "group", "aria-label": "prompt" });
   prompt.append(element("span", completion.prompt));
-  const text = element("pre", "", { tabindex: "0", "aria-label": "completion" });
+  const text = element("pre", "", { tabindex: "0", role: "group", "aria-label": "completion" });
   text.append(...completion.pieces.map(([piece, mark]) => (mark ? element("mark", piece, { class: `p${mark}` }) : piece)));
+  if (completion.pieces.length === 0) text.append(element("span", "no text", { class: "muted" }));
   const node = element("article", "", { class: "card" });
   node.append(list, prompt, text);
   return node;
 }
 
-chooser.addEventListener("change", showStep);
+chooser.addEventListener("change", () => {
+  chosen = Number(chooser.value) === steps[0] ? null : Number(chooser.value);
+  showStep();
+});

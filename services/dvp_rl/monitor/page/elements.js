@@ -42,16 +42,16 @@ export const whole = (value) => value.toLocaleString("en");
 export const words = (name) => name.replaceAll("_", " ");
 export const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
-/** The answer to a request; null if it was refused, which the note then says. */
-export async function ask(note, path, options = {}) {
+/** The answer to a request. Throws an error whose message is for people. */
+export async function ask(path, options = {}) {
+  let response, body;
   try {
     // An absolute URL without credentials: the address bar may hold a password, and fetch refuses such URLs.
-    const response = await fetch(location.origin + path, options);
-    const body = await response.json();
-    if (response.ok) return body;
-    say(note, body.detail);
+    response = await fetch(location.origin + path, options);
+    body = await response.json();
   } catch (error) {
-    say(note, `dvp-monitor does not answer: ${error.message}`);
+    throw new Error(`dvp-monitor does not answer: ${error.message}`);
   }
-  return null;
+  if (!response.ok) throw new Error(body.detail);
+  return body;
 }

@@ -138,7 +138,7 @@ function makeCard(letter) {
   const card = element("li");
   const rest = element("details");
   rest.append(element("summary"), element("ul"));
-  card.append(...makeHead(), element("pre", letter.error, { tabindex: "0", "aria-label": "error" }), rest);
+  card.append(...makeHead(), element("pre", letter.error, { tabindex: "0", role: "group", "aria-label": "error" }), rest);
   return card;
 }
 
@@ -202,7 +202,7 @@ function facts(letters, open) {
 async function change(path, letters) {
   if (changing || (path === "drop" && !confirm(`Drop ${named(letters)}? There is no way back.`))) return;
   changing = true;
-  const answer = await ask("dead-note", `/v1/dead/${path}`, {
+  const answer = await askOrSay(`/v1/dead/${path}`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ entry_ids: letters.map((letter) => letter.entry_id) }),
@@ -221,8 +221,18 @@ function outcome(name, fates) {
   return sentences.join(" ");
 }
 
+/** The answer to a request; null if there is none, and the note says why. */
+async function askOrSay(path, options) {
+  try {
+    return await ask(path, options);
+  } catch (error) {
+    say("dead-note", error.message);
+    return null;
+  }
+}
+
 async function turnTo(before) {
-  const page = await ask("dead-note", `/v1/dead?before=${encodeURIComponent(before)}`);
+  const page = await askOrSay(`/v1/dead?before=${encodeURIComponent(before)}`);
   if (!page) return;
   olderPage = before;
   showLetters(page);
@@ -239,7 +249,7 @@ at("newest").addEventListener("click", () => {
 function connect() {
   const source = new EventSource("/v1/events");
   source.addEventListener("open", async () => {
-    const viewer = await ask("dead-note", "/v1/caller");
+    const viewer = await askOrSay("/v1/caller");
     mayOperate = viewer && viewer.scope === "operate";
     if (picture) showPicture();
   });
