@@ -45,7 +45,7 @@ class CompletionsFile:
         """The Completions of this step, or of the newest one, in JSON. Raises NotFoundError."""
         offsets = self._offsets
         if not offsets:
-            raise NotFoundError(f"{self._file.path}: no completions have been recorded")
+            raise NotFoundError(f"{self._file.path}: no completions have been read yet")
         newest = next(reversed(offsets))
         step = newest if step is None else step
         if step not in offsets:

@@ -329,7 +329,7 @@ def test_completions_come_and_grow(broker_url: str, run_id: str, tmp_path: Path)
     with Monitor(tmp_path, broker_url, run_id, "--completions-file", str(file)) as monitor, monitor.events() as events:
         steps = (CompletionSteps.model_validate(content) for kind, content in events if kind == "completions")
         assert "No such file" in next(steps).error
-        assert "no completions have been recorded" in problem(monitor.get("/v1/completions"), 404).detail
+        assert "no completions have been read yet" in problem(monitor.get("/v1/completions"), 404).detail
         write_completions(file, [1])
         assert next(steps).steps == (1,)
         write_completions(file, [1, 11])
