@@ -51,6 +51,7 @@ DESCRIPTION = (
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
 MAX_STEP = 2**53
 NO_RECORD = NotFoundError("no completions of step 125 have been recorded; the newest are of step 120")
+BAD_STEP = wrong("step", "-1", f"integer in [0, {MAX_STEP}]")
 BAD_CURSOR = wrong("before", "x", f"string like {ENTRY_ID}")
 BAD_COUNT = wrong("count", "0", f"integer in [1, {MAX_CHANGES}]")
 BAD_IDS = wrong("entry_ids", "[]", f"list of 1 to {MAX_ENTRIES} items")
@@ -174,7 +175,7 @@ async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     return _json(Fates(fates=tuple(map(Fate.of, body.entry_ids, outcomes))))
 
 
-@router.get("/v1/completions", response_model=Completions, responses=refusals(NO_RECORD))
+@router.get("/v1/completions", response_model=Completions, responses=refusals(NO_RECORD, BAD_STEP))
 async def completions(
     poller: Watched,
     step: Annotated[int | None, Query(ge=0, le=MAX_STEP, description="Without it, the newest step.")] = None,

@@ -79,6 +79,7 @@ def test_refusals_that_a_caller_must_expect_are_listed(document: Node) -> None:
         assert {"403", "default"} <= statuses, call
         assert ({"401", "429"} <= statuses) is not is_open, call
         assert ({"400", "415", "422"} <= statuses) is ("requestBody" in operation), call
+        assert "422" in statuses or all(each["in"] != "query" for each in operation.get("parameters", ())), call
         assert bool(operation["security"]) is not is_open, call
         for status, response in operation["responses"].items():
             for kind, content in response.get("content", {}).items():
@@ -104,6 +105,7 @@ JSON = {"Content-Type": "application/json"}
         ("dvp-rollout", "POST /v1/jobs", {"content": b"{}"}, 415),
         ("dvp-monitor", "GET /v1/dead", {"params": {"before": "x"}}, 422),
         ("dvp-monitor", "GET /v1/audit", {"params": {"count": 0}}, 422),
+        ("dvp-monitor", "GET /v1/completions", {"params": {"step": -1}}, 422),
         ("dvp-monitor", "POST /v1/dead/drop", {"json": {"entry_ids": []}}, 422),
         ("dvp-monitor", "POST /v1/dead/replay", {"content": b"{}"}, 415),
         ("dvp-weights", "GET /v1/weights/qwen3-math/weights-000013/.hidden", {}, 422),
