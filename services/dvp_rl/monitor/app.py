@@ -42,6 +42,8 @@ from .poller import NUM_LETTERS, Poller
 MAX_BODY_BYTES = 64 * 1024
 MAX_CHANGES = 1000
 """Most changes that one answer lists."""
+MAX_STEP = 2**53
+"""JavaScript rounds larger numbers."""
 PAGE = files(__package__) / "page"
 PAGE_PARTS = ("page.css", "page.js", "completions.js", "curves.js", "elements.js")
 DESCRIPTION = (
@@ -49,7 +51,6 @@ DESCRIPTION = (
     "page at / shows it live."
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
-MAX_STEP = 2**53
 NO_RECORD = NotFoundError("no completions of step 125 have been recorded; the newest are of step 120")
 BAD_STEP = wrong("step", "-1", f"integer in [0, {MAX_STEP}]")
 BAD_CURSOR = wrong("before", "x", f"string like {ENTRY_ID}")

@@ -340,12 +340,14 @@ def _confirm(question: str, named: Iterable[str] | None, everything: bool, yes: 
 
 
 async def _empty(broker: Broker, timeout_s: float) -> None:
+    snapshot = await take_snapshot(broker)
     with Console(stderr=True).status("waiting") as line:
         try:
             async with asyncio.timeout(timeout_s):
-                while (snapshot := await take_snapshot(broker)).num_jobs:
+                while snapshot.num_jobs:
                     line.update(f"{snapshot.num_waiting} jobs wait, {snapshot.num_jobs - snapshot.num_waiting} run")
                     await asyncio.sleep(POLL_S)
+                    snapshot = await take_snapshot(broker)
         except TimeoutError:
             raise UnavailableError(
                 f"{snapshot.num_jobs} jobs are still queued or running after {timeout_s:g} s, and no new ones are "

@@ -53,6 +53,7 @@ class CompletionsFile:
         return self._answer(step, offsets[step], self._since)
 
     def _read(self, step: int, offset: int, _since: float) -> bytes:
+        """`_since` only keeps the answers of one file apart from those of the next."""
         try:
             with self._file.open() as file:
                 file.seek(offset)

@@ -46,15 +46,14 @@ class GrowingFile:
                 if anew := inode != self._inode or file.read(len(self._tail)) != self._tail:
                     self._forget()
                     file.seek(0)
-                # A last line without an end is still being written.
-                text = (file.read(MAX_READ) + file.readline()).rpartition(b"\n")
+                text = file.read(MAX_READ) + file.readline()
         except OSError as error:
             why = f"{self.path}: {error.strerror}"
             if why == self._error:
                 return None
             self._forget(why)
             return Grown(error=why)
-        whole = text[0] + text[1]
+        whole = text[: text.rfind(b"\n") + 1]  # a last line without an end is still being written
         if not whole and not anew:
             return None
         grown = Grown(whole.split(b"\n")[:-1], self._offset, anew)

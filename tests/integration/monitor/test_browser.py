@@ -31,6 +31,10 @@ GRIDS = """
   return rows < 2 || columns < 2 || plot.querySelectorAll(".grid").length !== rows + columns;
 }).map((plot) => plot.innerText)
 """
+CHOOSER = "document.getElementById('completions-step')"
+NOTE = "document.getElementById('completions-note').textContent"
+PROMPT = "document.querySelector('#completions .prompt')"
+TEXT = "document.querySelector('#completions pre:not(.prompt)')?.textContent"
 FAIL_ONCE = """
 (() => {
   const real = window.fetch;
@@ -127,16 +131,12 @@ async def test_completions_follow_the_newest_step(broker_url: str, run_id: str, 
 
 
 def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None:
-    text = "document.querySelector('#completions pre:not(.prompt)')?.textContent"
-    note = "document.getElementById('completions-note').textContent"
-    prompt = "document.querySelector('#completions .prompt')"
-    chooser = "document.getElementById('completions-step')"
     with running(folder) as browser:
         browser.open(url, width=400)
-        browser.until(f"{text} === 'The sum of step 11 is 95'")
-        assert browser.evaluate(f"{prompt}.textContent") == prompted
-        seen = f"{prompt}.firstChild.getBoundingClientRect().bottom <= {prompt}.getBoundingClientRect().bottom + 1"
-        assert browser.evaluate(f"{prompt}.scrollHeight > {prompt}.clientHeight && {seen}"), (
+        browser.until(f"{TEXT} === 'The sum of step 11 is 95'")
+        assert browser.evaluate(f"{PROMPT}.textContent") == prompted
+        seen = f"{PROMPT}.firstChild.getBoundingClientRect().bottom <= {PROMPT}.getBoundingClientRect().bottom + 1"
+        assert browser.evaluate(f"{PROMPT}.scrollHeight > {PROMPT}.clientHeight && {seen}"), (
             "a long prompt shows its end"
         )
         marks = "[...document.querySelectorAll('#completions mark')].map((mark) => mark.className)"
@@ -147,20 +147,20 @@ def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None
         assert "advantage\n0.5" in facts
         assert "trained" in facts
         write_completions(file, [1, 11, 21])
-        browser.until(f"{text} === 'The sum of step 21 is 95'")
-        browser.evaluate(f"{chooser}.value = 1; {chooser}.dispatchEvent(new Event('change'))")
-        browser.until(f"{text} === 'The sum of step 1 is 95'")
+        browser.until(f"{TEXT} === 'The sum of step 21 is 95'")
+        browser.evaluate(f"{CHOOSER}.value = 1; {CHOOSER}.dispatchEvent(new Event('change'))")
+        browser.until(f"{TEXT} === 'The sum of step 1 is 95'")
         write_completions(file, [1, 11, 21, 31])
-        browser.until(f"{chooser}.options.length === 4")
-        assert browser.evaluate(f"{chooser}.value") == "1", "it stays with the step that the reader has chosen"
-        assert browser.evaluate(text) == "The sum of step 1 is 95"
+        browser.until(f"{CHOOSER}.options.length === 4")
+        assert browser.evaluate(f"{CHOOSER}.value") == "1", "it stays with the step that the reader has chosen"
+        assert browser.evaluate(TEXT) == "The sum of step 1 is 95"
         assert browser.evaluate("document.documentElement.scrollWidth") <= 400
         assert browser.evaluate(LOW_CONTRAST) == []
         file.unlink()
         browser.until("document.getElementById('completions').children.length === 0")
-        assert "No such file" in browser.evaluate(note)
+        assert "No such file" in browser.evaluate(NOTE)
         write_completions(file, [1])
-        browser.until(f"{text} === 'The sum of step 1 is 95'")
+        browser.until(f"{TEXT} === 'The sum of step 1 is 95'")
         assert browser.problems == []
 
 
@@ -172,28 +172,25 @@ async def test_the_page_shows_the_chosen_step_of_the_newest_file(broker_url: str
 
 
 def _choose_steps(url: str, file: Path, folder: Path) -> None:
-    chooser = "document.getElementById('completions-step')"
-    prompt = "document.querySelector('#completions .prompt')?.textContent"
-    text = "document.querySelector('#completions pre:not(.prompt)')?.textContent"
     with running(folder) as browser:
         browser.open(url)
-        browser.until(f"{text} === 'The sum of step {MAX_STEPS + 1} is 95'")
-        browser.evaluate(f"{chooser}.value = 2; {chooser}.dispatchEvent(new Event('change'))")
-        browser.until(f"{text} === 'The sum of step 2 is 95'")
+        browser.until(f"{TEXT} === 'The sum of step {MAX_STEPS + 1} is 95'")
+        browser.evaluate(f"{CHOOSER}.value = 2; {CHOOSER}.dispatchEvent(new Event('change'))")
+        browser.until(f"{TEXT} === 'The sum of step 2 is 95'")
         with file.open("a") as end:
             write_completions(folder / "more", [MAX_STEPS + 2])
             end.write((folder / "more").read_text())
-        browser.until(f"{chooser}.options[0].value === '{MAX_STEPS + 2}'")
-        assert browser.evaluate(f"[{chooser}.value, {text}]") == ["2", "The sum of step 2 is 95"], "no longer listed"
+        browser.until(f"{CHOOSER}.options[0].value === '{MAX_STEPS + 2}'")
+        assert browser.evaluate(f"[{CHOOSER}.value, {TEXT}]") == ["2", "The sum of step 2 is 95"], "no longer listed"
         write_completions(file, [1, 5], "another file")
-        browser.until(f"{text} === 'The sum of step 5 is 95' && {chooser}.value === '5'")
+        browser.until(f"{TEXT} === 'The sum of step 5 is 95' && {CHOOSER}.value === '5'")
         write_completions(file, [1, 5], "the same steps")
-        browser.until(f"{prompt} === 'the same steps'")
+        browser.until(f"{PROMPT}?.textContent === 'the same steps'")
         browser.evaluate(FAIL_ONCE)
         write_completions(file, [1, 5, 10])
-        browser.until("document.getElementById('completions-note').textContent.includes('does not answer: lost')")
-        browser.until(f"{text} === 'The sum of step 10 is 95'")
-        assert browser.evaluate("document.getElementById('completions-note').textContent") == ""
+        browser.until(f"{NOTE}.includes('does not answer: lost')")
+        browser.until(f"{TEXT} === 'The sum of step 10 is 95'")
+        assert browser.evaluate(NOTE) == ""
         assert browser.problems == []
 
 

@@ -194,9 +194,9 @@ async def test_every_change_can_be_read_by_a_script(cli: Cli, rig: Rig) -> None:
 
 
 async def test_a_drain_that_takes_too_long_says_who_is_in_the_way(cli: Cli, staged: Rig) -> None:
-    ran = await cli(staged.run_id, "drain", "--timeout-s", "0.1")
+    ran = await cli(staged.run_id, "drain", "--timeout-s", "0")
     assert ran.code == 2
-    assert "6 jobs are still queued or running after 0.1 s" in ran.err
+    assert "6 jobs are still queued or running after 0 s" in ran.err
     assert "dvp-queue open ends the drain" in ran.err
     assert await staged.broker.redis.exists(staged.broker.keys.closed)
 

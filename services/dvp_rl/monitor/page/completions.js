@@ -7,9 +7,11 @@ const RETRY_MS = 5000;
 let steps = []; // that have a record, newest first
 let since = 0; // changes when the trainer writes a new file, in which a step can have other completions
 let chosen = null; // step; null: follows the newest
-let shown = null; // [step, since] of the completions on the page
+let shown = ""; // key of the completions on the page
 let retry = 0; // timer
 const chooser = at("completions-step");
+const wanted = () => chosen ?? steps[0];
+const key = () => `${wanted()} since ${since}`;
 
 export function showSteps(news) {
   at("completions-section").hidden = false;
@@ -21,26 +23,23 @@ export function showSteps(news) {
   since = news.since;
   const options = new Map([...chooser.options].map((option) => [option.value, option]));
   place(chooser, steps.map((step) => options.get(String(step)) ?? element("option", whole(step), { value: step })));
-  if (steps.length) chooser.value = chosen ?? steps[0];
+  if (steps.length) chooser.value = wanted();
   at("completions-choice").hidden = steps.length === 0;
   if (steps.length === 0) showNothing(news.error || "no completions have been recorded yet");
-  else if (String([wanted(), since]) !== String(shown)) showStep();
+  else if (shown !== key()) showStep();
 }
-
-const wanted = () => chosen ?? steps[0];
 
 async function showStep() {
   clearTimeout(retry);
-  const asked = [wanted(), since];
-  const overtaken = () => String(asked) !== String([wanted(), since]);
+  const asked = key();
   at("completions").ariaBusy = "true";
   try {
-    const record = await ask(`/v1/completions?step=${asked[0]}`);
-    if (overtaken()) return;
+    const record = await ask(`/v1/completions?step=${wanted()}`);
+    if (asked !== key()) return; // another one is wanted meanwhile
     shown = asked;
     showRecord(record);
   } catch (error) {
-    if (overtaken()) return;
+    if (asked !== key()) return;
     showNothing(error.message);
     retry = setTimeout(showStep, RETRY_MS);
   }
@@ -56,7 +55,7 @@ function showRecord(record) {
 
 function showNothing(why) {
   clearTimeout(retry);
-  shown = null;
+  shown = "";
   say("completions-note", why);
   at("completions-legend").replaceChildren();
   at("completions").replaceChildren();
