@@ -28,18 +28,21 @@ class CompletionsFile:
 
     def look(self) -> CompletionSteps | None:
         """The steps that have a record; None if nothing is new."""
-        news, offsets = None, self._offsets.copy()
-        while grown := self._file.look():
+        grown = self._file.look()
+        if grown is None:
+            return None
+        offsets, error = self._offsets.copy(), ""
+        while grown is not None:
             if grown.anew:
                 offsets, self._since = {}, time.time()
-            offset = grown.offset
+            offset, error = grown.offset, grown.error
             for line in grown.lines:
                 if found := RECORD.match(line):
                     offsets[int(found[1])] = offset
                 offset += len(line) + 1
-            news = CompletionSteps(error=grown.error, since=self._since, steps=tuple(offsets)[-MAX_STEPS:])
+            grown = self._file.look()
         self._offsets = offsets
-        return news
+        return CompletionSteps(error=error, since=self._since, steps=tuple(offsets)[-MAX_STEPS:])
 
     def read(self, step: int | None) -> bytes:
         """The Completions of this step, or of the newest one, in JSON. Raises NotFoundError."""
