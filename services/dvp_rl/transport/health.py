@@ -427,7 +427,7 @@ def _replica(fields: dict[str, Any]) -> ReplicaHealth:
     return ReplicaHealth(
         id=fields["id"],
         state=state,
-        version=fields["version"],
+        version=str(WeightVersion.parse(fields["version"])),
         in_flight=int(fields["in_flight"]),
         last_seen_s=last_seen_s,
         up_s=fields["up_ms"] / 1000 if "up_ms" in fields else None,
