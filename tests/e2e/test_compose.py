@@ -76,7 +76,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     require_engine()
     stack = Stack(clone(tmp_path_factory.mktemp("clone")))
     stack.set_steps(ENDLESS)
-    stack.environment["DVP_COMPLETIONS_FILE"] = "/runs/demo/completions.jsonl"
+    stack.environment["DVP_COMPLETIONS_FILE"] = "/runs/{run}/completions.jsonl"
     with running(stack, "--scale", "rollout=3"):
         yield stack
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from dvp_rl.contract.errors import NotFoundError, UnavailableError
 from dvp_rl.contract.http import Health, QueueHealth
+from dvp_rl.contract.weights import RUN_ID
 from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
 from dvp_rl.http.application import application
 from dvp_rl.http.openapi import NOT_READY, Responses, refusals, wrong
@@ -33,11 +34,13 @@ from .bodies import (
     Fates,
     LetterPage,
     Picture,
+    RunStates,
     Selection,
     Viewer,
 )
 from .exporter import exposition
 from .poller import NUM_LETTERS, Poller
+from .runs import Runs
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_CHANGES = 1000
@@ -47,10 +50,12 @@ MAX_STEP = 2**53
 PAGE = files(__package__) / "page"
 PAGE_PARTS = ("page.css", "page.js", "completions.js", "curves.js", "elements.js")
 DESCRIPTION = (
-    "The queue of one training run: its state and what to do about it, its dead letters, and who changed what. The "
-    "page at / shows it live."
+    "The queue of a training run: its state and what to do about it, its dead letters, and who changed what. The page "
+    "at / shows it live. `run` asks about another run of the same broker than the one that the monitor was started for."
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
+NO_RUN = NotFoundError("run_id 'qwen3-maht': this broker knows no such run; runs there: qwen3-math")
+BAD_RUN = wrong("run", "a b", f"string like {RUN_ID}")
 NO_RECORD = NotFoundError("no completions of step 125 have been recorded; the newest are of step 120")
 BAD_STEP = wrong("step", "-1", f"integer in [0, {MAX_STEP}]")
 BAD_CURSOR = wrong("before", "x", f"string like {ENTRY_ID}")
@@ -58,8 +63,8 @@ BAD_COUNT = wrong("count", "0", f"integer in [1, {MAX_CHANGES}]")
 BAD_IDS = wrong("entry_ids", "[]", f"list of 1 to {MAX_ENTRIES} items")
 STREAM: Responses = {
     200: {
-        "description": "Events `picture`, `curves` and `completions`, whose data is a Picture, Curves or "
-        "CompletionSteps in JSON, without end",
+        "description": "Events `picture`, `curves`, `completions` and `runs`, whose data is a Picture, Curves, "
+        "CompletionSteps or RunStates in JSON, without end",
         "content": {
             "text/event-stream": {
                 "schema": {"type": "string"},
@@ -72,7 +77,7 @@ STREAM: Responses = {
 router = APIRouter()
 
 
-def create_app(poller: Poller, tokens: ApiTokens, max_requests: int) -> FastAPI:
+def create_app(runs: Runs, tokens: ApiTokens, max_requests: int) -> FastAPI:
     app = application(
         "dvp-monitor",
         DESCRIPTION,
@@ -82,16 +87,28 @@ def create_app(poller: Poller, tokens: ApiTokens, max_requests: int) -> FastAPI:
         max_body=MAX_BODY_BYTES,
         max_requests=max_requests,
         limited_by="max_requests + max_viewers",
-        models=(Picture, Curves, CompletionSteps),
+        models=(Picture, Curves, CompletionSteps, RunStates),
     )
-    app.state.poller = poller
+    app.state.runs = runs
     app.state.tokens = tokens
     return app
 
 
-def _poller(request: Request) -> Poller:
-    poller: Poller = request.app.state.poller
-    return poller
+def _runs(request: Request) -> Runs:
+    runs: Runs = request.app.state.runs
+    return runs
+
+
+All = Annotated[Runs, Depends(_runs)]
+
+
+async def _poller(
+    runs: All,
+    run: Annotated[
+        str | None, Query(pattern=RUN_ID, description="A run of the broker; without it, the monitor's own.")
+    ] = None,
+) -> Poller:
+    return await runs.of(run)
 
 
 Watched = Annotated[Poller, Depends(_poller)]
@@ -123,19 +140,19 @@ async def viewer(caller: Calling) -> Response:
     return _json(Viewer(name=caller.name, scope=caller.scope))
 
 
-@router.get("/v1/events", response_class=StreamingResponse, responses=STREAM)
-async def events(request: Request, poller: Watched, caller: Calling) -> Response:
+@router.get("/v1/events", response_class=StreamingResponse, responses=refusals(NO_RUN, BAD_RUN) | STREAM)
+async def events(request: Request, runs: All, poller: Watched, caller: Calling) -> Response:
     """Server-sent events: a picture at every poll of the broker, curves when the trainer has logged a step. The stream
     ends when the caller's token is no longer accepted. "Try it out" waits for that end and shows nothing; `curl -N`
     shows the events."""
-    poller.feed.admit(caller.limited)
+    runs.feed.admit(caller.limited)
     tokens: ApiTokens = request.app.state.tokens
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    stream = poller.feed.follow(lambda: tokens.still_has(caller), caller.limited)
+    stream = runs.feed.follow(poller.run_id, lambda: tokens.still_has(caller), caller.limited)
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
-@router.get("/v1/queue", response_model=QueueHealth, responses=refusals(AWAY))
+@router.get("/v1/queue", response_model=QueueHealth, responses=refusals(NO_RUN, BAD_RUN, AWAY))
 async def queue(poller: Watched) -> Response:
     """The state of the run's queue at the last poll, and what to do about it. Replicas answer the same."""
     if poller.snapshot is None or poller.picture.health is None:
@@ -143,7 +160,7 @@ async def queue(poller: Watched) -> Response:
     return _json(poller.picture.health)
 
 
-@router.get("/v1/dead", response_model=LetterPage, responses=refusals(BAD_CURSOR, AWAY))
+@router.get("/v1/dead", response_model=LetterPage, responses=refusals(NO_RUN, BAD_CURSOR, AWAY))
 async def letters(
     poller: Watched,
     before: Annotated[
@@ -155,7 +172,7 @@ async def letters(
     return _json(LetterPage.of(await DeadLetters(poller.broker).page(count, before=before), count))
 
 
-@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(BAD_IDS, AWAY))
+@router.post("/v1/dead/replay", response_model=Fates, responses=refusals(NO_RUN, BAD_IDS, AWAY))
 async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Puts the jobs back into the queue. Those whose letter is gone are left out."""
     letters = DeadLetters(poller.broker, by=_named(caller))
@@ -168,7 +185,7 @@ async def replay(body: Selection, poller: Watched, caller: Calling) -> Response:
     return _json(Fates(fates=tuple(Fate.of(each, outcomes.get(each, Outcome.GONE)) for each in body.entry_ids)))
 
 
-@router.post("/v1/dead/drop", response_model=Fates, responses=refusals(BAD_IDS, AWAY))
+@router.post("/v1/dead/drop", response_model=Fates, responses=refusals(NO_RUN, BAD_IDS, AWAY))
 async def drop(body: Selection, poller: Watched, caller: Calling) -> Response:
     """Deletes the letters, with their jobs."""
     outcomes = await DeadLetters(poller.broker, by=_named(caller)).drop(body.entry_ids)
@@ -189,7 +206,7 @@ async def completions(
     return Response(answer, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-@router.get("/v1/audit", response_model=Changes, responses=refusals(BAD_COUNT, AWAY))
+@router.get("/v1/audit", response_model=Changes, responses=refusals(NO_RUN, BAD_COUNT, AWAY))
 async def audit(
     poller: Watched, count: Annotated[int, Query(ge=1, le=MAX_CHANGES, description="Most changes to return.")] = 100
 ) -> Response:
@@ -205,17 +222,17 @@ async def healthz() -> Response:
 
 
 @router.get("/readyz", response_model=Health, responses=NOT_READY)
-async def readyz(poller: Watched) -> Response:
+async def readyz(runs: All) -> Response:
     """200 if the broker answers, otherwise 503 with the reason."""
-    if poller.snapshot is None:
-        return _json(Health(status="unavailable", detail=poller.picture.error), status=503)
+    if runs.own.snapshot is None:
+        return _json(Health(status="unavailable", detail=runs.own.picture.error), status=503)
     return _json(Health(status="ok"))
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(poller: Watched) -> Response:
-    """Metrics for Prometheus."""
-    return Response(exposition(lambda: poller.snapshot), media_type=CONTENT_TYPE_LATEST)
+async def metrics(runs: All) -> Response:
+    """Metrics of the monitor's own run for Prometheus."""
+    return Response(exposition(lambda: runs.own.snapshot), media_type=CONTENT_TYPE_LATEST)
 
 
 def _named(caller: Caller) -> str:

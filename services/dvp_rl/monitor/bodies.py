@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from dvp_rl.contract.completions import PRUNED, Completion
-from dvp_rl.contract.http import Body, QueueHealth, example
+from dvp_rl.contract.http import Body, QueueHealth, Verdict, example
 from dvp_rl.contract.job import Sink
 from dvp_rl.http.api_tokens import Scope
 from dvp_rl.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
@@ -314,3 +314,29 @@ class Completions(Body):
     """Shares of probability that min-p removed at a token, from which its text is marked."""
     completions: tuple[Shown, ...]
     """Prompt by prompt, the best one first."""
+
+
+class RunState(Body):
+    """A run of the broker, in short."""
+
+    run_id: str
+    """The training run."""
+    error: str = ""
+    """Why its state cannot be read; empty if it can."""
+    verdict: Verdict | None = None
+    """How its queue is; null if it cannot be read."""
+    step: int | None = None
+    """Step of its trainer; null if it has never been seen."""
+    seen_s: float | None = None
+    """Seconds since its trainer was last seen; null if it never was."""
+    num_replicas: int = 0
+    """Replicas that are alive."""
+    dead: int = 0
+    """Dead letters."""
+
+
+class RunStates(Body):
+    """The runs of the broker, those whose trainer was seen last first."""
+
+    runs: tuple[RunState, ...]
+    """Some of them if there are very many."""

@@ -33,7 +33,8 @@ from dvp_rl.transport.runs import check_run, close_queue, open_queue, purge_run
 from dvp_rl.transport.submission import Submission
 from dvp_rl.transport.urls import DEFAULT_URL
 
-from .bodies import Fate, Fates, LetterDetail, LetterPage
+from .bodies import Fate, Fates, LetterDetail, LetterPage, RunStates
+from .runs import run_states
 from .settings import DEFAULT_RUN, QueueSettings
 from .tables import (
     output,
@@ -44,6 +45,7 @@ from .tables import (
     show_letters,
     show_outcomes,
     show_pending,
+    show_runs,
 )
 
 T = TypeVar("T")
@@ -106,6 +108,16 @@ def status(context: typer.Context, as_json: Json = False) -> None:
         typer.echo(health.model_dump_json(indent=2))
     else:
         show_health(output(), health)
+
+
+@app.command(name="runs")
+def show_all(context: typer.Context, as_json: Json = False) -> None:
+    """List the runs of this broker, those whose trainer was seen last first."""
+    states = _run(context, run_states, must_exist=False)
+    if as_json:
+        typer.echo(RunStates(runs=states).model_dump_json(indent=2))
+    else:
+        show_runs(output(), states)
 
 
 @app.command(name="pending")

@@ -20,17 +20,27 @@ class Feed:
 
     def __init__(self, max_viewers: int) -> None:
         self._viewers: Counter[str] = Counter()
+        self._watched: Counter[str] = Counter()
+        """Viewers of each run."""
         self.max_viewers = max_viewers
-        self._messages: dict[str, tuple[int, bytes]] = {}
+        self._messages: dict[tuple[str, str], tuple[int, bytes]] = {}
         self._number = 0
         self._news = asyncio.Event()
         self._closed = False
 
-    def publish(self, kind: str, data: str) -> None:
-        """Replaces the last message of this kind. `data` is one line."""
+    def publish(self, run_id: str, kind: str, data: str) -> None:
+        """Replaces the last message of this kind for the viewers of this run, or of every run (""). `data` is one
+        line."""
         self._number += 1
-        self._messages[kind] = self._number, f"event: {kind}\ndata: {data}\n\n".encode()
+        self._messages[run_id, kind] = self._number, f"event: {kind}\ndata: {data}\n\n".encode()
         self._wake()
+
+    def forget(self, run_id: str) -> None:
+        """Drops the messages for the viewers of this run."""
+        self._messages = {key: message for key, message in self._messages.items() if key[0] != run_id}
+
+    def is_watched(self, run_id: str) -> bool:
+        return self._watched[run_id] > 0
 
     def close(self) -> None:
         """Ends every viewer's stream."""
@@ -51,15 +61,18 @@ class Feed:
             raise OverloadedError(f"{caller} has {own} viewers, and {free_places}: {RULE}", RETRY_AFTER_S)
 
     async def follow(
-        self, may_watch: Callable[[], bool] = lambda: True, caller: str = EVERYBODY
+        self, run_id: str, may_watch: Callable[[], bool] = lambda: True, caller: str = EVERYBODY
     ) -> AsyncIterator[bytes]:
         """Yields the current messages, then new ones, until `close` or until the viewer may no longer watch."""
         seen = 0
         self._viewers[caller] += 1
+        self._watched[run_id] += 1
         try:
             while not self._closed and may_watch():
                 news = self._news
-                fresh = sorted(message for message in self._messages.values() if message[0] > seen)
+                fresh = sorted(
+                    message for (run, _), message in self._messages.items() if run in ("", run_id) and message[0] > seen
+                )
                 for number, data in fresh:
                     yield data
                     seen = number
@@ -70,6 +83,7 @@ class Feed:
                     yield STILL_HERE
         finally:
             self._viewers[caller] -= 1
+            self._watched[run_id] -= 1
 
     def _wake(self) -> None:
         self._news.set()

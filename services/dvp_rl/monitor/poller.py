@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from pydantic import BaseModel
 
@@ -13,7 +13,6 @@ from dvp_rl.contract.errors import DvpError, UnavailableError
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters
 from dvp_rl.transport.health import Snapshot, report, take_snapshot
-from dvp_rl.transport.roles import Role
 
 from .bodies import LetterPage, Picture
 from .completions import CompletionsFile
@@ -24,23 +23,26 @@ from .settings import MonitorSettings
 
 logger = logging.getLogger(__name__)
 
+Connect = Callable[[], Awaitable[Broker]]
+
 NUM_LETTERS = 10
 """Dead letters on the newest page."""
 
 
 class Poller:
-    """Runs two read-only scripts per poll. Everything else reads `picture`, or follows `feed`."""
+    """Watches one run. It runs two read-only scripts per poll; everything else reads `picture`, or follows the feed."""
 
-    def __init__(self, settings: MonitorSettings) -> None:
-        self.feed = Feed(settings.max_viewers)
+    def __init__(self, settings: MonitorSettings, run_id: str, feed: Feed, connect: Connect) -> None:
+        self.run_id = run_id
         self.snapshot: Snapshot | None = None
         """None while the broker does not answer."""
-        self.picture = Picture(at=time.time(), run_id=settings.run_id, error="not connected to the broker yet")
-        self._settings = settings
+        self.picture = Picture(at=time.time(), run_id=run_id, error="not connected to the broker yet")
+        self._feed, self._interval_s, self._connect = feed, settings.interval_s, connect
         self._broker: Broker | None = None
         self._rates = Rates()
-        self._metrics = None if settings.metrics_file is None else MetricsFile(settings.metrics_file)
-        self.completions = None if settings.completions_file is None else CompletionsFile(settings.completions_file)
+        metrics, completions = settings.files(run_id)
+        self._metrics = None if metrics is None else MetricsFile(metrics)
+        self.completions = None if completions is None else CompletionsFile(completions)
         self._look_now = asyncio.Event()
 
     @property
@@ -66,24 +68,21 @@ class Poller:
         while True:
             news = await asyncio.to_thread(look)
             if news is not None:
-                self.feed.publish(kind, news.model_dump_json())
-            await asyncio.sleep(self._settings.interval_s)
+                self._feed.publish(self.run_id, kind, news.model_dump_json())
+            await asyncio.sleep(self._interval_s)
 
     async def _poll(self) -> None:
-        try:
-            while True:
-                await self._look()
-                self._look_now.clear()
-                try:
-                    async with asyncio.timeout(self._settings.interval_s):
-                        await self._look_now.wait()
-                except TimeoutError:
-                    pass
-        finally:
-            if self._broker is not None:
-                await self._broker.close()
+        while True:
+            await self.look()
+            self._look_now.clear()
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._look_now.wait()
+            except TimeoutError:
+                pass
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Asks the broker once."""
         try:
             picture = await self._ask()
         except DvpError as error:
@@ -92,20 +91,19 @@ class Poller:
             self.snapshot = None
             picture = self.picture.model_copy(update={"at": time.time(), "error": str(error)})
         self.picture = picture
-        self.feed.publish("picture", picture.model_dump_json())
+        self._feed.publish(self.run_id, "picture", picture.model_dump_json())
 
     async def _ask(self) -> Picture:
-        settings = self._settings
         if self._broker is None:
-            self._broker = await Broker.connect(settings.redis_url, settings.run_id, role=Role.MONITOR, create=False)
+            self._broker = (await self._connect()).beside(self.run_id)
         seen = await take_snapshot(self._broker)
         letters = await DeadLetters(self._broker).page(NUM_LETTERS)
         self.snapshot = seen
         return Picture(
             at=time.time(),
-            run_id=settings.run_id,
+            run_id=self.run_id,
             error="",
-            health=report(settings.run_id, seen),
+            health=report(self.run_id, seen),
             rates=self._rates.update(time.monotonic(), {k: v for k, v in seen.counters.items() if k != "committed_at"}),
             newest_version=seen.newest_version,
             min_seq=seen.min_seq,

@@ -33,14 +33,26 @@ class MonitorSettings(ListenSettings):
     redis_url: RedisUrl = DEFAULT_URL
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME."""
     run_id: Annotated[str, Field(pattern=RUN_ID)] = DEFAULT_RUN
-    """The training run to show."""
+    """The training run to show first, and in /metrics. The page also shows the other runs of the broker."""
     metrics_file: Path | None = None
-    """The trainer's metrics.jsonl, for the training curves; it may appear later."""
+    """The trainer's metrics.jsonl, for the training curves; it may appear later. With {run} in place of the run's id,
+    every run has its curves."""
     completions_file: Path | None = None
-    """The trainer's completions.jsonl: whoever may open the page can then read prompts and completions."""
+    """The trainer's completions.jsonl, as for metrics_file: whoever may open the page can then read prompts and
+    completions."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """0 takes a free port: see the log, or --port-file."""
     interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
     """Seconds between two polls of the broker, however many people watch."""
     max_viewers: Annotated[int, Field(ge=1)] = 256
     """Pages that can be open at the same time."""
+
+    def files(self, run_id: str) -> tuple[Path | None, Path | None]:
+        """The metrics and the completions of a run."""
+        metrics, completions = self.metrics_file, self.completions_file
+        return self._of_run(metrics, run_id), self._of_run(completions, run_id)
+
+    def _of_run(self, file: Path | None, run_id: str) -> Path | None:
+        if file is None or "{run}" in str(file):
+            return file and Path(str(file).replace("{run}", run_id))
+        return file if run_id == self.run_id else None

@@ -18,6 +18,8 @@ from dvp_rl.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospec
 from dvp_rl.transport.pending import Pending
 from dvp_rl.transport.results import ClientJob
 
+from .bodies import RunState
+
 MAX_ERROR_CHARS = 100
 UNWRAPPED = 10_000
 """Columns of an output that is no terminal."""
@@ -49,6 +51,16 @@ def show_health(console: Console, health: QueueHealth) -> None:
         replicas.add_row(_plain(replica.id), replica.state, _plain(replica.version), str(replica.in_flight), seen)
     if health.replicas:
         console.print(replicas)
+
+
+def show_runs(console: Console, states: Sequence[RunState]) -> None:
+    table = _table("run", "verdict", "trainer", "step", "replicas", "dead letters", numbers=3)
+    for state in states:
+        seen = "never seen" if state.seen_s is None else f"seen {duration(state.seen_s)} ago"
+        counts = (state.num_replicas, state.dead)
+        step = "-" if state.step is None else str(state.step)
+        table.add_row(_plain(state.run_id), _plain(state.error or str(state.verdict)), seen, step, *map(str, counts))
+    console.print(table if states else "no runs on this broker")
 
 
 def show_letters(console: Console, letters: Sequence[Letter]) -> None:

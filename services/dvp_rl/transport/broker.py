@@ -141,6 +141,10 @@ class Broker:
             raise
         return broker
 
+    def beside(self, run_id: str) -> Broker:
+        """The broker for another run, over the same connections. Close only the first."""
+        return Broker(self.redis, Keys(run_id), self._outage)
+
     async def script(self, name: str, *args: str | bytes | int | float) -> Any:
         """Runs lua/<name>.lua. Raises LeaseLostError (not the owner, or fenced off), OverloadedError (the broker's
         memory is full and the script does not drain), UnavailableError (broker gone or too slow)."""

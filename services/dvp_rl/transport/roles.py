@@ -72,7 +72,7 @@ _NEEDS = {
     ),
     Role.MONITOR: _Needs(
         scripts="health letters replay discard",
-        commands=_CONNECTION,
+        commands=f"{_CONNECTION} EXISTS SCAN",
         writes=f"jobs client_jobs groups evals dead in_flight counters job audit {_CLIENTS}",
         reads="versions closed fence uncheckpointed replicas replica trainer backlogs",
     ),

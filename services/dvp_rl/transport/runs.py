@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 
 from dvp_rl.contract.errors import NotFoundError
+from dvp_rl.contract.keys import Keys
+from dvp_rl.contract.weights import RUN_ID
 
 from .broker import Broker
 from .replicas import BEAT_S, MISSED_BEATS
 
 SCAN_COUNT = 1_000
+MAX_SCANS = 1_000
 MAX_NAMED = 10
 
 
@@ -43,8 +47,35 @@ async def check_run(broker: Broker) -> None:
     async with broker.call():
         if await broker.redis.exists(broker.keys.jobs, broker.keys.versions, broker.keys.dead, broker.keys.replicas):
             return
-        _, found = await broker.redis.scan(0, "dvp:{*}:jobs", 100 * SCAN_COUNT)
-    names = [key.decode().partition("{")[2].partition("}")[0] for key in found if isinstance(key, bytes)]
-    near = get_close_matches(broker.run_id, names) or sorted(names)[:MAX_NAMED]
+    names = await list_runs(broker)
+    near = get_close_matches(broker.run_id, names) or names[:MAX_NAMED]
     known = f"; runs there: {', '.join(near)}" if near else ""
     raise NotFoundError(f"run_id {broker.run_id!r}: this broker knows no such run{known}")
+
+
+async def latest_runs(broker: Broker, count: int) -> list[str]:
+    """At most `count` runs of this broker, those whose trainer was seen last first."""
+    names = await list_runs(broker)
+    async with broker.call(), broker.redis.pipeline(transaction=False) as each:
+        for name in names:
+            each.hget(Keys(name).trainer, "at")
+        # A user who is held to one run may not see the others.
+        beats = await each.execute(raise_on_error=False)
+    seen = {name: int(at) for name, at in zip(names, beats, strict=True) if isinstance(at, bytes) and at.isdigit()}
+    return sorted(names, key=lambda name: -seen.get(name, 0))[:count]
+
+
+async def list_runs(broker: Broker) -> list[str]:
+    """Names of the runs that have a queue on this broker, in alphabetical order. Of a broker with very many keys it
+    looks at MAX_SCANS * SCAN_COUNT."""
+    before, after = Keys("*").jobs.split("*")
+    names, cursor = set[str](), 0
+    for _ in range(MAX_SCANS):
+        async with broker.call():
+            cursor, keys = await broker.redis.scan(cursor, Keys("*").jobs, SCAN_COUNT)
+        raw = [key for key in keys if isinstance(key, bytes)]
+        found = [key.decode(errors="replace").removeprefix(before).removesuffix(after) for key in raw]
+        names.update(name for name in found if re.fullmatch(RUN_ID, name))
+        if cursor == 0:
+            break
+    return sorted(names)

@@ -14,7 +14,7 @@ from dvp_rl.http.server import bound, http_server
 from dvp_rl.http.settings import MAX_REQUESTS
 from dvp_rl.logs import LogContext
 from dvp_rl.monitor import app as monitor
-from dvp_rl.monitor.poller import Poller
+from dvp_rl.monitor.runs import Runs
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout import app as rollout
 from dvp_rl.rollout.service import Service
@@ -32,7 +32,7 @@ def _rollout(tokens: ApiTokens) -> FastAPI:
 
 
 def _monitor(tokens: ApiTokens) -> FastAPI:
-    return monitor.create_app(Poller(MonitorSettings.load([])), tokens, MAX_REQUESTS)
+    return monitor.create_app(Runs(MonitorSettings.load([])), tokens, MAX_REQUESTS)
 
 
 def _weights(tokens: ApiTokens) -> FastAPI:

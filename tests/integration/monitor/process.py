@@ -51,9 +51,9 @@ class Monitor:
         return web.post(self.url + path, json=body, headers=self._headers)
 
     @contextmanager
-    def events(self) -> Iterator[Iterator[tuple[str, Any]]]:
+    def events(self, query: str = "") -> Iterator[Iterator[tuple[str, Any]]]:
         """Yields (kind, content) of each event as it arrives."""
-        with web.stream("GET", f"{self.url}/v1/events", headers=self._headers) as response:
+        with web.stream("GET", f"{self.url}/v1/events{query}", headers=self._headers) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             yield _parse(response.iter_lines())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.monitor.completions import MAX_STEPS
+from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
 from tests.integration.transport.rig import Rig
@@ -107,7 +108,7 @@ def _mend(monitor: Monitor) -> None:
         browser.until("!document.querySelector('#letters button').hidden")
         assert browser.evaluate("document.getElementById('dead-note').textContent") == ""
         browser.evaluate("document.getElementById('link').focus()")
-        for _ in range(2):
+        for _ in range(3):
             browser.press("Tab")
             if browser.evaluate("document.activeElement.textContent") == "Replay":
                 break
@@ -161,6 +162,37 @@ def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None
         assert "No such file" in browser.evaluate(NOTE)
         write_completions(file, [1])
         browser.until(f"{TEXT} === 'The sum of step 1 is 95'")
+        assert browser.problems == []
+
+
+async def test_the_reader_changes_to_another_run(staged: Rig, broker_url: str, tmp_path: Path) -> None:
+    other = f"{staged.run_id}-2"
+    (tmp_path / other).mkdir()
+    write_metrics(tmp_path / other / "metrics.jsonl", 3)
+    async with await Broker.connect(broker_url, other):
+        files = "--metrics-file", str(tmp_path / "{run}" / "metrics.jsonl")
+        with Monitor(tmp_path, broker_url, staged.run_id, *files) as monitor:
+            await asyncio.to_thread(_change_runs, monitor.url, staged.run_id, other, tmp_path)
+
+
+def _change_runs(url: str, own: str, other: str, folder: Path) -> None:
+    link = f"document.querySelector('#runs a[href=\"?run={other}\"]')"
+    shown = "document.getElementById('run')?.textContent"
+    current = "document.querySelector('#runs a[aria-current]')?.textContent"
+    with running(folder) as browser:
+        browser.open(url, width=400)
+        browser.until(f"{link} !== null && {current} === '{own}'")
+        browser.evaluate("document.querySelector('#runs summary').click()")
+        row = browser.evaluate(f"{link}.closest('tr').innerText")
+        assert row.split("\t")[1:] == ["idle", "never seen", "–", "0", "0"]
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+        assert browser.evaluate(LOW_CONTRAST) == []
+        browser.evaluate(f"{link}.click()")
+        browser.until(f"{shown} === '{other}' && {current} === '{other}'")
+        browser.until("document.querySelectorAll('#curves figure').length > 0")
+        assert browser.evaluate("document.getElementById('num-dead').textContent") == "0"
+        browser.evaluate("history.back()")
+        browser.until(f"{shown} === '{own}'")
         assert browser.problems == []
 
 

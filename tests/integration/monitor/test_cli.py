@@ -68,6 +68,23 @@ async def test_status_says_what_is_wrong(cli: Cli, staged: Rig) -> None:
     assert (health.verdict, health.jobs.backlog, health.jobs.pending, health.dead) == ("replicas_behind", 4, 2, 3)
 
 
+async def test_runs_of_the_broker_are_listed(cli: Cli, staged: Rig) -> None:
+    ran = await cli("another", "runs")
+    (line,) = [line.split() for line in ran.out.splitlines() if line.startswith(staged.run_id)]
+    assert line[1] == "replicas_behind"
+    assert line[-3:] == ["42", "3", "3"]
+    states = {state["run_id"]: state for state in (await cli("another", "runs", "--json")).json["runs"]}
+    assert states[staged.run_id] | {"seen_s": 0} == {
+        "run_id": staged.run_id,
+        "error": "",
+        "verdict": "replicas_behind",
+        "step": 42,
+        "seen_s": 0,
+        "num_replicas": 3,
+        "dead": 3,
+    }
+
+
 async def test_dead_letters_are_listed_in_pages_and_shown(cli: Cli, staged: Rig) -> None:
     ran = await cli(staged.run_id, "dead", "list", "--count", "2")
     assert "CUDA error 2" in ran.out

@@ -1,5 +1,10 @@
 // What every part of the page needs: text is only set through textContent, since ids and errors come from others.
 
+const run = new URLSearchParams(location.search).get("run"); // null: the monitor's own
+
+/** The path of the interface for the run that the page shows. */
+export const ofRun = (path) => (run === null ? path : `${path}${path.includes("?") ? "&" : "?"}run=${encodeURIComponent(run)}`);
+
 export const at = (id) => document.getElementById(id);
 
 export function say(id, text) {
@@ -47,7 +52,7 @@ export async function ask(path, options = {}) {
   let response, body;
   try {
     // An absolute URL without credentials: the address bar may hold a password, and fetch refuses such URLs.
-    response = await fetch(location.origin + path, options);
+    response = await fetch(location.origin + ofRun(path), options);
     body = await response.json();
   } catch (error) {
     throw new Error(`dvp-monitor does not answer: ${error.message}`);

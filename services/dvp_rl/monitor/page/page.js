@@ -2,7 +2,7 @@
 
 import { showSteps } from "./completions.js";
 import { showCurves } from "./curves.js";
-import { ask, at, duration, element, place, plural, say, whole, words } from "./elements.js";
+import { ask, at, duration, element, ofRun, place, plural, say, whole, words } from "./elements.js";
 
 const TONES = { critical: "bad", warning: "warn", info: "good" };
 const FATES = { replayed: "back in the queue", dropped: "dropped" };
@@ -13,6 +13,7 @@ const WHY_NOT = {
 };
 
 let picture = null;
+let runs = []; // of the broker
 let mayOperate = null; // null: /v1/caller has not answered yet
 let olderPage = null; // null: the list follows the newest page
 
@@ -33,6 +34,7 @@ function showPicture() {
   say("run", picture.run_id);
   document.title = `${picture.error ? "broker away" : words(picture.health?.verdict ?? "")} – ${picture.run_id}`;
   showVerdict();
+  showRuns();
   if (!picture.health) return;
   showFlow(picture.health);
   showReplicas(picture.health.replicas);
@@ -105,6 +107,27 @@ function showReplicas(replicas) {
     const texts = [replica.id, replica.state, `v${seq}`, `${behind}${note}`, whole(replica.in_flight), `${duration(replica.last_seen_s)} ago`];
     texts.forEach((text, column) => say(row.cells[column], text));
     row.cells[2].title = replica.version;
+  });
+}
+
+function showRuns() {
+  const box = at("runs");
+  box.hidden = runs.every((run) => run.run_id === picture.run_id);
+  say(box.querySelector("summary"), `${plural(runs.length, "run")} on this broker`);
+  const body = box.querySelector("tbody");
+  while (body.rows.length > runs.length) body.deleteRow(-1);
+  runs.forEach((run, index) => {
+    const row = body.rows[index] ?? body.insertRow();
+    if (row.cells.length === 0) row.insertCell().append(element("a"));
+    while (row.cells.length < 6) row.insertCell();
+    const link = row.querySelector("a");
+    say(link, run.run_id);
+    link.href = `?run=${encodeURIComponent(run.run_id)}`;
+    if (run.run_id === picture.run_id) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+    const seen = run.seen_s === null ? "never seen" : `seen ${duration(run.seen_s)} ago`;
+    const texts = [run.error || words(run.verdict), seen, run.step === null ? "–" : whole(run.step), whole(run.num_replicas), whole(run.dead)];
+    texts.forEach((text, column) => say(row.cells[column + 1], text));
   });
 }
 
@@ -247,7 +270,7 @@ at("newest").addEventListener("click", () => {
 // --- the connection -------------------------------------------------------------------------------------------------
 
 function connect() {
-  const source = new EventSource("/v1/events");
+  const source = new EventSource(ofRun("/v1/events"));
   source.addEventListener("open", async () => {
     const viewer = await askOrSay("/v1/caller");
     mayOperate = viewer && viewer.scope === "operate";
@@ -260,6 +283,10 @@ function connect() {
     showPicture();
   });
   source.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
+  source.addEventListener("runs", (event) => {
+    runs = JSON.parse(event.data).runs;
+    if (picture) showRuns();
+  });
   source.addEventListener("completions", (event) => showSteps(JSON.parse(event.data)));
   source.addEventListener("error", () => {
     // After a refusal the browser does not reconnect by itself.
