@@ -336,7 +336,7 @@ class RunState(Body):
 
 
 class RunStates(Body):
-    """The runs of the broker, those whose trainer was seen last first."""
+    """The runs of the broker, those with a live trainer first."""
 
     runs: tuple[RunState, ...]
     """Some of them if there are very many."""

@@ -112,7 +112,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command(name="runs")
 def show_all(context: typer.Context, as_json: Json = False) -> None:
-    """List the runs of this broker, those whose trainer was seen last first."""
+    """List the runs of this broker, those with a live trainer first."""
     states = _run(context, run_states, must_exist=False)
     if as_json:
         typer.echo(RunStates(runs=states).model_dump_json(indent=2))

@@ -119,7 +119,7 @@ class Runs:
 
 
 async def run_states(broker: Broker) -> tuple[RunState, ...]:
-    """At most MAX_LISTED runs of the broker, those whose trainer was seen last first."""
+    """At most MAX_LISTED runs of the broker, ordered as by latest_runs."""
     return tuple([await _state(broker.beside(run_id)) for run_id in await latest_runs(broker, MAX_LISTED)])
 
 

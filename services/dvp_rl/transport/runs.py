@@ -10,7 +10,7 @@ from dvp_rl.contract.keys import Keys
 from dvp_rl.contract.weights import RUN_ID
 
 from .broker import Broker
-from .replicas import BEAT_S, MISSED_BEATS
+from .health import LOST_S
 
 SCAN_COUNT = 1_000
 MAX_SCANS = 1_000
@@ -32,7 +32,7 @@ async def purge_run(broker: Broker, *, by: str, force: bool = False) -> int:
     """Removes every key of the run except the audit, as if the broker had been wiped for it. Returns the number of
     removed keys of single jobs and replicas. Raises RequestError while a trainer or a replica works on the run, unless
     `force`."""
-    await broker.script("purge", "any" if force else "idle", int(1000 * BEAT_S * MISSED_BEATS), by)
+    await broker.script("purge", "any" if force else "idle", int(1000 * LOST_S), by)
     removed, cursor = 0, None
     while cursor != 0:
         async with broker.call():
@@ -54,7 +54,7 @@ async def check_run(broker: Broker) -> None:
 
 
 async def latest_runs(broker: Broker, count: int) -> list[str]:
-    """At most `count` runs of this broker, those whose trainer was seen last first."""
+    """At most `count` runs of the broker: those with a live trainer by name, then those whose trainer was seen last."""
     names = await list_runs(broker)
     async with broker.call(), broker.redis.pipeline(transaction=False) as each:
         for name in names:
@@ -62,7 +62,8 @@ async def latest_runs(broker: Broker, count: int) -> list[str]:
         # A user who is held to one run may not see the others.
         beats = await each.execute(raise_on_error=False)
     seen = {name: int(at) for name, at in zip(names, beats, strict=True) if isinstance(at, bytes) and at.isdigit()}
-    return sorted(names, key=lambda name: -seen.get(name, 0))[:count]
+    alive = max(seen.values(), default=0) - int(1000 * LOST_S)
+    return sorted(names, key=lambda name: -min(seen.get(name, 0), alive))[:count]
 
 
 async def list_runs(broker: Broker) -> list[str]:
