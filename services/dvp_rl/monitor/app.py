@@ -145,10 +145,10 @@ async def events(request: Request, runs: All, poller: Watched, caller: Calling) 
     """Server-sent events: a picture at every poll of the broker, curves when the trainer has logged a step. The stream
     ends when the caller's token is no longer accepted. "Try it out" waits for that end and shows nothing; `curl -N`
     shows the events."""
-    runs.feed.admit(caller.limited)
+    runs.viewers.admit(caller.limited)
     tokens: ApiTokens = request.app.state.tokens
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    stream = runs.feed.follow(poller.run_id, lambda: tokens.still_has(caller), caller.limited)
+    stream = poller.feed.follow(lambda: tokens.still_has(caller), caller.limited)
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 

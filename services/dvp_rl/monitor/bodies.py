@@ -329,14 +329,16 @@ class RunState(Body):
     """Step of its trainer; null if it has never been seen."""
     seen_s: float | None = None
     """Seconds since its trainer was last seen; null if it never was."""
-    num_replicas: int = 0
-    """Replicas that are alive."""
-    dead: int = 0
-    """Dead letters."""
+    num_replicas: int | None = None
+    """Replicas that are alive; null if its state cannot be read."""
+    dead: int | None = None
+    """Dead letters; null if its state cannot be read."""
 
 
 class RunStates(Body):
     """The runs of the broker, those with a live trainer first."""
 
     runs: tuple[RunState, ...]
-    """Some of them if there are very many."""
+    """The first of them, if there are very many, and the monitor's own."""
+    total: int
+    """How many there are."""

@@ -29,11 +29,11 @@ from dvp_rl.transport.health import queue_health, take_snapshot
 from dvp_rl.transport.pending import Stream, pending
 from dvp_rl.transport.results import Held, client_jobs
 from dvp_rl.transport.roles import Role, rules
-from dvp_rl.transport.runs import check_run, close_queue, open_queue, purge_run
+from dvp_rl.transport.runs import check_run, close_queue, latest_runs, open_queue, purge_run
 from dvp_rl.transport.submission import Submission
 from dvp_rl.transport.urls import DEFAULT_URL
 
-from .bodies import Fate, Fates, LetterDetail, LetterPage, RunStates
+from .bodies import Fate, Fates, LetterDetail, LetterPage, RunState, RunStates
 from .runs import run_states
 from .settings import DEFAULT_RUN, QueueSettings
 from .tables import (
@@ -113,9 +113,13 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 @app.command(name="runs")
 def show_all(context: typer.Context, as_json: Json = False) -> None:
     """List the runs of this broker, those with a live trainer first."""
-    states = _run(context, run_states, must_exist=False)
+
+    async def states_of_all(broker: Broker) -> tuple[RunState, ...]:
+        return await run_states(broker, await latest_runs(broker))
+
+    states = _run(context, states_of_all, must_exist=False)
     if as_json:
-        typer.echo(RunStates(runs=states).model_dump_json(indent=2))
+        typer.echo(RunStates(runs=states, total=len(states)).model_dump_json(indent=2))
     else:
         show_runs(output(), states)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from pydantic import BaseModel
 
@@ -13,32 +13,34 @@ from dvp_rl.contract.errors import DvpError, UnavailableError
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters
 from dvp_rl.transport.health import Snapshot, report, take_snapshot
+from dvp_rl.transport.roles import Role
 
 from .bodies import LetterPage, Picture
 from .completions import CompletionsFile
 from .curves import MetricsFile
-from .feed import Feed
+from .feed import Feed, Viewers
 from .rates import Rates
 from .settings import MonitorSettings
 
 logger = logging.getLogger(__name__)
-
-Connect = Callable[[], Awaitable[Broker]]
 
 NUM_LETTERS = 10
 """Dead letters on the newest page."""
 
 
 class Poller:
-    """Watches one run. It runs two read-only scripts per poll; everything else reads `picture`, or follows the feed."""
+    """Watches one run. It runs two read-only scripts per poll; everything else reads `picture`, or follows `feed`."""
 
-    def __init__(self, settings: MonitorSettings, run_id: str, feed: Feed, connect: Connect) -> None:
+    def __init__(self, settings: MonitorSettings, run_id: str, viewers: Viewers, broker: Broker | None = None) -> None:
+        """`broker` of the run, if there is a connection already."""
         self.run_id = run_id
+        self.feed = Feed(viewers)
+        self.used_at = time.monotonic()
+        """When somebody last asked for this run, or watched it."""
         self.snapshot: Snapshot | None = None
         """None while the broker does not answer."""
         self.picture = Picture(at=time.time(), run_id=run_id, error="not connected to the broker yet")
-        self._feed, self._interval_s, self._connect = feed, settings.interval_s, connect
-        self._broker: Broker | None = None
+        self._settings, self._broker = settings, broker
         self._rates = Rates()
         metrics, completions = settings.files(run_id)
         self._metrics = None if metrics is None else MetricsFile(metrics)
@@ -56,7 +58,7 @@ class Poller:
         self._look_now.set()
 
     async def run(self) -> None:
-        """Polls until cancelled. Files are read beside the broker: a long one delays no picture."""
+        """Polls until its feed is closed. Files are read beside the broker: a long one delays no picture."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._poll())
             if self._metrics is not None:
@@ -65,18 +67,18 @@ class Poller:
                 tasks.create_task(self._follow("completions", self.completions.look))
 
     async def _follow(self, kind: str, look: Callable[[], BaseModel | None]) -> None:
-        while True:
+        while not self.feed.closed:
             news = await asyncio.to_thread(look)
             if news is not None:
-                self._feed.publish(self.run_id, kind, news.model_dump_json())
-            await asyncio.sleep(self._interval_s)
+                self.feed.publish(kind, news.model_dump_json())
+            await asyncio.sleep(self._settings.interval_s)
 
     async def _poll(self) -> None:
-        while True:
+        while not self.feed.closed:
             await self.look()
             self._look_now.clear()
             try:
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(self._settings.interval_s):
                     await self._look_now.wait()
             except TimeoutError:
                 pass
@@ -91,11 +93,17 @@ class Poller:
             self.snapshot = None
             picture = self.picture.model_copy(update={"at": time.time(), "error": str(error)})
         self.picture = picture
-        self._feed.publish(self.run_id, "picture", picture.model_dump_json())
+        self.feed.publish("picture", picture.model_dump_json())
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._broker is not None:
+            await self._broker.close()
 
     async def _ask(self) -> Picture:
         if self._broker is None:
-            self._broker = (await self._connect()).beside(self.run_id)
+            url = self._settings.redis_url
+            self._broker = await Broker.connect(url, self.run_id, role=Role.MONITOR, create=False)
         seen = await take_snapshot(self._broker)
         letters = await DeadLetters(self._broker).page(NUM_LETTERS)
         self.snapshot = seen

@@ -1,81 +1,74 @@
-"""The runs of a broker: the monitor's own is always polled, the others while somebody watches them."""
+"""The runs of the broker: the monitor's own is always polled, another one while somebody looks at it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
-from dvp_rl.cancellation import cancel
-from dvp_rl.contract.errors import DvpError, OverloadedError
+from dvp_rl.contract.errors import DvpError
 from dvp_rl.contract.http import ReplicaState
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.health import queue_health
-from dvp_rl.transport.roles import Role
-from dvp_rl.transport.runs import check_run, latest_runs
+from dvp_rl.transport.runs import check_run, is_known, latest_runs
 
 from .bodies import RunState, RunStates
-from .feed import Feed
+from .feed import Viewers
 from .poller import Poller
 from .settings import MonitorSettings
 
-logger = logging.getLogger(__name__)
-
-LIST_EVERY_S = 10.0
-"""Seconds between two looks at the list of runs, while somebody watches."""
+LOOK_EVERY_S = 10.0
+"""Seconds between two looks at which runs there are."""
 MAX_LISTED = 100
-MAX_OTHERS = 15
-"""Runs besides the monitor's own that are polled at the same time."""
+"""Most runs that the page lists."""
 UNWATCHED_S = 60.0
 """A run that nobody has watched for so long is no longer polled."""
 
 
 class Runs:
     def __init__(self, settings: MonitorSettings) -> None:
-        self.feed = Feed(settings.max_viewers)
-        self._settings = settings
-        self._connecting, self._starting = asyncio.Lock(), asyncio.Lock()
-        self._broker: Broker | None = None
-        self.own = Poller(settings, settings.run_id, self.feed, self._connect)
+        self.viewers = Viewers(settings.max_viewers)
+        self.own = Poller(settings, settings.run_id, self.viewers)
         """The run of the settings."""
+        self._settings = settings
         self._polling = asyncio.TaskGroup()
-        self._others: dict[str, tuple[Poller, asyncio.Task[None]]] = {}
-        self._used: dict[str, float] = {}
-        """When each of the others was last asked for or watched."""
+        self._others: dict[str, Poller] = {}
+        self._listed = ""
 
     @property
-    def polled(self) -> set[str]:
-        """Runs that are polled now."""
-        return {self.own.run_id, *self._others}
+    def pollers(self) -> dict[str, Poller]:
+        """The runs that are polled now, by name."""
+        return {self.own.run_id: self.own} | self._others
 
     async def of(self, run_id: str | None) -> Poller:
-        """The poller of this run, which has looked at it at least once; by default the monitor's own.
-
-        Raises NotFoundError for a run that the broker does not know, and OverloadedError."""
+        """The poller of this run, which has looked at it at least once; by default the monitor's own. Raises
+        NotFoundError for a run that the broker does not know, and UnavailableError."""
         if run_id is None or run_id == self.own.run_id:
             return self.own
-        async with self._starting:
-            if run_id not in self._others:
-                await self._start(run_id)
-            self._used[run_id] = time.monotonic()
-            return self._others[run_id][0]
+        if run_id not in self._others:
+            poller = Poller(self._settings, run_id, self.viewers, self.own.broker.beside(run_id))
+            await check_run(poller.broker)
+            await poller.look()
+            if run_id not in self._others:  # nobody else was faster
+                self._add(poller)
+        poller = self._others[run_id]
+        poller.used_at = time.monotonic()
+        return poller
 
-    async def _start(self, run_id: str) -> None:
-        await check_run((await self._connect()).beside(run_id))
-        if len(self._others) >= MAX_OTHERS:
-            unwatched = [run for run in self._others if not self.feed.is_watched(run)]
-            if not unwatched:
-                raise OverloadedError(f"{MAX_OTHERS + 1} runs are watched already", UNWATCHED_S)
-            await self._leave(min(unwatched, key=self._used.__getitem__))
-        poller = Poller(self._settings, run_id, self.feed, self._connect)
-        await poller.look()
-        self._others[run_id] = poller, self._polling.create_task(poller.run())
+    def _add(self, poller: Poller) -> None:
+        unwatched = [other for other in self._others.values() if not other.feed.num_viewers]
+        if unwatched and len(self._others) > self.viewers.max_viewers:
+            self._leave(min(unwatched, key=lambda other: other.used_at))
+        self._others[poller.run_id] = poller
+        self._polling.create_task(poller.run())
+        if self._listed:
+            poller.feed.publish("runs", self._listed)
 
-    async def _leave(self, run_id: str) -> None:
-        _, polling = self._others.pop(run_id)
-        await cancel([polling])
-        self.feed.forget(run_id)
+    def _leave(self, poller: Poller) -> None:
+        if self._others.get(poller.run_id) is poller:
+            del self._others[poller.run_id]
+        poller.feed.close()
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -85,48 +78,50 @@ class Runs:
                 tasks.create_task(self._list())
                 tasks.create_task(self._tidy())
         finally:
-            if self._broker is not None:
-                await self._broker.close()
+            await self.own.close()
+
+    def close(self) -> None:
+        """Ends every viewer's stream."""
+        for poller in self.pollers.values():
+            poller.feed.close()
 
     async def _list(self) -> None:
         """Publishes the list of runs, again and again while somebody watches."""
         while True:
-            if self.feed.num_viewers == 0:
+            if self.viewers.num == 0:
                 await asyncio.sleep(self._settings.interval_s)
                 continue
             with suppress(DvpError):  # the pollers say why
-                states = await run_states(await self._connect())
-                self.feed.publish("", "runs", RunStates(runs=states).model_dump_json())
-            await asyncio.sleep(LIST_EVERY_S)
+                names = await latest_runs(self.own.broker)
+                listed = dict.fromkeys([*names[:MAX_LISTED], self.own.run_id])
+                states = await run_states(self.own.broker, listed)
+                total = len({*names, self.own.run_id})
+                self._listed = RunStates(runs=states, total=total).model_dump_json()
+                for poller in self.pollers.values():
+                    poller.feed.publish("runs", self._listed)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _tidy(self) -> None:
-        """Ends the polling of runs that nobody watches any more."""
+        """Ends the polling of runs that nobody watches any more, or that have gone from the broker."""
         while True:
-            await asyncio.sleep(LIST_EVERY_S)
-            async with self._starting:
-                now = time.monotonic()
-                self._used.update((run, now) for run in self._others if self.feed.is_watched(run))
-                for run in [run for run in self._others if now - self._used[run] > UNWATCHED_S]:
-                    await self._leave(run)
-
-    async def _connect(self) -> Broker:
-        """One client of the broker for all runs."""
-        async with self._connecting:
-            if self._broker is None:
-                url, run_id = self._settings.redis_url, self._settings.run_id
-                self._broker = await Broker.connect(url, run_id, role=Role.MONITOR, create=False)
-            return self._broker
+            await asyncio.sleep(LOOK_EVERY_S)
+            for poller in [*self._others.values()]:
+                with suppress(DvpError):  # the poller says why
+                    known, now = await is_known(poller.broker), time.monotonic()
+                    if poller.feed.num_viewers:
+                        poller.used_at = now
+                    if not known or now - poller.used_at > UNWATCHED_S:
+                        self._leave(poller)
 
 
-async def run_states(broker: Broker) -> tuple[RunState, ...]:
-    """At most MAX_LISTED runs of the broker, ordered as by latest_runs."""
-    return tuple([await _state(broker.beside(run_id)) for run_id in await latest_runs(broker, MAX_LISTED)])
+async def run_states(broker: Broker, run_ids: Iterable[str]) -> tuple[RunState, ...]:
+    return tuple([await _state(broker.beside(run_id)) for run_id in run_ids])
 
 
 async def _state(broker: Broker) -> RunState:
     try:
         health = await queue_health(broker)
-    except DvpError as error:  # e.g. of a user who may only see another run
+    except DvpError as error:
         return RunState(run_id=broker.run_id, error=str(error))
     return RunState(
         run_id=broker.run_id,

@@ -30,7 +30,7 @@ async def serve(settings: MonitorSettings, asked_to_stop: asyncio.Event) -> None
             if polling.done():
                 await polling
         finally:
-            runs.feed.close()
+            runs.close()
             http.should_exit = True
             stopping.cancel()
             await serving

@@ -56,10 +56,9 @@ def show_health(console: Console, health: QueueHealth) -> None:
 def show_runs(console: Console, states: Sequence[RunState]) -> None:
     table = _table("run", "verdict", "trainer", "step", "replicas", "dead letters", numbers=3)
     for state in states:
-        seen = "never seen" if state.seen_s is None else f"seen {duration(state.seen_s)} ago"
-        counts = (state.num_replicas, state.dead)
-        step = "-" if state.step is None else str(state.step)
-        table.add_row(_plain(state.run_id), _plain(state.error or str(state.verdict)), seen, step, *map(str, counts))
+        seen = "-" if state.seen_s is None else f"seen {duration(state.seen_s)} ago"
+        counts = ["-" if number is None else str(number) for number in (state.step, state.num_replicas, state.dead)]
+        table.add_row(_plain(state.run_id), _plain(state.error or str(state.verdict)), seen, *counts)
     console.print(table if states else "no runs on this broker")
 
 

@@ -6,6 +6,7 @@ One read-only script takes all numbers at one moment; the rules are pure functio
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -352,13 +353,13 @@ async def take_snapshot(broker: Broker) -> Snapshot:
     reply = await broker.script("health", MAX_REPLICAS)
     try:
         return _snapshot(json.loads(reply.decode(errors="replace")))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ArithmeticError, ValueError, TypeError, KeyError) as error:
         raise UnavailableError(f"run {broker.run_id}: its data in the broker is damaged: {error!r}") from None
 
 
 def _snapshot(found: dict[str, Any]) -> Snapshot:
     # cjson encodes an empty array as {}, too.
-    counters = {name: int(value) for name, value in found["counters"].items()}
+    counters = {name: _int64(value) for name, value in found["counters"].items()}
     committed_at = counters.get("committed_at")
     return Snapshot(
         jobs=_stream(found["jobs"], counters.get("redelivered", 0)),
@@ -370,10 +371,10 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         duplicates=counters.get("duplicates", 0),
         replicas=tuple(_replica(fields) for fields in found["replicas"] or ()),
         trainer=_trainer(found["trainer"], found["now_ms"]),
-        trainer_waiting_s=float(found["trainer"].get("waiting_s", 0.0)),
-        scoring=int(found["trainer"].get("scoring", 0)),
+        trainer_waiting_s=_finite(found["trainer"].get("waiting_s", 0.0)),
+        scoring=_int64(found["trainer"].get("scoring", 0)),
         newest_version=found["version"],
-        min_seq=int(found["min_seq"]),
+        min_seq=_int64(found["min_seq"]),
         used_memory=found["used_memory"],
         maxmemory=found["maxmemory"],
         disk_refuses=found["disk_refuses"],
@@ -382,8 +383,8 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         client_wait_s=found["client_wait_ms"] / 1000,
         client_bytes=found["client_bytes"],
         closed=found["closed"],
-        finished=bool(int(found["trainer"].get("finished", 0))),
-        backlogs=tuple(int(length) for length in found["backlogs"] or ()),
+        finished=bool(_int64(found["trainer"].get("finished", 0))),
+        backlogs=tuple(_int64(length) for length in found["backlogs"] or ()),
     )
 
 
@@ -411,6 +412,20 @@ def report(run_id: str, snapshot: Snapshot) -> QueueHealth:
     )
 
 
+def _int64(value: str | int) -> int:
+    number = int(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError("an integer of more than 64 bits")
+    return number
+
+
+def _finite(value: str | float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"not a finite number: {value!r}")
+    return number
+
+
 def _stream(found: dict[str, Any], redelivered: int) -> StreamHealth:
     age = found["oldest_ms"]
     return StreamHealth(
@@ -428,7 +443,7 @@ def _replica(fields: dict[str, Any]) -> ReplicaHealth:
         id=fields["id"],
         state=state,
         version=str(WeightVersion.parse(fields["version"])),
-        in_flight=int(fields["in_flight"]),
+        in_flight=_int64(fields["in_flight"]),
         last_seen_s=last_seen_s,
         up_s=fields["up_ms"] / 1000 if "up_ms" in fields else None,
     )
@@ -437,8 +452,8 @@ def _replica(fields: dict[str, Any]) -> ReplicaHealth:
 def _trainer(fields: dict[str, str], now_ms: int) -> TrainerHealth | None:
     if not fields:
         return None
-    last_seen_s = max(0.0, (now_ms - int(fields["at"])) / 1000)
-    return TrainerHealth(step=int(fields["step"]), version=fields["version"], last_seen_s=last_seen_s)
+    last_seen_s = max(0.0, (now_ms - _int64(fields["at"])) / 1000)
+    return TrainerHealth(step=_int64(fields["step"]), version=fields["version"], last_seen_s=last_seen_s)
 
 
 def _seq(version: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 
+from redis.exceptions import NoPermissionError
+
 from dvp_rl.contract.errors import NotFoundError
 from dvp_rl.contract.keys import Keys
 from dvp_rl.contract.weights import RUN_ID
@@ -13,7 +15,9 @@ from .broker import Broker
 from .health import LOST_S
 
 SCAN_COUNT = 1_000
-MAX_SCANS = 1_000
+MAX_SCANS, NEAR_SCANS = 1_000, 100
+"""Most calls of SCAN to list the runs, and to find one that was meant: a broker may hold very many keys."""
+MAX_DIGITS = 20
 MAX_NAMED = 10
 
 
@@ -44,34 +48,43 @@ async def purge_run(broker: Broker, *, by: str, force: bool = False) -> int:
 
 async def check_run(broker: Broker) -> None:
     """Raises NotFoundError, which names some existing runs, if the broker knows nothing of this run."""
-    async with broker.call():
-        if await broker.redis.exists(broker.keys.jobs, broker.keys.versions, broker.keys.dead, broker.keys.replicas):
-            return
-    names = await list_runs(broker)
+    if await is_known(broker):
+        return
+    names = await list_runs(broker, NEAR_SCANS)
     near = get_close_matches(broker.run_id, names) or names[:MAX_NAMED]
     known = f"; runs there: {', '.join(near)}" if near else ""
     raise NotFoundError(f"run_id {broker.run_id!r}: this broker knows no such run{known}")
 
 
-async def latest_runs(broker: Broker, count: int) -> list[str]:
-    """At most `count` runs of the broker: those with a live trainer by name, then those whose trainer was seen last."""
-    names = await list_runs(broker)
+async def is_known(broker: Broker) -> bool:
+    """Whether the broker holds anything of this run."""
+    keys = broker.keys
+    async with broker.call():
+        return bool(await broker.redis.exists(keys.jobs, keys.versions, keys.dead, keys.replicas))
+
+
+async def latest_runs(broker: Broker) -> list[str]:
+    """The runs of the broker that its user may see: those with a live trainer by name, then the one whose trainer was
+    seen last, and so on."""
+    names = await list_runs(broker, MAX_SCANS)
     async with broker.call(), broker.redis.pipeline(transaction=False) as each:
         for name in names:
             each.hget(Keys(name).trainer, "at")
-        # A user who is held to one run may not see the others.
         beats = await each.execute(raise_on_error=False)
-    seen = {name: int(at) for name, at in zip(names, beats, strict=True) if isinstance(at, bytes) and at.isdigit()}
+    seen = {name: _ms(at) for name, at in zip(names, beats, strict=True) if not isinstance(at, NoPermissionError)}
     alive = max(seen.values(), default=0) - int(1000 * LOST_S)
-    return sorted(names, key=lambda name: -min(seen.get(name, 0), alive))[:count]
+    return sorted(seen, key=lambda name: -min(seen[name], alive))
 
 
-async def list_runs(broker: Broker) -> list[str]:
-    """Names of the runs that have a queue on this broker, in alphabetical order. Of a broker with very many keys it
-    looks at MAX_SCANS * SCAN_COUNT."""
+def _ms(at: object) -> int:
+    return int(at) if isinstance(at, bytes) and at.isdigit() and len(at) < MAX_DIGITS else 0
+
+
+async def list_runs(broker: Broker, scans: int) -> list[str]:
+    """Names of the runs that have a queue on this broker, in alphabetical order, as `scans` calls of SCAN find them."""
     before, after = Keys("*").jobs.split("*")
     names, cursor = set[str](), 0
-    for _ in range(MAX_SCANS):
+    for _ in range(scans):
         async with broker.call():
             cursor, keys = await broker.redis.scan(cursor, Keys("*").jobs, SCAN_COUNT)
         raw = [key for key in keys if isinstance(key, bytes)]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from dvp_rl.monitor import runs
 from dvp_rl.monitor.completions import MAX_STEPS
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.runs import purge_run
 from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
 from tests.integration.transport.rig import Rig
-from tests.kit.browser import LOW_CONTRAST, chromium, running
+from tests.kit.browser import LOW_CONTRAST, Browser, chromium, running
 from tests.kit.records import write_completions
 from tests.kit.tokens import TOKEN
 
@@ -165,35 +168,79 @@ def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None
         assert browser.problems == []
 
 
-async def test_the_reader_changes_to_another_run(staged: Rig, broker_url: str, tmp_path: Path) -> None:
-    other = f"{staged.run_id}-2"
-    (tmp_path / other).mkdir()
-    write_metrics(tmp_path / other / "metrics.jsonl", 3)
-    async with await Broker.connect(broker_url, other):
-        files = "--metrics-file", str(tmp_path / "{run}" / "metrics.jsonl")
-        with Monitor(tmp_path, broker_url, staged.run_id, *files) as monitor:
-            await asyncio.to_thread(_change_runs, monitor.url, staged.run_id, other, tmp_path)
+async def test_the_reader_changes_to_another_run(
+    own_broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
+    (tmp_path / "second").mkdir()
+    write_metrics(tmp_path / "second" / "metrics.jsonl", 3)
+    files = "--metrics-file", str(tmp_path / "{run}" / "metrics.jsonl")
+    async with await Broker.connect(own_broker.url, "first"), await Broker.connect(own_broker.url, "second") as second:
+        with Monitor(tmp_path, own_broker.url, "first", *files) as monitor, running(tmp_path) as browser:
+            await asyncio.to_thread(_change_runs, browser, monitor.url)
+            await purge_run(second, by="test")
+            await asyncio.to_thread(_find_the_way_back, browser)
 
 
-def _change_runs(url: str, own: str, other: str, folder: Path) -> None:
-    link = f"document.querySelector('#runs a[href=\"?run={other}\"]')"
-    shown = "document.getElementById('run')?.textContent"
+def _link(name: str) -> str:
+    return f"document.querySelector('#runs a[href=\"?run={name}\"]')"
+
+
+def _shows(name: str) -> str:
+    return f"document.getElementById('run')?.textContent === '{name}'"
+
+
+def _change_runs(browser: Browser, url: str) -> None:
     current = "document.querySelector('#runs a[aria-current]')?.textContent"
-    with running(folder) as browser:
-        browser.open(url, width=400)
-        browser.until(f"{link} !== null && {current} === '{own}'")
-        browser.evaluate("document.querySelector('#runs summary').click()")
-        row = browser.evaluate(f"{link}.closest('tr').innerText")
-        assert row.split("\t")[1:] == ["idle", "never seen", "–", "0", "0"]
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
-        assert browser.evaluate(LOW_CONTRAST) == []
-        browser.evaluate(f"{link}.click()")
-        browser.until(f"{shown} === '{other}' && {current} === '{other}'")
-        browser.until("document.querySelectorAll('#curves figure').length > 0")
-        assert browser.evaluate("document.getElementById('num-dead').textContent") == "0"
-        browser.evaluate("history.back()")
-        browser.until(f"{shown} === '{own}'")
-        assert browser.problems == []
+    browser.open(url, width=400)
+    browser.until(f"{_link('second')} !== null && {current} === 'first'")
+    browser.evaluate("document.querySelector('#runs summary').click()")
+    row = browser.evaluate(f"{_link('second')}.closest('tr').innerText")
+    assert row.split("\t") == ["second", "idle", "–", "–", "0", "0"]
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+    assert browser.evaluate(LOW_CONTRAST) == []
+    assert browser.evaluate(UNNAMED) == []
+    browser.evaluate(f"{_link('second')}.click()")
+    browser.until(f"{_shows('second')} && {current} === 'second'")
+    browser.until("document.querySelectorAll('#curves figure').length > 0")
+    assert browser.problems == []
+
+
+def _find_the_way_back(browser: Browser) -> None:
+    """The run that the page shows was removed."""
+    browser.until("document.getElementById('verdict').innerText.includes('this broker knows no such run')")
+    assert browser.evaluate("document.getElementById('link').textContent") == "refused; trying again"
+    browser.evaluate("document.querySelector('#home a').click()")
+    browser.until(_shows("first"))
+    assert browser.evaluate("document.getElementById('home').hidden") is True
+
+
+async def test_the_list_of_runs_keeps_its_rows(
+    own_broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.1)
+    async with await Broker.connect(own_broker.url, "first"), await Broker.connect(own_broker.url, "second") as second:
+        with Monitor(tmp_path, own_broker.url, "another") as monitor, running(tmp_path) as browser:
+            await asyncio.to_thread(_focus, browser, monitor.url)
+            beat = {"at": int(1000 * time.time()), "step": 7, "version": "second:7:ab"}
+            await second.redis.hset(second.keys.trainer, mapping=beat)
+            await asyncio.to_thread(_still_there, browser)
+
+
+def _focus(browser: Browser, url: str) -> None:
+    browser.open(url)
+    browser.until(f"{_link('first')} !== null")
+    browser.evaluate("document.querySelector('#runs summary').click()")
+    browser.evaluate(f"{_link('first')}.focus()")
+
+
+def _still_there(browser: Browser) -> None:
+    """The second run is now the one whose trainer was seen last."""
+    browser.until(f"{_link('second')}.closest('tr').cells[3].innerText === '7'")
+    assert browser.evaluate("document.activeElement.textContent") == "first"
+    names = "[...document.querySelectorAll('#runs a')].map((link) => link.textContent)"
+    assert browser.evaluate(names) == ["first", "second", "another"]
+    assert browser.problems == []
 
 
 async def test_the_page_shows_the_chosen_step_of_the_newest_file(broker_url: str, run_id: str, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import base64
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dvp_rl.cancellation import cancel
-from dvp_rl.contract.errors import ConfigError, OverloadedError
+from dvp_rl.contract.errors import ConfigError
 from dvp_rl.http.api_tokens import Scope
-from dvp_rl.monitor import runs as monitor_runs
 from dvp_rl.monitor.app import PAGE_PARTS
-from dvp_rl.monitor.bodies import Completions, CompletionSteps, Curves, LetterPage, Picture, RunStates
+from dvp_rl.monitor.bodies import Completions, CompletionSteps, Curves, LetterPage, Picture
 from dvp_rl.monitor.poller import Poller
 from dvp_rl.monitor.runs import Runs
 from dvp_rl.monitor.settings import MonitorSettings
@@ -319,75 +318,6 @@ def test_only_loopback_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = MonitorSettings.load(["--host", "0.0.0.0"]).tokens().find(TOKEN.encode())
     assert caller is not None
     assert caller.scope is Scope.OPERATE
-
-
-async def test_other_runs_of_the_broker(staged: Rig, broker_url: str, tmp_path: Path) -> None:
-    other = f"{staged.run_id}-2"
-    (tmp_path / other).mkdir()
-    write_metrics(tmp_path / other / "metrics.jsonl", 3)
-    async with await Broker.connect(broker_url, other) as broker:
-        rig = Rig(broker, await TrainerLease(broker, "test").acquire(), Submission(broker), staged.groups)
-        await rig.submit(5)
-        files = "--metrics-file", str(tmp_path / "{run}" / "metrics.jsonl")
-        with Monitor(tmp_path, broker_url, staged.run_id, *files) as monitor:
-            await asyncio.to_thread(_look_at_both, monitor, staged.run_id, other)
-
-
-def _look_at_both(monitor: Monitor, own: str, other: str) -> None:
-    monitor.until_ready()
-    backlogs = [monitor.get(f"/v1/queue?run={run}").json()["jobs"]["backlog"] for run in (own, other)]
-    assert backlogs == [4, 5]
-    assert monitor.get(f"/v1/dead?run={other}").json()["letters"] == []
-    with monitor.events(f"?run={other}") as events:
-        found = {}
-        while {"picture", "curves", "runs"} - found.keys():
-            kind, content = next(events)
-            found[kind] = content
-    assert found["picture"]["run_id"] == other
-    assert found["curves"]["panels"]
-    states = {state.run_id: state for state in RunStates.model_validate(found["runs"]).runs}
-    assert (states[own].step, states[own].dead, states[other].step) == (42, 3, None)
-    refusal = problem(monitor.get(f"/v1/queue?run={own}-3"), 404).detail
-    assert f"no such run; runs there: {own}" in refusal
-    assert "run" in problem(monitor.get("/v1/queue?run=a%20b"), 422).detail
-
-
-@asynccontextmanager
-async def _running(runs: Runs) -> AsyncIterator[None]:
-    polling = asyncio.create_task(runs.run())
-    try:
-        yield
-    finally:
-        await cancel([polling])
-
-
-async def test_runs_are_polled_while_somebody_watches(
-    staged: Rig, broker_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(monitor_runs, "LIST_EVERY_S", 0.01)
-    monkeypatch.setattr(monitor_runs, "MAX_OTHERS", 1)
-    own, a, b = staged.run_id, f"{staged.run_id}-a", f"{staged.run_id}-b"
-    for run in (a, b):
-        async with await Broker.connect(broker_url, run):
-            pass
-    runs = Runs(MonitorSettings.load([f"--redis-url={broker_url}", f"--run-id={own}", "--interval-s=0.1"]))
-    async with _running(runs):
-        poller = await runs.of(a)
-        assert poller.snapshot is not None, "it has looked before it answers"
-        assert await runs.of(a) is poller
-        await runs.of(b)
-        assert runs.polled == {own, b}, "there is room for one other, and nobody watched the first"
-        watching = runs.feed.follow(b)
-        await anext(watching)
-        with pytest.raises(OverloadedError, match="2 runs are watched already"):
-            await runs.of(a)
-        monkeypatch.setattr(monitor_runs, "UNWATCHED_S", 0.0)
-        poller = await runs.of(b)
-        since = poller.picture.at
-        await until_async(lambda: poller.picture.at > since + 0.5)
-        assert runs.polled == {own, b}, "somebody watches"
-        await watching.aclose()
-        await until_async(lambda: runs.polled == {own})
 
 
 def test_completions_are_only_shown_if_they_are_asked_for(broker_url: str, run_id: str, tmp_path: Path) -> None:

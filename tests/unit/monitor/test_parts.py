@@ -16,7 +16,7 @@ from dvp_rl.contract.errors import NotFoundError, OverloadedError
 from dvp_rl.monitor.bodies import Completions
 from dvp_rl.monitor.completions import MAX_STEPS, CompletionsFile
 from dvp_rl.monitor.curves import MAX_POINTS, MetricsFile, thinned
-from dvp_rl.monitor.feed import Feed
+from dvp_rl.monitor.feed import Feed, Viewers
 from dvp_rl.monitor.growing import MAX_READ, GrowingFile, Grown
 from dvp_rl.monitor.rates import WINDOW_S, Rates
 from dvp_rl.monitor.tables import duration
@@ -149,36 +149,39 @@ def test_the_histogram_is_of_recent_steps(tmp_path: Path) -> None:
 
 
 async def test_one_caller_leaves_others_room_to_watch() -> None:
-    feed = Feed(max_viewers=4)
-    feed.publish("run", "picture", "1")
+    viewers = Viewers(max_viewers=4)
+    feeds = [Feed(viewers), Feed(viewers)]
     watching = []
-    for caller in ("alice", "alice", "bob"):
-        feed.admit(caller)
-        watching.append(feed.follow("run", caller=caller))
+    for caller, feed in (("alice", feeds[0]), ("alice", feeds[1]), ("bob", feeds[1])):
+        viewers.admit(caller)
+        feed.publish("picture", "1")
+        watching.append(feed.follow(caller=caller))
         await anext(watching[-1])
+    assert [feed.num_viewers for feed in feeds] == [1, 2]
     for caller, said in (
         ("alice", r"alice has 2 viewers, and 1 of 4 places \(max_viewers\)"),
         ("bob", "bob has 1 viewers"),
     ):
         with pytest.raises(OverloadedError, match=said):
-            feed.admit(caller)
-    feed.admit("carol")
+            viewers.admit(caller)
+    viewers.admit("carol")
     for viewer in watching:
         await viewer.aclose()
-    assert feed.num_viewers == 0
+    assert (viewers.num, *(feed.num_viewers for feed in feeds)) == (0, 0, 0)
 
 
 async def test_a_slow_viewer_skips_what_was_overtaken() -> None:
-    feed = Feed(max_viewers=1)
-    feed.publish("run", "picture", "1")
-    feed.admit()
-    viewer = feed.follow("run")
+    viewers = Viewers(max_viewers=1)
+    feed = Feed(viewers)
+    feed.publish("picture", "1")
+    viewers.admit()
+    viewer = feed.follow()
     assert await anext(viewer) == b"event: picture\ndata: 1\n\n"
     with pytest.raises(OverloadedError, match=r"^1 viewers are watching already \(max_viewers\)"):
-        feed.admit()
+        viewers.admit()
     for number in range(2, 9):
-        feed.publish("run", "picture", str(number))
-    feed.publish("run", "curves", "c")
+        feed.publish("picture", str(number))
+    feed.publish("curves", "c")
     assert [await anext(viewer), await anext(viewer)] == [
         b"event: picture\ndata: 8\n\n",
         b"event: curves\ndata: c\n\n",
@@ -186,21 +189,7 @@ async def test_a_slow_viewer_skips_what_was_overtaken() -> None:
     waiting = asyncio.ensure_future(anext(viewer, b"end"))
     feed.close()
     assert await waiting == b"end"
-    assert feed.num_viewers == 0
-
-
-async def test_a_viewer_gets_the_messages_of_one_run_and_those_for_all() -> None:
-    feed = Feed(max_viewers=2)
-    feed.publish("a", "picture", "1")
-    feed.publish("b", "picture", "2")
-    feed.publish("", "runs", "3")
-    viewer = feed.follow("b")
-    assert [await anext(viewer), await anext(viewer)] == [b"event: picture\ndata: 2\n\n", b"event: runs\ndata: 3\n\n"]
-    assert (feed.is_watched("a"), feed.is_watched("b")) == (False, True)
-    await viewer.aclose()
-    assert not feed.is_watched("b")
-    feed.forget("b")
-    assert await anext(feed.follow("b")) == b"event: runs\ndata: 3\n\n"
+    assert viewers.num == 0
 
 
 @pytest.mark.parametrize(

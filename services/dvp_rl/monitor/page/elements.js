@@ -1,9 +1,10 @@
 // What every part of the page needs: text is only set through textContent, since ids and errors come from others.
 
-const run = new URLSearchParams(location.search).get("run"); // null: the monitor's own
+/** The run that the page shows; "" is the monitor's own. */
+export const run = new URLSearchParams(location.search).get("run") ?? "";
 
-/** The path of the interface for the run that the page shows. */
-export const ofRun = (path) => (run === null ? path : `${path}${path.includes("?") ? "&" : "?"}run=${encodeURIComponent(run)}`);
+/** The path of the interface for this run. */
+export const ofRun = (path) => (run === "" ? path : `${path}${path.includes("?") ? "&" : "?"}run=${encodeURIComponent(run)}`);
 
 export const at = (id) => document.getElementById(id);
 

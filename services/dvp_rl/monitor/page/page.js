@@ -2,7 +2,7 @@
 
 import { showSteps } from "./completions.js";
 import { showCurves } from "./curves.js";
-import { ask, at, duration, element, ofRun, place, plural, say, whole, words } from "./elements.js";
+import { ask, at, duration, element, ofRun, place, plural, run, say, whole, words } from "./elements.js";
 
 const TONES = { critical: "bad", warning: "warn", info: "good" };
 const FATES = { replayed: "back in the queue", dropped: "dropped" };
@@ -13,7 +13,7 @@ const WHY_NOT = {
 };
 
 let picture = null;
-let runs = []; // of the broker
+let runs = { runs: [], total: 0 }; // of the broker
 let mayOperate = null; // null: /v1/caller has not answered yet
 let olderPage = null; // null: the list follows the newest page
 
@@ -47,7 +47,17 @@ function showVerdict() {
   const reasons = picture.error
     ? [{ severity: "critical", detail: picture.error, remedy: "restart the broker; what is shown below is its last known state" }]
     : picture.health.reasons;
-  const tone = TONES[reasons[0]?.severity ?? "info"];
+  at("home").hidden = true;
+  showReasons(TONES[reasons[0]?.severity ?? "info"], verdict, reasons);
+}
+
+/** The server shows nothing: it says why, and the page asks again. */
+function showRefusal(why) {
+  at("home").hidden = run === "";
+  showReasons("bad", "refused", [{ detail: why, remedy: "the page tries again every 5 s" }]);
+}
+
+function showReasons(tone, verdict, reasons) {
   at("verdict").className = `card ${tone}`;
   say("verdict-name", `${{ good: "✓", warn: "!", bad: "✕" }[tone]} ${verdict}`);
   const list = at("reasons");
@@ -110,25 +120,35 @@ function showReplicas(replicas) {
   });
 }
 
+let rows = new Map(); // of the runs, by name, as they are shown
+
 function showRuns() {
+  const states = new Map(runs.runs.map((state) => [state.run_id, state]));
   const box = at("runs");
-  box.hidden = runs.every((run) => run.run_id === picture.run_id);
-  say(box.querySelector("summary"), `${plural(runs.length, "run")} on this broker`);
-  const body = box.querySelector("tbody");
-  while (body.rows.length > runs.length) body.deleteRow(-1);
-  runs.forEach((run, index) => {
-    const row = body.rows[index] ?? body.insertRow();
-    if (row.cells.length === 0) row.insertCell().append(element("a"));
-    while (row.cells.length < 6) row.insertCell();
-    const link = row.querySelector("a");
-    say(link, run.run_id);
-    link.href = `?run=${encodeURIComponent(run.run_id)}`;
-    if (run.run_id === picture.run_id) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-    const seen = run.seen_s === null ? "never seen" : `seen ${duration(run.seen_s)} ago`;
-    const texts = [run.error || words(run.verdict), seen, run.step === null ? "–" : whole(run.step), whole(run.num_replicas), whole(run.dead)];
-    texts.forEach((text, column) => say(row.cells[column + 1], text));
-  });
+  box.hidden = [...states.keys()].every((name) => name === picture.run_id);
+  const some = states.size < runs.total ? `, ${whole(states.size)} shown` : "";
+  say(box.querySelector("summary"), `${plural(runs.total, "run")} on this broker${some}`);
+  // Known rows keep their order, so that none moves away from the pointer or the focus.
+  const kept = [...rows].filter(([name]) => states.has(name));
+  const added = [...states.keys()].filter((name) => !rows.has(name)).map((name) => [name, makeRunRow(name)]);
+  rows = new Map([...kept, ...added]);
+  place(box.querySelector("tbody"), [...rows.values()]);
+  for (const [name, row] of rows) updateRunRow(row, states.get(name));
+}
+
+function makeRunRow(name) {
+  const row = element("tr");
+  const link = element("a", name, { href: `?run=${encodeURIComponent(name)}` });
+  if (name === picture.run_id) link.setAttribute("aria-current", "page");
+  row.insertCell().append(link);
+  for (let column = 1; column < 6; column += 1) row.insertCell();
+  return row;
+}
+
+function updateRunRow(row, state) {
+  const seen = state.seen_s === null ? "–" : `seen ${duration(state.seen_s)} ago`;
+  const counts = [state.step, state.num_replicas, state.dead].map((number) => (number === null ? "–" : whole(number)));
+  [state.error || words(state.verdict), seen, ...counts].forEach((text, column) => say(row.cells[column + 1], text));
 }
 
 // --- dead letters ---------------------------------------------------------------------------------------------------
@@ -284,7 +304,7 @@ function connect() {
   });
   source.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
   source.addEventListener("runs", (event) => {
-    runs = JSON.parse(event.data).runs;
+    runs = JSON.parse(event.data);
     if (picture) showRuns();
   });
   source.addEventListener("completions", (event) => showSteps(JSON.parse(event.data)));
@@ -292,11 +312,22 @@ function connect() {
     // After a refusal the browser does not reconnect by itself.
     const refused = source.readyState === EventSource.CLOSED;
     at("link").className = "lost";
-    say("link", refused ? "refused; reload the page if this persists" : "dvp-monitor does not answer; trying again");
+    say("link", refused ? "refused; trying again" : "dvp-monitor does not answer; trying again");
     mayOperate = null;
     if (picture) showPicture();
-    if (refused) setTimeout(connect, 5000);
+    if (!refused) return;
+    refusal().then(showRefusal, () => {});
+    setTimeout(connect, 5000);
   });
+}
+
+/** Why the stream is refused; an EventSource does not tell. */
+async function refusal() {
+  const stop = new AbortController();
+  const response = await fetch(location.origin + ofRun("/v1/events"), { signal: stop.signal });
+  if (!response.ok) return (await response.json()).detail;
+  stop.abort();
+  throw new Error("no longer refused");
 }
 
 connect();
