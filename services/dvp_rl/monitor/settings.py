@@ -45,7 +45,7 @@ class MonitorSettings(ListenSettings):
     interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
     """Seconds between two polls of the broker, however many people watch."""
     max_viewers: Annotated[int, Field(ge=1)] = 256
-    """Pages that can be open at the same time."""
+    """Pages that can be open at the same time, and other runs than run_id that are polled."""
 
     def files(self, run_id: str) -> tuple[Path | None, Path | None]:
         """The metrics and the completions of a run."""

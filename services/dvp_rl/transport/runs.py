@@ -17,7 +17,8 @@ from .health import LOST_S
 SCAN_COUNT = 1_000
 MAX_SCANS, NEAR_SCANS = 1_000, 100
 """Most calls of SCAN to list the runs, and to find one that was meant: a broker may hold very many keys."""
-MAX_DIGITS = 20
+MAX_DIGITS = 19
+"""Most digits of a 64-bit number."""
 MAX_NAMED = 10
 
 
@@ -77,7 +78,7 @@ async def latest_runs(broker: Broker) -> list[str]:
 
 
 def _ms(at: object) -> int:
-    return int(at) if isinstance(at, bytes) and at.isdigit() and len(at) < MAX_DIGITS else 0
+    return int(at) if isinstance(at, bytes) and at.isdigit() and len(at) <= MAX_DIGITS else 0
 
 
 async def list_runs(broker: Broker, scans: int) -> list[str]:
