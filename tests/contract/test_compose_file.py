@@ -189,7 +189,7 @@ def test_the_monitor_understands_its_environment(monkeypatch: pytest.MonkeyPatch
     set_environment("monitor", monkeypatch)
     settings = MonitorSettings.load([])
     assert settings.run_id == SERVICES["rollout"]["environment"]["DVP_ROLLOUT__RUN_ID"]
-    assert settings.metrics_file == Path("/runs/demo/metrics.jsonl")
+    assert settings.files("demo") == (Path("/runs/demo/metrics.jsonl"), None)
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-gpu"])

@@ -88,7 +88,9 @@ class Poller:
         try:
             picture = await self._ask()
         except DvpError as error:
-            if not self.picture.error or self.snapshot is not None:
+            # The log is about the monitor's own run.
+            news = not self.picture.error or self.snapshot is not None
+            if news and self.run_id == self._settings.run_id:
                 logger.warning("%s; trying again", error)
             self.snapshot = None
             picture = self.picture.model_copy(update={"at": time.time(), "error": str(error)})

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from dvp_rl.contract.errors import DvpError
+from dvp_rl.contract.errors import DvpError, UnavailableError
 from dvp_rl.contract.http import ReplicaState
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.health import queue_health
@@ -50,6 +50,8 @@ class Runs:
             poller = Poller(self._settings, run_id, self.viewers, self.own.broker.beside(run_id))
             await check_run(poller.broker)
             await poller.look()
+            if self.own.feed.closed:
+                raise UnavailableError("the monitor is stopping")
             if run_id not in self._others:  # nobody else was faster
                 self._add(poller)
         poller = self._others[run_id]

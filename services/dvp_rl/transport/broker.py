@@ -143,7 +143,9 @@ class Broker:
 
     def beside(self, run_id: str) -> Broker:
         """The broker for another run, over the same connections. Close only the first."""
-        return Broker(self.redis, Keys(run_id), self._outage)
+        broker = Broker(self.redis, Keys(run_id), self._outage)
+        broker._turns = self._turns
+        return broker
 
     async def script(self, name: str, *args: str | bytes | int | float) -> Any:
         """Runs lua/<name>.lua. Raises LeaseLostError (not the owner, or fenced off), OverloadedError (the broker's

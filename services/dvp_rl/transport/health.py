@@ -373,7 +373,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         trainer=_trainer(found["trainer"], found["now_ms"]),
         trainer_waiting_s=_finite(found["trainer"].get("waiting_s", 0.0)),
         scoring=_int64(found["trainer"].get("scoring", 0)),
-        newest_version=found["version"],
+        newest_version=found["version"] and _version(found["version"]),
         min_seq=_int64(found["min_seq"]),
         used_memory=found["used_memory"],
         maxmemory=found["maxmemory"],
@@ -419,6 +419,11 @@ def _int64(value: str | int) -> int:
     return number
 
 
+def _version(text: str) -> str:
+    _int64(WeightVersion.parse(text).seq)
+    return text
+
+
 def _finite(value: str | float) -> float:
     number = float(value)
     if not math.isfinite(number):
@@ -442,7 +447,7 @@ def _replica(fields: dict[str, Any]) -> ReplicaHealth:
     return ReplicaHealth(
         id=fields["id"],
         state=state,
-        version=str(WeightVersion.parse(fields["version"])),
+        version=_version(fields["version"]),
         in_flight=_int64(fields["in_flight"]),
         last_seen_s=last_seen_s,
         up_s=fields["up_ms"] / 1000 if "up_ms" in fields else None,

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from dvp_rl.cancellation import cancel
-from dvp_rl.contract.errors import NotFoundError
+from dvp_rl.contract.errors import NotFoundError, UnavailableError
 from dvp_rl.monitor import runs as monitor_runs
 from dvp_rl.monitor.bodies import RunStates
+from dvp_rl.monitor.exporter import exposition
 from dvp_rl.monitor.feed import STILL_HERE, Viewers
 from dvp_rl.monitor.poller import Poller
 from dvp_rl.monitor.runs import Runs, run_states
@@ -118,6 +119,10 @@ async def test_the_stream_of_a_run_that_is_removed_ends(
         assert [message async for message in watching][-1:] != [STILL_HERE]
         with pytest.raises(NotFoundError, match=f"'{name}': this broker knows no such run"):
             await runs.of(name)
+        await other.ensure_groups()
+        runs.close()
+        with pytest.raises(UnavailableError, match="the monitor is stopping"):
+            await runs.of(name)
 
 
 async def test_a_long_list_has_the_own_run(own_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +170,15 @@ async def test_damaged_numbers_of_a_run_end_nothing(rig: Rig) -> None:
             await broker.redis.hset(key, mapping=good | {field: value})
             await poller.look()
             assert (poller.snapshot is None) == (poller.picture.error != ""), (field, value)
+            assert exposition(lambda: poller.snapshot)
             (state,) = await run_states(broker, [rig.run_id])
             assert state.error == poller.picture.error
             assert rig.run_id in await latest_runs(broker)
         await broker.redis.hset(key, mapping=good)
+    for version in (b"x", b"r:" + b"9" * 4000 + b":ab"):
+        await broker.redis.xadd(keys.versions, {"version": version, "min_seq": 0})
+        await poller.look()
+        assert "its data in the broker is damaged" in poller.picture.error
+    await broker.redis.delete(keys.versions)
     await poller.look()
     assert poller.picture.error == ""
