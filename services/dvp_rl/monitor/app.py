@@ -51,7 +51,7 @@ PAGE = files(__package__) / "page"
 PAGE_PARTS = ("page.css", "page.js", "completions.js", "curves.js", "elements.js")
 DESCRIPTION = (
     "The queue of a training run: its state and what to do about it, its dead letters, and who changed what. The page "
-    "at / shows it live. `run` asks about another run of the same broker than the one that the monitor was started for."
+    "at / shows it live. With `run`, an answer is about that run of the broker; without it, about the monitor's own."
 )
 AWAY = UnavailableError("Redis at 127.0.0.1:6379 does not answer: Connection refused")
 NO_RUN = NotFoundError("run_id 'qwen3-maht': this broker knows no such run; runs there: qwen3-math")

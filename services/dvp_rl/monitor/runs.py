@@ -35,6 +35,7 @@ class Runs:
         self._polling = asyncio.TaskGroup()
         self._others: dict[str, Poller] = {}
         self._listed = ""
+        """The newest list of runs, in JSON."""
 
     @property
     def pollers(self) -> dict[str, Poller]:
@@ -117,6 +118,7 @@ class Runs:
 
 
 async def run_states(broker: Broker, run_ids: Iterable[str]) -> tuple[RunState, ...]:
+    """The state of each run, in this order."""
     return tuple([await _state(broker.beside(run_id)) for run_id in run_ids])
 
 

@@ -43,7 +43,7 @@ class MonitorSettings(ListenSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """0 takes a free port: see the log, or --port-file."""
     interval_s: Annotated[float, Field(ge=0.1, le=60)] = 1.0
-    """Seconds between two polls of the broker, however many people watch."""
+    """Seconds between two polls of a run, however many people watch it."""
     max_viewers: Annotated[int, Field(ge=1)] = 256
     """Pages that can be open at the same time, and other runs than run_id that are polled."""
 

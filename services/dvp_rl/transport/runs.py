@@ -1,4 +1,4 @@
-"""Closing the queue so that it drains, and removing a run from the broker."""
+"""The runs of a broker: which there are, closing a queue so that it drains, removing a run."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ import { showCurves } from "./curves.js";
 import { ask, at, duration, element, ofRun, place, plural, run, say, whole, words } from "./elements.js";
 
 const TONES = { critical: "bad", warning: "warn", info: "good" };
+const RETRY_S = 5;
 const FATES = { replayed: "back in the queue", dropped: "dropped" };
 const WHY_NOT = {
   closed: "The trainer has counted it as dead and drawn the next prompt.",
@@ -34,7 +35,6 @@ function showPicture() {
   say("run", picture.run_id);
   document.title = `${picture.error ? "broker away" : words(picture.health?.verdict ?? "")} – ${picture.run_id}`;
   showVerdict();
-  showRuns();
   if (!picture.health) return;
   showFlow(picture.health);
   showReplicas(picture.health.replicas);
@@ -54,7 +54,7 @@ function showVerdict() {
 /** The server shows nothing: it says why, and the page asks again. */
 function showRefusal(why) {
   at("home").hidden = run === "";
-  showReasons("bad", "refused", [{ detail: why, remedy: "the page tries again every 5 s" }]);
+  showReasons("bad", "refused", [{ detail: why, remedy: `the page tries again every ${RETRY_S} s` }]);
 }
 
 function showReasons(tone, verdict, reasons) {
@@ -297,10 +297,12 @@ function connect() {
     if (picture) showPicture();
   });
   source.addEventListener("picture", (event) => {
+    const first = picture === null;
     picture = JSON.parse(event.data);
     at("link").className = "";
     say("link", "live");
     showPicture();
+    if (first) showRuns(); // whose list can come before
   });
   source.addEventListener("curves", (event) => showCurves(JSON.parse(event.data)));
   source.addEventListener("runs", (event) => {
@@ -317,7 +319,7 @@ function connect() {
     if (picture) showPicture();
     if (!refused) return;
     refusal().then(showRefusal, () => {});
-    setTimeout(connect, 5000);
+    setTimeout(connect, 1000 * RETRY_S);
   });
 }
 
