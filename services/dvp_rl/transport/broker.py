@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any, Self
 
 from redis.asyncio import Redis
@@ -152,10 +153,10 @@ class Broker:
         memory is full and the script does not drain), UnavailableError (broker gone or too slow)."""
         script = self._scripts.get(name)
         if script is None:
-            script = self._scripts[name] = self.redis.register_script(_source(name, self.run_id))
+            script = self._scripts[name] = self.redis.register_script(_source(name))
         failpoint(f"{name}.before")
         async with self.call():
-            reply = await _run(script, args)
+            reply = await _run(script, (*args, self.run_id))
         failpoint(f"{name}.after")
         return reply
 
@@ -275,18 +276,20 @@ async def _run(script: AsyncScript, args: tuple[str | bytes | int | float, ...])
             await asyncio.sleep(RELOAD_S)
 
 
-def _source(name: str, run_id: str) -> str:
+@cache
+def _source(name: str) -> str:
     """A script's text: shebang line, key names and constants, prelude, body. The keys are not declared in EVALSHA,
-    because the caller would then need write permission for all of them."""
+    because the caller would then need write permission for all of them. The run is the last argument, so that all runs
+    share a text: the broker keeps each until it restarts."""
     shebang, _, body = SCRIPTS[name].partition("\n")
-    keys = Keys(run_id)
+    keys = Keys("' .. RUN_ID .. '")
     constants = {
+        "RUN_ID": "table.remove(ARGV)",
         **{key.upper(): f"'{getattr(keys, key)}'" for key in _KEYS},
         "JOB": f"'{keys.job('')}'",
         "RESULT": f"'{keys.result('')}'",
         "REPLICA": f"'{keys.replica('')}'",
         "BOOKS": f"{{{', '.join(key.upper() for key in _KEYS)}}}",
-        "RUN_ID": f"'{run_id}'",
         "REPLICA_GROUP": f"'{REPLICAS}'",
         "TRAINER_GROUP": f"'{TRAINER}'",
         "SCHEMA_VERSION": SCHEMA_VERSION,

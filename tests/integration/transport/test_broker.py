@@ -181,6 +181,15 @@ async def test_two_runs_share_nothing(broker_url: str, run_id: str) -> None:
         assert {re.search(r"\{(.*)\}", key)[1] for key in keys} == {run_id, f"{run_id}-b"}  # type: ignore[index]
 
 
+async def test_another_run_loads_no_script_again(own_broker: EmbeddedBroker) -> None:
+    cached = []
+    for run_id in ("one", "another"):
+        async with await Broker.connect(own_broker.url, run_id) as broker:
+            await queue_health(broker)
+            cached.append((await broker.redis.info("memory"))["number_of_cached_scripts"])
+    assert cached[1] == cached[0] > 0
+
+
 @pytest.mark.parametrize("name", sorted(SCRIPTS.keys() - {"prelude"}))
 def test_every_script_that_drains_runs_with_the_memory_full(name: str) -> None:
     shebang = SCRIPTS[name].partition("\n")[0]

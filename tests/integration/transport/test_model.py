@@ -202,22 +202,22 @@ FEW = {
 }
 
 
-def _mutated(name: str, run_id: str) -> tuple[str, str]:
+def _mutated(name: str) -> tuple[str, str]:
     """Name and source of the mutated script."""
     script, text, instead = MUTANTS[name]
-    source = broker_module._source(script, run_id)
+    source = broker_module._source(script)
     assert source.count(text) == 1, f"{script}.lua has changed: write the mutant anew"
     return script, source.replace(text, instead)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_mutants_are_of_the_scripts_as_they_are(name: str) -> None:
-    _mutated(name, "run")
+    _mutated(name)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in MUTANTS])
 async def test_the_walk_finds_a_script_that_is_wrong(name: str, parts: Parts) -> None:
-    script, source = _mutated(name, parts.everybody.run_id)
+    script, source = _mutated(name)
     for part in parts:
         part._scripts[script] = part.redis.register_script(source)
     await _expect_trouble(parts)
