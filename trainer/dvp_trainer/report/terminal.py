@@ -36,7 +36,9 @@ def completions_table(step: int, completions: Sequence[Completion], *, width: in
         return text
 
     styles = ("", "yellow", "orange1", "red")
-    shares = ", ".join(f"{style} {100 * share:g} %" for style, share in zip(styles[1:], PRUNED, strict=True))
+    shares = ", ".join(
+        f"{style.rstrip('1')} {100 * share:g} %" for style, share in zip(styles[1:], PRUNED, strict=True)
+    )
     table = Table(
         title=f"step {step}: best and worst completion of a prompt",
         caption=f"colours: min-p removed at least this much probability: {shares}",
