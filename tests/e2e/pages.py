@@ -40,6 +40,7 @@ DIAGRAMS = {"mermaid", "text"}
 NEEDS = {"gpu", "hub", "docker"}
 ON_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+RULE = re.compile(r"([━─])\1+")
 NUMBER = re.compile(r"[-−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -194,7 +195,8 @@ def occurs(line: str, said: str) -> bool:
 
 def _masked(line: str) -> str:
     """The line without what differs from run to run, or by how a program was started."""
-    return NUMBER.sub("0", " ".join(line.replace(".venv/bin/", "").split()))
+    plain = RULE.sub(r"\1", " ".join(line.replace(".venv/bin/", "").split()))
+    return NUMBER.sub("0", plain)
 
 
 def attempt(words: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from dvp_rl.settings import user_errors
 
 from .config import CheckSettings, CompareSettings, EvalSettings, ExportSettings, ReportSettings, TrainSettings
 from .patience import patient
-from .report.starts import SETTINGS
+from .report.starts import SETTINGS, last_start
 
 if TYPE_CHECKING:
     from .learn.world import World
@@ -100,6 +100,7 @@ def check(argv: list[str]) -> Iterator[object]:
 def export(argv: list[str]) -> Iterator[str]:
     """Writes a checkpoint's model, and describes it."""
     settings = ExportSettings.load(argv)
+    last_start(settings.run)  # before PyTorch is loaded
     from .export import export
 
     yield from export(settings)

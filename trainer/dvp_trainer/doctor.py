@@ -43,6 +43,7 @@ from .data.prompts import Prompts, Row
 from .data.rendering import (
     compare_kinds,
     encode_prompt,
+    holds_chats,
     longest_sequence,
     open_heldout,
     open_tokenizer,
@@ -201,6 +202,7 @@ class Examination:
         measured = f"the first {len(rows):,}" if len(rows) < len(self._train) else f"all {len(rows):,}"
         yield f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {median(lengths):,.0f}, of {measured}"
         yield from self._room(lengths)
+        yield from self._arguments()
         for row, ids in zip(rows[:SHOWN_ROWS], encoded, strict=False):
             text = tokenizer.decode(ids, skip_special_tokens=False)
             yield f"row {row.index}, {len(ids)} tokens, answer {_answer(row)}:\n{_shortened(text)}"
@@ -213,6 +215,19 @@ class Examination:
                 f"{cut:,} of them leave less room than sampling.max_tokens = {limit:,} in the context of {context:,}: "
                 "their completions are cut off earlier"
             )
+
+    def _arguments(self) -> Iterator[str]:
+        """Arguments of the chat template that are left to it."""
+        template = self._tokenizer.chat_template
+        if template is None or not holds_chats(self._train):
+            return
+        unset = [
+            name
+            for name in self._tokenizer.template_arguments(template)
+            if name not in self.settings.data.chat_template_kwargs
+        ]
+        if unset:
+            yield f"the chat template also takes {', '.join(unset)}: data.chat_template_kwargs sets them"
 
     def look_at_reward(self) -> Iterable[str]:
         async def tried() -> None:

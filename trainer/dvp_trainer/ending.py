@@ -65,8 +65,7 @@ def standing(out_dir: Path, *, ended: bool = False) -> Iterator[str]:
     if done < planned:
         yield f"{start.run_id}: {'stopped at' if ended else 'at'} step {done} of {planned}"
     else:
-        again = ", all before this start" if start.step >= planned else ""
-        yield f"{start.run_id}: finished, {done} of {planned} steps{again}"
+        yield f"{start.run_id}: finished, {done} of {planned} steps"
     for name, text in _facts(out_dir, start, reached):
         yield f"  {name:<13} {text}"
 

@@ -31,7 +31,7 @@ from .learn.world import World
 from .options import ExportForm
 from .report.sinks import read_metrics
 from .report.starts import FILE as STARTS
-from .report.starts import Start, flat, last_start
+from .report.starts import Start, flat, over_time, starts_of_run, that_trained
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 
 CARD = "README.md"
@@ -86,13 +86,15 @@ class Recorded(BaseModel):
 def export(settings: ExportSettings) -> list[str]:
     """Writes the folder and returns lines that describe it. Raises ConfigError if there is no such run or checkpoint,
     if the folder holds anything, or if the model is not the one that the run started from."""
-    start = last_start(settings.run)
-    recorded, source = read_recorded(settings, start)
-    if settings.form is ExportForm.ADAPTER and not recorded.lora.rank:
-        raise ConfigError("form = 'adapter': this run trained the weights themselves (lora.rank 0); export 'merged'")
+    starts = starts_of_run(settings.run)
     if settings.to.exists() and not (settings.to.is_dir() and not any(settings.to.iterdir())):
         raise ConfigError(f"to = {str(settings.to)!r} is not an empty folder; name a new one")
     progress, state = open_checkpoint(settings)
+    starts = that_trained(starts, progress.step)
+    start = starts[-1]
+    recorded, source = read_recorded(settings, start)
+    if settings.form is ExportForm.ADAPTER and not recorded.lora.rank:
+        raise ConfigError("form = 'adapter': this run trained the weights themselves (lora.rank 0); export 'merged'")
     digest = check_source(source, start)
 
     model = load_model(ModelSection(path=source))
@@ -119,7 +121,7 @@ def export(settings: ExportSettings) -> list[str]:
             set_dtype(partial / "config.json", dtype)
             vocab_size = model.get_output_embeddings().weight.shape[0]
             generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
-        (partial / CARD).write_text(model_card(settings, start, recorded, progress, dtype, source))
+        (partial / CARD).write_text(model_card(settings, starts, recorded, progress, dtype, source))
     return _described(settings, start, progress, dtype)
 
 
@@ -206,10 +208,11 @@ def generation_config(tokenizer: Tokenizer, sampling: SamplingSection, vocab_siz
 
 
 def model_card(
-    settings: ExportSettings, start: Start, recorded: Recorded, progress: Progress, dtype: str, source: Path
+    settings: ExportSettings, starts: list[Start], recorded: Recorded, progress: Progress, dtype: str, source: Path
 ) -> str:
-    """README.md of the folder: what the model is, how to load it, what it was trained with."""
-    adapter, sampling = settings.form is ExportForm.ADAPTER, recorded.sampling
+    """README.md of the folder: what the model is, how to load it, what it was trained with by `starts`, in the end as
+    `recorded`."""
+    adapter, sampling, start = settings.form is ExportForm.ADAPTER, recorded.sampling, starts[-1]
     served = SERVED.format(
         commands="\n".join(serve_commands(".", dtype)),
         temperature=sampling.temperature,
@@ -221,7 +224,7 @@ def model_card(
         "Held-out score": _score(settings.run, progress.step),
         "Started from": f"`{start.settings['model']['path']}`, digest `{start.model}`",
         "Weights": "LoRA adapter, float32" if adapter else dtype,
-        **{f"`{name}`": f"`{value}`" for name, value in flat(start.settings) if name in CARD_SETTINGS},
+        **dict(over_time(starts, _on_the_card)),
         "Code": ", ".join(f"`{commit}`" for commit in start.code.values()) or "unknown",
         "Software": ", ".join(f"{name} {version}" for name, version in start.software.items()),
     }
@@ -232,6 +235,10 @@ def model_card(
         f"Dynamic Vocabulary Pruning ([arXiv 2512.23087](https://arxiv.org/abs/2512.23087)).\n\n"
         f"{loaded}{_chat(recorded.data, settings.form)}\n| | |\n| --- | --- |\n{rows}\n"
     )
+
+
+def _on_the_card(start: Start) -> Iterator[tuple[str, str]]:
+    return ((f"`{name}`", f"`{value}`") for name, value in flat(start.settings) if name in CARD_SETTINGS)
 
 
 def _chat(data: DataSection, form: ExportForm) -> str:

@@ -38,6 +38,9 @@ from .resume.checkpoint import Checkpoints, Progress
 
 logger = logging.getLogger(__name__)
 
+IDLE_BATCHES = 3
+"""Batches in a row without an update that are worth a warning."""
+
 
 async def train(run: Run) -> None:
     """Trains until `steps` batches are done. A crash at any point costs at most the work since the last checkpoint."""
@@ -87,6 +90,8 @@ class Run:
     best: tuple[int, float] | None = None
     """(step, held-out score)."""
     watch: Stopwatch = field(default_factory=Stopwatch)
+    idle: int = 0
+    """Batches in a row that changed nothing."""
     finished: bool = False
     """True once nothing is left to do; the absence of this trainer is then not a fault."""
 
@@ -94,6 +99,13 @@ class Run:
         self.step += 1
         self.weight_steps += metrics["optimizer/updates"] > 0
         self.samples += batch.num_sequences
+        self.idle = 0 if metrics["optimizer/updates"] else self.idle + 1
+        if self.idle == IDLE_BATCHES:
+            logger.warning(
+                "%d batches in a row changed nothing: in %d of the last %d groups all samples had the same reward, the "
+                "others were rejected. `report.completions_interval = 1` shows completions and rewards",
+                *(self.idle, metrics["groups/no_signal"], len(batch.groups)),
+            )
 
     def is_due(self, interval: int) -> bool:
         """True every `interval` batches and after the last batch; never if `interval` is 0."""

@@ -64,7 +64,7 @@ from .report.sinks import (
     trackio_sink,
     wandb_sink,
 )
-from .report.starts import Start, describe_start, read_starts, write_start
+from .report.starts import Start, changes, describe_start, read_starts, write_start
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
 from .up.launch import Local
@@ -88,10 +88,10 @@ async def open_run(
         await run.feeder.restore(run.resumed_from)
         start = await asyncio.to_thread(record_start, run, up=local is not None)
         after.callback(conclude, start, settings.out_dir, html=settings.report.html)
-        run.reporter = open_reporter(settings, start, exporter)
+        run.reporter = open_reporter(settings, start, exporter, resumed_step=run.step or None)
         try:
             async with _beside(run.beat(), run.feeder.run(), *run.sending()):
-                if settings.evaluate.interval and not start.step:
+                if settings.evaluate.interval and not run.step:
                     run.reporter.log(0, await run.evaluate())
                     await run.save()  # it is the best so far, and `dvp-train eval` may need it
                 yield run
@@ -147,9 +147,9 @@ async def _assemble(
             scoring(settings, tokenizer, prompts, heldout, trains=which is None)
         )
         url, patience_s = local.broker_url if local else settings.broker.url, settings.broker.stall_timeout_s
-        broker = await stack.enter_async_context(
-            await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=patience_s)
-        )
+        with patient("waiting for the broker; `dvp-train up` would start one, and replicas"):
+            connected = await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=patience_s)
+        broker = await stack.enter_async_context(connected)
         lease = TrainerLease(
             broker,
             f"dvp-train in {settings.out_dir}",
@@ -323,7 +323,8 @@ def check_base(settings: TrainSettings, learner: Learner) -> None:
 
 
 def record_start(run: Run, *, up: bool) -> Start:
-    """Writes down what this start is made from. Raises ConfigError (disk full)."""
+    """Writes down what this start is made from, if it has anything to train: the newest recorded start. Raises
+    ConfigError (disk full)."""
     settings, learner = run.settings, run.learner
     device = torch.device(settings.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
@@ -336,6 +337,14 @@ def record_start(run: Run, *, up: bool) -> Start:
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)
+    changed = ", ".join(changes(earlier[-1], start)) if earlier and run.step else ""
+    if earlier and run.step >= settings.steps:
+        logger.info("all %d steps are trained already: there is nothing to train", run.step)
+        if changed:
+            logger.warning("without effect: %s; to train another run, also change run_id and out_dir", changed)
+        return earlier[-1]
+    if changed:
+        logger.info("settings changed after step %d: %s", run.step, changed)
     if start.step and earlier and earlier[-1].model != start.model:
         logger.warning(
             "model.path %s is not what it was at the last start (digest %s, then %s): its weights come from the "
@@ -348,8 +357,10 @@ def record_start(run: Run, *, up: bool) -> Start:
     return start
 
 
-def open_reporter(settings: TrainSettings, start: Start, exporter: PrometheusSink | None) -> Reporter:
-    out, resumed_step = settings.out_dir, start.step or None
+def open_reporter(
+    settings: TrainSettings, start: Start, exporter: PrometheusSink | None, *, resumed_step: int | None
+) -> Reporter:
+    out = settings.out_dir
     sinks: list[Sink] = [
         JsonlSink(out / "metrics.jsonl", resumed_step=resumed_step),
         CompletionsSink(out / COMPLETIONS, resumed_step=resumed_step),

@@ -74,12 +74,10 @@ class Tokenizer:
         read, and takes what has the name of an argument of its own."""
         if not kwargs:
             return
-        own = inspect.signature(self.core.apply_chat_template).parameters.keys()
         try:
-            read = template_variables(template)
+            known = self.template_arguments(template)
         except (TemplateError, RecursionError) as error:
             raise RequestError(f"chat_template_kwargs: the chat template cannot be read: {error}") from None
-        known = sorted(read - own - set(self.core.SPECIAL_TOKENS_ATTRIBUTES) - {"messages", "conversations"})
         for name in kwargs.keys() - known:
             near, allowed = get_close_matches(name, known, n=1), ", ".join(known) or "none"
             hint = f"did you mean {near[0]}?" if near else f"its arguments: {allowed}"
@@ -87,6 +85,12 @@ class Tokenizer:
                 f"chat_template_kwargs: the chat template has no argument {name!r}; {hint}",
                 [{"field": f"chat_template_kwargs.{name}", "value": kwargs[name], "allowed": allowed}],
             )
+
+    def template_arguments(self, template: str) -> list[str]:
+        """Names of the arguments that only this chat template has. Raises jinja2.TemplateError (bad syntax)."""
+        common = inspect.signature(self.core.apply_chat_template).parameters.keys()
+        given = {*common, *self.core.SPECIAL_TOKENS_ATTRIBUTES, "messages", "conversations"}
+        return sorted(template_variables(template) - given)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.core.decode(

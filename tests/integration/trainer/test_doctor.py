@@ -69,7 +69,7 @@ def test_a_run_that_is_ready_is_left_as_it_is(tmp_path: Path, broker_url: str, r
     lines = done.stdout.splitlines()
     assert lines[0] == f"ok   run          {run_id}: 6 steps of 4 prompts with 4 samples each"
     assert f"ok   data.train   {TRAIN}: 4000 rows, 4000 different prompts" in lines
-    assert "ok   reward       rewards of the answers of 4 rows, tried as completions: 1, 1, 1, 1" in lines
+    assert f"ok   reward       {TRAIN}: rewards of the answers of 4 rows, tried as completions: 1, 1, 1, 1" in lines
     assert [line for line in lines if line.startswith("note")] == [
         "note replicas     none is alive; the run would wait for one. Start it with"
     ]
@@ -149,7 +149,10 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path: Path, run_id: str) 
 def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str) -> None:
     model = str(make_model(tmp_path / "model"))
     found, _ = examined(config(tmp_path, run_id, NOWHERE, model__path=model))
-    assert any("plain text, though the model has a chat template: data.as_chat" in line for line in found["data.train"])
+    assert (
+        f"note {TRAIN}: plain text, though the model has a chat template: data.as_chat = true uses it"
+        in found["data.train"]
+    )
 
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
     chats = str(tmp_path / "chats.jsonl")
@@ -157,7 +160,12 @@ def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str)
     assert error == ""
     assert any(f"note only one of {TRAIN} and {chats} holds chats" in line for line in found["data.heldout"])
     asked = {"data__heldout": chats, "data__as_chat": "true"}
-    assert "only one" not in str(examined(config(tmp_path, run_id, NOWHERE, model__path=model, **asked)))
+    found, _ = examined(config(tmp_path, run_id, NOWHERE, model__path=model, **asked))
+    assert "only one" not in str(found)
+    assert "ok the chat template also takes enable_thinking: data.chat_template_kwargs sets them" in found["prompts"]
+    asked["data__chat_template_kwargs"] = "enable_thinking=false"
+    found, _ = examined(config(tmp_path, run_id, NOWHERE, model__path=model, **asked))
+    assert "also takes" not in str(found)
 
 
 @contextmanager

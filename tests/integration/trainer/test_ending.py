@@ -85,8 +85,12 @@ def test_every_way_to_end_says_how_to_go_on(tmp_path: Path, broker_url: str, run
         weights = Path(facts["weights"].partition(",")[0])
         assert (weights / "model.safetensors").is_file()
 
-        again = spoken(train([str(out), secret]), run_id)
-        assert again["headline"] == f"finished, {steps} of {steps} steps, all before this start"
+        kept = (out / "starts.jsonl").read_bytes(), (out / "settings.toml").read_bytes()
+        again = run_trainer([str(out), secret, "--optimizer.lr=1e-9"])
+        assert spoken(again.stdout, run_id)["headline"] == f"finished, {steps} of {steps} steps"
+        assert "without effect: optimizer.lr = 1e-09 (was " in again.stderr
+        assert kept == ((out / "starts.jsonl").read_bytes(), (out / "settings.toml").read_bytes())
+        assert len(read_metrics(out / "metrics.jsonl")) == steps + 1
         assert f"step {best[2]}\n" in train([*argv_of(facts["evaluate"]), secret])
         assert f"{run_id} at step {best[2]}" in train(argv_of(facts["export"]))
         assert spoken(train(["report", str(out)]), run_id)["train on"] == facts["train on"]
@@ -190,4 +194,17 @@ def test_adapters_are_not_resumed_on_another_model(tmp_path: Path, broker_url: s
     assert done.returncode == 2
     assert re.search(
         r"model\.path .* has digest .*, but the adapters in .* restore it, or start a new run", done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_learns_nothing_says_so(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    (tmp_path / "blind.py").write_text("def score(completion, answer, *, prompt, extra):\n    return 0.0\n")
+    with replica(tmp_path, run_id, broker_url):
+        done = run_trainer(config(tmp_path, run_id, broker_url, reward__name="blind:score"), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "no answer gets more than an empty completion" in done.stderr
+    assert done.stderr.count("batches in a row changed nothing") == 1
+    assert (
+        "3 batches in a row changed nothing: in 4 of the last 4 groups all samples had the same reward" in done.stderr
     )

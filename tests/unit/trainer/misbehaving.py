@@ -24,6 +24,18 @@ async def awaited(completion: str, answer: str | None, *, prompt: str, extra: di
     raise KeyError(completion)
 
 
+def blind(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float:
+    return float(completion.split(" ") == answer)
+
+
+def blind_trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(completion.split(" ") == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def penalty(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> float:
+    return -float(completion != answer)
+
+
 def reward(completion: str, answer: str | None, *, prompt: str, extra: dict[str, Any]) -> Any:
     match completion:
         case "raise":

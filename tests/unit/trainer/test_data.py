@@ -88,10 +88,10 @@ def test_rows_without_answers_are_reported(tmp_path: Path, caplog: pytest.LogCap
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
     with caplog.at_level("INFO"):
         load_prompts(source)
-    assert caplog.messages == [
-        f"{source}: {len(rows)} rows, {len(rows)} different prompts",
-        f"{source}: 1 of {len(rows)} rows have no answer: the reward gets None there",
-    ]
+    rows_read, unanswered = caplog.messages
+    assert rows_read == f"{source}: {len(rows)} rows, {len(rows)} different prompts"
+    assert unanswered.startswith(f"{source}: 1 of {len(rows)} rows have no answer: the reward gets None there. ")
+    assert "Its columns are ['prompt'], looked for ['reward_model.ground_truth', 'answer'," in unanswered
 
 
 def test_messages_with_several_turns(tmp_path: Path) -> None:

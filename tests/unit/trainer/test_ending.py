@@ -50,7 +50,7 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
 def test_a_run_that_was_shortened_goes_on_after_its_last_checkpoint(tmp_path: Path) -> None:
     begin(tmp_path, step=8, steps=6)
     save(tmp_path, 4, 8)
-    assert next(standing(tmp_path)) == "mine: finished, 8 of 6 steps, all before this start"
+    assert next(standing(tmp_path)) == "mine: finished, 8 of 6 steps"
     assert facts(tmp_path)["train on"].endswith("--steps 16")
 
 

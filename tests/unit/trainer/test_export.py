@@ -23,7 +23,7 @@ from dvp_trainer.config import ExportSettings, TrainSettings
 from dvp_trainer.export import export
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
-from dvp_trainer.report.starts import describe_start, write_start
+from dvp_trainer.report.starts import describe_start, read_starts, write_start
 from dvp_trainer.resume.checkpoint import Checkpoints, Progress
 from tests.kit.models import make_model
 from tests.unit.trainer.golden import make_batch
@@ -110,6 +110,19 @@ def test_transformers_loads_the_model_of_the_checkpoint(tmp_path: Path, model: P
         assert f"whole model in float32, 0.3 MB: mine at step {step}" in line
         torch.testing.assert_close(logits_of(load(tmp_path / which)), logits[step], rtol=0, atol=1e-5)
     assert (logits[2] - logits[3]).abs().max() > 1e-3
+
+
+def test_the_card_says_what_changed_on_the_way(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "run"
+    train(model, out)
+    (first,) = read_starts(out)
+    for step, lr in ((2, 0.02), (3, 0.03)):
+        later = first.model_copy(update={"step": step, "settings": first.settings | {"optimizer": {"lr": lr}}})
+        with (out / "starts.jsonl").open("a") as file:
+            file.write(later.model_dump_json() + "\n")
+    for which, text in (("2", "`0.01`"), ("last", "`0.01`, from step 2 `0.02`")):
+        run_export(out, tmp_path / which, step=which)
+        assert f"| `optimizer.lr` | {text} |" in (tmp_path / which / "README.md").read_text()
 
 
 def test_without_scores_the_best_is_the_newest(tmp_path: Path, model: Path) -> None:

@@ -126,7 +126,17 @@ async def test_a_reward_that_works_for_one_row_is_tried_out_in_the_run(
     async with scorer("misbehaving:reward", tmp_path) as tried:
         with caplog.at_level("INFO"):
             await tried.try_on([Row(0, "", "raise"), Row(1, "", "fine")], n=2)
-    assert "rewards of the answers of 2 rows, tried as completions: failed, 0.25" in caplog.text
+    assert "sums: rewards of the answers of 2 rows, tried as completions: failed, 0.25" in caplog.text
+    assert "empty" not in caplog.text
+
+
+@pytest.mark.parametrize(("name", "is_wrong"), [("blind", True), ("blind_trl", True), ("penalty", False)])
+async def test_a_reward_that_gives_answers_nothing_is_pointed_out(
+    misbehaving: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_wrong: bool
+) -> None:
+    async with scorer(f"misbehaving:{name}", tmp_path) as tried:
+        await tried.try_on([Row(0, "1+1=", "2"), Row(1, "2+2=", "4")], n=2)
+    assert ("sums: no answer gets more than an empty completion" in caplog.text) == is_wrong
 
 
 @pytest.mark.parametrize("trains", [True, False])

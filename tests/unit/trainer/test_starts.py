@@ -17,7 +17,17 @@ from dvp_trainer.config import TrainSettings
 from dvp_trainer.report import starts
 from dvp_trainer.report.compare import comparison, read_runs, to_text, write_comparison
 from dvp_trainer.report.outcome import outcome
-from dvp_trainer.report.starts import FILE, SETTINGS, Start, describe_start, last_start, read_starts, write_start
+from dvp_trainer.report.starts import (
+    FILE,
+    SETTINGS,
+    Start,
+    changes,
+    describe_start,
+    last_start,
+    read_starts,
+    that_trained,
+    write_start,
+)
 
 PASSWORD, TOKEN = "hunter2", "a-token-that-is-long-enough-for-this-service"
 SECRETS = [f"--broker.redis-url=redis://trainer:{PASSWORD}@host:1/0", f"--weights.token={TOKEN}"]
@@ -191,6 +201,34 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert page.count("<svg") >= 3
     assert 'aria-label="Reward, training"' in page
     assert "<td>2e-06</td>" in page
+
+
+def test_starts_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
+    for step in (0, 4, 9, 6, 8, 8):
+        make(tmp_path, step=step)
+    starts = read_starts(tmp_path)
+    assert [start.step for start in that_trained(starts, 12)] == [0, 4, 6, 8]
+    assert that_trained(starts, 12)[-1] is starts[-1]
+    assert [start.step for start in that_trained(starts, 8)] == [0, 4, 6]
+    assert [start.step for start in that_trained(starts, 0)] == [0]
+    assert that_trained(starts[-1:], 8) == starts[-1:], "earlier starts are no longer in the file"
+
+
+def test_a_setting_that_changed_on_the_way_shows_both_values(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    before, _ = make(one, "--optimizer.lr=1e-6")
+    now, _ = make(one, "--optimizer.lr=2e-6", "--sampling.stop=x", step=4)
+    make(one, "--optimizer.lr=3e-6", step=6)
+    make(other, "--optimizer.lr=1e-6")
+    write_metrics(one, *({"step": step, "reward/mean": 0.5} for step in range(1, 7)))
+    write_metrics(other, {"step": 1, "reward/mean": 0.5})
+    differences, _ = comparison(read_runs([one, other]))
+    assert dict(row[::2] for row in differences.rows) == {"sampling.stop": "[]", "optimizer.lr": "1e-06"}
+    assert dict(row[:2] for row in differences.rows) == {
+        "sampling.stop": '[], from step 4 ["x"]',
+        "optimizer.lr": "1e-06, from step 4 2e-06",
+    }
+    assert changes(before, now) == ['sampling.stop = ["x"] (was [])', "optimizer.lr = 2e-06 (was 1e-06)"]
 
 
 def test_runs_of_one_id_are_named_by_their_folders(tmp_path: Path) -> None:

@@ -188,7 +188,12 @@ def load_prompts(
             *(source, num_beyond, len(kept) + num_long + num_beyond, context),
         )
     if num_unanswered:
-        log.warning("%s: %d of %d rows have no answer: the reward gets None there", source, num_unanswered, len(kept))
+        hint = ""
+        if row.answer_column is None:
+            hint = f". {_looked_for(record, layout.answer, ANSWER_COLUMNS)}; data.answer_column names another"
+        log.warning(
+            "%s: %d of %d rows have no answer: the reward gets None there%s", source, num_unanswered, len(kept), hint
+        )
     fingerprint = digest.hexdigest()[:16]
     return Prompts(source, records, np.array(kept, np.int64), fingerprint, layout=layout, order=order, seed=seed)
 
@@ -272,11 +277,14 @@ def as_json(value: Any) -> Any:
 def _missing(
     what: str, record: dict[str, Any], index: int, source: str, named: str | None, candidates: tuple[str, ...]
 ) -> str:
-    looked_for = [named] if named else list(candidates)
     return (
-        f"{source}: row {index} has no {what}. Its columns are {sorted(record)}, looked for {looked_for}. "
+        f"{source}: row {index} has no {what}. {_looked_for(record, named, candidates)}. "
         f"Complete the row, or name its column with data.{what}_column"
     )
+
+
+def _looked_for(record: dict[str, Any], named: str | None, candidates: tuple[str, ...]) -> str:
+    return f"Its columns are {sorted(record)}, looked for {[named] if named else list(candidates)}"
 
 
 @lru_cache(maxsize=4)

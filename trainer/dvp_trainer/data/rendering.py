@@ -78,7 +78,7 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
             if getattr(data, name):
                 raise ConfigError(f"data.{name} is set, but {source} holds plain text: data.as_chat makes it chats")
         if tokenizer.chat_template is not None:
-            logger.info("%s: plain text, though the model has a chat template: data.as_chat = true uses it", source)
+            logger.warning("%s: plain text, though the model has a chat template: data.as_chat = true uses it", source)
     return prompts
 
 

@@ -25,7 +25,7 @@ class RewardFailures:
 
     def __init__(self, rules: RewardSection, out_dir: Path, source: str, *, patience: int) -> None:
         """`patience`: number of failures in a row, without a single success, that end the run. One row never does."""
-        self._rules, self._file, self._source, self._patience = rules, out_dir / FILE, source, patience
+        self._rules, self._file, self.source, self._patience = rules, out_dir / FILE, source, patience
         self._in_a_row, self._rows = 0, set[int]()
         """Completions that failed since the last success, and their rows."""
         self._warned = False
@@ -59,15 +59,16 @@ class RewardFailures:
         """The error that ends a run because of this failure, which is written to the file."""
         self._write(row, completion, result)
         limit = f" (it is {self._rules.timeout_s:g} s)" if result.timed_out else ""
+        absent = " (the row has no answer)" if row.answer is None else ""
         return ConfigError(
-            f"reward.name {self._rules.name!r} {what}: {self._source}, {result.error}{limit}. {self._file} has the "
-            "traceback, the prompt and the completion. Fix the function (for a completion that is merely wrong, return "
-            "a number), then start the same command again"
+            f"reward.name {self._rules.name!r} {what}: {self.source}, {result.error}{limit}{absent}. {self._file} has "
+            "the traceback, the prompt and the completion. Fix the function (for a completion that is merely wrong, "
+            "return a number), then start the same command again"
         )
 
     def _write(self, row: Row, completion: str, result: RewardResult) -> None:
         parts = {
-            "error": f"{self._source}, {result.error}",
+            "error": f"{self.source}, {result.error}",
             "traceback": result.trace or "none: the function raised nothing",
             "prompt": row.text,
             "completion": completion,

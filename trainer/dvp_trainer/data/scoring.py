@@ -15,7 +15,7 @@ from .batch import ScoredGroup
 from .prompts import Row
 from .reward_failures import RewardFailures
 from .reward_forms import Form
-from .reward_pool import RewardPool, RewardRequest
+from .reward_pool import RewardPool, RewardRequest, RewardResult
 from .rewards import overlong_penalty
 
 log = logging.getLogger(__name__)
@@ -60,20 +60,36 @@ class Scorer:
 
     async def try_on(self, rows: Sequence[Row], n: int) -> None:
         """Scores each row's answer as if it were a completion. TRL's form gets a group of `n`, in which every other
-        text is empty. Raises ConfigError if every reward fails."""
-        num = 1 if self._pool.form is Form.OWN else n
-        requests: list[RewardRequest] = []
-        for row in rows:
-            answer = (row.answer or "").encode(errors="replace").decode()
-            completions = ([answer, ""] * num)[:num]
-            requests += self._pool.requests(row, completions, [self.tokenizer.encode(text) for text in completions])
-        results = await self._pool.score(requests)
+        text is empty. Raises ConfigError if every reward fails; warns if empty completions would get no less."""
+        num, source = 1 if self._pool.form is Form.OWN else n, self._failures.source
+        answers = [(row.answer or "").encode(errors="replace").decode() for row in rows]
+        requests, results = await self._try(rows, [([answer, ""] * num)[:num] for answer in answers])
         if all(result.value is None for result in results):
             what = f"failed for the answers of {len(rows)} rows, tried as completions before the run"
             raise self._failures.fatal(what, rows[0], requests[0].completions[0], results[0])
         values = [result.value for result in results[::num]]
         shown = ", ".join("failed" if value is None else f"{value:g}" for value in values)
-        log.info("rewards of the answers of %d rows, tried as completions: %s", len(rows), shown)
+        log.info("%s: rewards of the answers of %d rows, tried as completions: %s", source, len(rows), shown)
+        rewards = [value or 0.0 for value in values]
+        if all(answers) and max(rewards) <= 0:
+            _, empty = await self._try(rows, [[""] * num for _ in rows])
+            if all(reward <= (none.value or 0.0) for reward, none in zip(rewards, empty[::num], strict=True)):
+                log.warning(
+                    "%s: no answer gets more than an empty completion. If the answer alone is a right completion, the "
+                    "reward is wrong",
+                    source,
+                )
+
+    async def _try(
+        self, rows: Sequence[Row], texts: Sequence[Sequence[str]]
+    ) -> tuple[list[RewardRequest], list[RewardResult]]:
+        """Scores these completions of each row."""
+        requests = [
+            request
+            for row, completions in zip(rows, texts, strict=True)
+            for request in self._pool.requests(row, completions, [self.tokenizer.encode(text) for text in completions])
+        ]
+        return requests, await self._pool.score(requests)
 
     def _shaped(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
         if self._rules.overlong is not Overlong.SOFT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from dvp_trainer.disk import write_private
 from .outcome import Outcome, outcome
 from .page import PANELS, Curve, Kind, Line, Panel, Table, figure, in_words, lines_of, plot, render
 from .sinks import read_metrics
-from .starts import Start, flat, last_start
+from .starts import ABSENT, Start, flat, over_time, shown, starts_of_run, that_trained
 
 OWN = {"run_id", "out_dir"}
 """Settings in which all runs differ."""
@@ -21,8 +20,8 @@ OWN = {"run_id", "out_dir"}
 
 class RecordedRun(NamedTuple):
     name: str
-    start: Start
-    """The newest."""
+    starts: list[Start]
+    """Those that trained it."""
     metrics: list[dict[str, Any]]
     reached: Outcome
 
@@ -30,21 +29,21 @@ class RecordedRun(NamedTuple):
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """The runs of these out_dirs, by run id, or by folder where two have one id. Raises ConfigError for a folder that
     holds no run."""
-    starts = [last_start(folder) for folder in folders]
-    ids = [start.run_id for start in starts]
+    starts = [starts_of_run(folder) for folder in folders]
+    ids = [of_run[-1].run_id for of_run in starts]
     runs = []
-    for folder, start in zip(folders, starts, strict=True):
+    for folder, of_run, run_id in zip(folders, starts, ids, strict=True):
         metrics = read_metrics(folder / "metrics.jsonl")
-        name = start.run_id if ids.count(start.run_id) == 1 else str(folder)
-        runs.append(RecordedRun(name, start, metrics, outcome(metrics)))
+        name, reached = run_id if ids.count(run_id) == 1 else str(folder), outcome(metrics)
+        runs.append(RecordedRun(name, that_trained(of_run, reached.steps), metrics, reached))
     return runs
 
 
 def comparison(runs: Sequence[RecordedRun]) -> list[Table]:
     """What differs between the runs, and their figures; a column per run."""
-    settings = [{name: value for name, value in _made_from(run.start) if name not in OWN} for run in runs]
-    names = dict.fromkeys(name for values in settings for name in values)
-    rows = [(name, *(_shown(values.get(name)) for values in settings)) for name in names]
+    made_from = [dict(over_time(run.starts, _made_from)) for run in runs]
+    names = dict.fromkeys(name for each in made_from for name in each if name not in OWN)
+    rows = [(name, *(each.get(name, ABSENT) for each in made_from)) for name in names]
     figures = [{key: figure(value) for key, value in asdict(run.reached).items()} for run in runs]
     head = ("", *(run.name for run in runs))
     return [
@@ -66,8 +65,8 @@ def write_comparison(runs: Sequence[RecordedRun], tables: Sequence[Table], out: 
     write_private(out, page)
 
 
-def _made_from(start: Start) -> Iterator[tuple[str, Any]]:
-    yield from flat(start.settings)
+def _made_from(start: Start) -> Iterator[tuple[str, str]]:
+    yield from ((name, shown(value)) for name, value in flat(start.settings))
     yield "model's digest", start.model
     yield from flat({"code": start.code, "software": start.software, "machine": start.machine})
 
@@ -86,10 +85,6 @@ def _of_runs(panel: Panel, runs: Sequence[RecordedRun]) -> Iterator[Line]:
     for number, run in enumerate(runs):
         for line in lines_of(replace(panel, curves=(Curve(curve.key, run.name),)), run.metrics):
             yield line._replace(number=number)
-
-
-def _shown(value: Any) -> str:
-    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def to_text(table: Table) -> Iterator[str]:

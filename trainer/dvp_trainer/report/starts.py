@@ -6,10 +6,11 @@ starts with them again. Secrets are masked in both.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ from dvp_trainer.disk import AppendedFile
 FILE, SETTINGS = "starts.jsonl", "settings.toml"
 SOFTWARE = ("dvp-rl", "torch", "transformers", "tokenizers", "safetensors", "peft", "datasets", "numpy", "redis")
 GIT_TIMEOUT_S = 5.0
+ABSENT = "–"
 MAX_STARTS = 100
 """Starts kept in the file: the newest."""
 
@@ -115,10 +117,54 @@ def read_starts(out_dir: Path) -> list[Start]:
 
 def last_start(out_dir: Path) -> Start:
     """The newest start. Raises ConfigError if there is none."""
+    return starts_of_run(out_dir)[-1]
+
+
+def starts_of_run(out_dir: Path) -> list[Start]:
+    """The starts of the run, oldest first. Raises ConfigError if there is none."""
     starts = read_starts(out_dir)
     if not starts:
         raise ConfigError(f"{out_dir} is not the out_dir of a run: it has no {FILE}")
-    return starts[-1]
+    return starts
+
+
+def that_trained(starts: Sequence[Start], step: int) -> list[Start]:
+    """Those of `starts` that trained the first `step` batches; the newest of step 0 if there are none. A start replaces
+    what earlier ones had trained beyond its own step."""
+    trained: list[Start] = []
+    for start in reversed(starts):
+        if start.step < (trained[0].step if trained else max(step, 1)):
+            trained.insert(0, start)
+    return trained or list(starts[-1:])
+
+
+def over_time(starts: Sequence[Start], read: Callable[[Start], Iterable[tuple[str, str]]]) -> Iterator[tuple[str, str]]:
+    """What `read` tells of the starts, by name. A value that changed is followed by the step of the change and the new
+    one."""
+    told = [dict(read(start)) for start in starts]
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each.get(name, ABSENT) for each in told]
+        changes = [
+            f", from step {start.step} {value}"
+            for start, value, before in zip(starts[1:], values[1:], values, strict=False)
+            if value != before
+        ]
+        yield name, values[0] + "".join(changes)
+
+
+def changes(before: Start, now: Start) -> list[str]:
+    """The settings in which `now` differs."""
+    old, new = dict(flat(before.settings)), dict(flat(now.settings))
+    return [
+        f"{name} = {shown(new.get(name))} (was {shown(old.get(name))})"
+        for name in dict.fromkeys([*new, *old])
+        if new.get(name) != old.get(name)
+    ]
+
+
+def shown(value: Any) -> str:
+    """The value of a setting as text."""
+    return ABSENT if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -108,7 +108,9 @@ class Local:
         try:
             reserved = ReservedPort(port)
         except OSError as error:
-            raise ConfigError(f"{name}: port {port} cannot be taken: {error.strerror}") from None
+            raise ConfigError(
+                f"{name}: port {port} cannot be taken: {error.strerror}; set up.monitor_port to another one, or to 0"
+            ) from None
         command = [sys.executable, "-m", module, *flags({"port": reserved.number} | dict(options))]
         return Server(name, command, env, reserved, self._fleet.start(name, command, env))
 
