@@ -68,6 +68,7 @@ class Block(NamedTuple):
         return "slow" in self.marks or self.needs == {"demo"}
 
     def builds_on(self, earlier: Block) -> bool:
+        """Whether the block may need what `earlier` makes."""
         if self.needs == {"demo"}:
             return earlier.needs == {"demo"}
         return not self.is_slow and (earlier.file is not None or "serve" in earlier.marks)

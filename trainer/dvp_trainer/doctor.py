@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from math import prod
@@ -23,6 +23,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -201,11 +202,22 @@ class Examination:
         lengths = sorted(map(len, encoded))
         measured = f"the first {len(rows):,}" if len(rows) < len(self._train) else f"all {len(rows):,}"
         yield f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {median(lengths):,.0f}, of {measured}"
+        yield from self._answers(rows)
         yield from self._room(lengths)
         yield from self._arguments()
         for row, ids in zip(rows[:SHOWN_ROWS], encoded, strict=False):
             text = tokenizer.decode(ids, skip_special_tokens=False)
             yield f"row {row.index}, {len(ids)} tokens, answer {_answer(row)}:\n{_shortened(text)}"
+
+    def _answers(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Compares the answers' lengths with that of a completion."""
+        lengths = sorted(len(self._tokenizer.encode(row.answer)) for row in rows if row.answer)
+        if not lengths:
+            return
+        limit = self.settings.sampling.max_tokens
+        long = sum(length > limit for length in lengths)
+        text = f"{lengths[0]:,} to {lengths[-1]:,} tokens in their answers; sampling.max_tokens = {limit:,}"
+        yield Note(f"{text}: {long:,} answers are longer than a completion can be") if long else text
 
     def _room(self, lengths: list[int]) -> Iterator[str]:
         context, limit = longest_sequence(self.settings), self.settings.sampling.max_tokens
@@ -221,12 +233,11 @@ class Examination:
         template = self._tokenizer.chat_template
         if template is None or not holds_chats(self._train):
             return
-        unset = [
-            name
-            for name in self._tokenizer.template_arguments(template)
-            if name not in self.settings.data.chat_template_kwargs
-        ]
-        if unset:
+        try:
+            arguments = self._tokenizer.template_arguments(template)
+        except (TemplateError, RecursionError):  # it renders, which is enough for a run without arguments
+            return
+        if unset := [name for name in arguments if name not in self.settings.data.chat_template_kwargs]:
             yield f"the chat template also takes {', '.join(unset)}: data.chat_template_kwargs sets them"
 
     def look_at_reward(self) -> Iterable[str]:
@@ -280,8 +291,8 @@ class Examination:
         try:
             self.snapshot = found = asyncio.run(snapshot())
         except NoBrokerError as error:
-            own = "" if settings.redis_url else ". `dvp-train up` starts a broker and replicas, too"
-            yield Note(f"{error}. The run would wait for it for up to {settings.stall_timeout_s:g} s{own}")
+            own = "" if settings.redis_url else "`dvp-train up` starts a broker and replicas. "
+            yield Note(f"{own}`dvp-train` would wait for up to {settings.stall_timeout_s:g} s: {error}")
             return
         yield f"{masked(settings.url)} answers and permits what a trainer does"
         for reason in judge(found).reasons:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from dvp_rl.contract.errors import ConfigError
 from dvp_rl.settings import MASK
 from dvp_rl.weights.folder import folder_name
 
+from .programs import in_shell, program
 from .report.outcome import ENDS, Outcome, outcome
 from .report.page import write_report
 from .report.sinks import read_metrics
@@ -81,7 +80,7 @@ def _facts(out_dir: Path, start: Start, reached: Outcome) -> Iterator[tuple[str,
         yield from _weights(checkpoints.seq(steps[-1]), out_dir, start)
     if (out_dir / REPORT).exists():
         yield "report", f"{out}/{REPORT}"
-    program, train, planned = _program(start), _train(start), start.settings["steps"]
+    own, train, planned = _program(start), _train(start), start.settings["steps"]
     kept = out_dir / SETTINGS
     again = " (set its secrets again: they are not kept)" if kept.exists() and MASK in kept.read_text() else ""
     if steps and steps[-1] >= planned:
@@ -94,8 +93,8 @@ def _facts(out_dir: Path, start: Start, reached: Outcome) -> Iterator[tuple[str,
         if start.settings["data"]["heldout"] is not None:
             needs = "" if start.up else ", with its broker and a replica running"
             yield "evaluate", f"{train} eval {out} --step {which}{needs}{again}"
-        yield "export", f"{program} export {out} --step {which} --to {out}/model"
-        yield "serve", f"with Transformers, vLLM or SGLang, as {out}/model/README.md then shows"
+        yield "export", f"{own} export {out} --step {which} --to {out}/model"
+        yield "serve", f"with dvp-rollout, vLLM or SGLang, as {out}/model/README.md then shows"
 
 
 def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
@@ -124,21 +123,12 @@ def _train(start: Start) -> str:
 
 
 def _program(start: Start) -> str:
-    """This program: by its name if a shell finds it, otherwise by its path."""
-    program = Path(sys.executable).with_name("dvp-train")
-    found = shutil.which(program.name)
-    is_found = found is not None and program.exists() and Path(found).samefile(program)
-    return program.name if is_found or not program.exists() else shown(program, start)
+    return program("dvp-train", here=_is_here(start))
 
 
 def shown(path: Path, start: Start) -> str:
-    """The path as a shell takes it: relative if it lies in the working directory, and the run was started there."""
-    absolute, here = Path(os.path.abspath(path)), Path.cwd()
-    if not _is_here(start) or not absolute.is_relative_to(here):
-        return quote(str(absolute))
-    relative = str(absolute.relative_to(here))
-    # One that looks like an option or a command must not be taken for it.
-    return quote(relative if "/" in relative and relative[0] != "-" else f"./{relative}")
+    """The path as a shell in the working directory of the start takes it."""
+    return in_shell(path, here=_is_here(start))
 
 
 def _is_here(start: Start) -> bool:

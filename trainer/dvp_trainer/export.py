@@ -29,6 +29,7 @@ from .learn.state import load_weights
 from .learn.weight_files import write_adapter, write_weights
 from .learn.world import World
 from .options import ExportForm
+from .programs import program
 from .report.sinks import read_metrics
 from .report.starts import FILE as STARTS
 from .report.starts import Start, flat, over_time, starts_of_run, that_trained
@@ -62,7 +63,7 @@ SERVED = """
 
 `generation_config.json` samples from the policy that was trained: temperature {temperature:g}, min-p
 {min_p:.6g}, nothing else. `generate` and vLLM take it as their default, SGLang only for chat: with its other
-endpoints, send both.
+endpoints, and to `dvp-rollout`, send both.
 """
 CHAT = """
 Prompts were rendered by the chat template:
@@ -214,7 +215,7 @@ def model_card(
     `recorded`."""
     adapter, sampling, start = settings.form is ExportForm.ADAPTER, recorded.sampling, starts[-1]
     served = SERVED.format(
-        commands="\n".join(serve_commands(".", dtype)),
+        commands="\n".join(serve_commands(".", dtype, "dvp-rollout")),
         temperature=sampling.temperature,
         min_p=math.exp(sampling.log_min_p),
     )
@@ -254,7 +255,7 @@ def _chat(data: DataSection, form: ExportForm) -> str:
     text = CHAT.format(imports=imports, messages=f'{system}{{"role": "user", "content": "..."}}', arguments=arguments)
     if data.chat_template_kwargs:
         body = json.dumps({"chat_template_kwargs": data.chat_template_kwargs}, ensure_ascii=False)
-        text += f"\nSGLang and vLLM take its arguments in the body of a chat request: `{body[1:-1]}`.\n"
+        text += f"\nAll three servers take its arguments in the body of a chat request: `{body[1:-1]}`.\n"
     return text
 
 
@@ -264,9 +265,11 @@ def _score(run: Path, step: int) -> str:
     return "not measured at this step" if score is None else f"{score:.4f}"
 
 
-def serve_commands(folder: str, dtype: str) -> tuple[str, str]:
-    """How vLLM and SGLang serve the folder in the dtype it has; left to themselves, both lower float32."""
+def serve_commands(folder: str, dtype: str, rollout: str) -> tuple[str, ...]:
+    """How a replica (the program `rollout`), vLLM and SGLang serve the folder in the dtype it has. Left to themselves,
+    vLLM and SGLang lower float32."""
     return (
+        f"{rollout} --model {folder} --dtype {dtype} --port 8000",
         f"vllm serve {folder} --dtype {dtype}",
         f"python -m sglang.launch_server --model-path {folder} --dtype {dtype}",
     )
@@ -278,5 +281,5 @@ def _described(settings: ExportSettings, start: Start, progress: Progress, dtype
     what = "adapter in float32" if settings.form is ExportForm.ADAPTER else f"whole model in {dtype}"
     lines = [f"{to}: {what}, {size:,.1f} MB: {start.run_id} at step {progress.step}"]
     if settings.form is ExportForm.MERGED:
-        lines += [f"  serve  {command}" for command in serve_commands(to, dtype)]
+        lines += [f"  serve  {command}" for command in serve_commands(to, dtype, program("dvp-rollout"))]
     return [*lines, f"  read   {to}/{CARD}: how to load it, what it was trained with"]

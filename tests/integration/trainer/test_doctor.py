@@ -101,7 +101,8 @@ def test_every_mistake_shows_at_once(tmp_path: Path, run_id: str, monkeypatch: p
     assert found["data.heldout"][0].startswith(f"ok {HELDOUT}: 200 rows")
     assert found["reward"] == found["prompts"] == ["skip needs data.train"]
     assert f"out_dir: {tmp_path / 'taken'} is not a folder" in found["out_dir"][0]
-    assert found["broker"][0].startswith("note Redis at 127.0.0.1:1 does not answer")
+    assert found["broker"][0].startswith("note `dvp-train` would wait for up to")
+    assert "Redis at 127.0.0.1:1 does not answer" in found["broker"][0]
     assert found["replicas"] == ["skip needs the broker"]
 
     mistakes = {"reward__name": "broken_reward:score", "model__path": str(tmp_path / "nowhere")}
@@ -134,9 +135,15 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path: Path, run_id: str) 
     assert error == ""
     assert found["tokenizer"] == ["ok 96 tokens, the model's chat template"]
     assert found["data.train"][1] == "ok prompt from column 'question', answer from column 'answer'"
-    sizes, cut, first, second = found["prompts"]
+    sizes, answers, cut, first, second = found["prompts"]
     assert sizes == "ok 20 to 5,023 tokens, median 20, of all 3"
+    assert answers == "ok 1 to 1 tokens in their answers; sampling.max_tokens = 100"
     assert cut.startswith("note 1 of them leave less room than sampling.max_tokens = 100 in the context of 5,100")
+    brief, _ = examined([*flags, "--sampling.max-tokens=1", "--data.answer-column=question"])
+    assert (
+        "note 4 to 5,007 tokens in their answers; sampling.max_tokens = 1: 3 answers are longer than"
+        in brief["prompts"][1]
+    )
     assert first == "ok row 0, 20 tokens, answer '2':\n<unk>system<unk>Add.<user>1+1=<assistant>--"
     assert "[... 3,0" in second
     assert second.endswith("aaaend<assistant>--")

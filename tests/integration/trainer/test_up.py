@@ -16,6 +16,7 @@ import pytest
 
 from dvp_rl.client import Client
 from dvp_trainer import patience
+from dvp_trainer.programs import program
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit import forked, web
 from tests.kit.forked import TRAINER, Service, service
@@ -137,7 +138,7 @@ def test_people_can_look_at_monitor_replica_and_queue(tmp_path: Path, run_id: st
         )
         file = run.out / "broker/operator.url"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert f'DVP_QUEUE__REDIS_URL="$(cat {file})" dvp-queue --run-id {run_id} status' in run.output
+        assert f'DVP_QUEUE__REDIS_URL="$(cat {file})" {program("dvp-queue")} --run-id {run_id} status' in run.output
         health = forked.run("dvp_rl.monitor.cli", f"--run-id={run_id}", "status", DVP_QUEUE__REDIS_URL=file.read_text())
         assert "replica-1" in health.stdout, health.stdout + health.stderr
         second = run_trainer(["up", *flags(tmp_path, run_id, **FAKE)])

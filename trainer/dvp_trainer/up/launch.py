@@ -27,6 +27,7 @@ from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.roles import Role
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.disk import writing
+from dvp_trainer.programs import program
 
 from .fleet import Child, Fleet
 from .replica import flags, options_of_replica
@@ -182,7 +183,8 @@ def _described(settings: TrainSettings, local: Local) -> Iterator[str]:
         yield f"  {server.name:<10} {server.url}"
     if settings.broker.redis_url is None:
         url = quote(str(settings.out_dir / OPERATOR_URL))
-        yield f'  queue      DVP_QUEUE__REDIS_URL="$(cat {url})" dvp-queue --run-id {settings.run_id} status'
+        status = f"{program('dvp-queue')} --run-id {settings.run_id} status"
+        yield f'  queue      DVP_QUEUE__REDIS_URL="$(cat {url})" {status}'
 
 
 @contextmanager
