@@ -7,7 +7,7 @@ The words after the language in a fence's first line say how:
                      8080, and a broker that knows the run for redis://127.0.0.1:6379/0
     slow             run by the slow tests
     file=NAME        the block is the contents of that file
-    prints           a part of what the block before it prints on a terminal: every line, whatever its numbers are;
+    prints           a part of what the block before it prints on a terminal, line by line, whatever its numbers are;
                      "…" stands for any text in a line, or for lines that are left out
     needs=gpu,hub    tried as far as possible: our commands and TOML files with --dry-run, other commands with --help
     needs=docker     likewise; skipped without docker compose; test_compose.py tests the effects of these commands
@@ -40,8 +40,9 @@ DIAGRAMS = {"mermaid", "text"}
 NEEDS = {"gpu", "hub", "docker"}
 ON_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+ANY_LINES = "(?:.*\\n)*?"
 RULE = re.compile(r"([━─])\1+")
-NUMBER = re.compile(r"[-−]?\d[\d.,]*(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 class Block(NamedTuple):
@@ -49,7 +50,7 @@ class Block(NamedTuple):
     marks: tuple[str, ...]
     text: str
     line: int
-    prints: str = ""
+    prints: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ def read_blocks(markdown: str) -> list[Block]:
         language, *marks = match[1].split() or [""]
         line = markdown.count("\n", 0, match.start()) + 1
         if "prints" in marks:
-            blocks[-1] = blocks[-1]._replace(prints=blocks[-1].prints + match[2])
+            blocks[-1] = blocks[-1]._replace(prints=(*blocks[-1].prints, match[2]))
         elif language not in DIAGRAMS:
             blocks.append(Block(language, tuple(marks), match[2], line))
     return blocks
@@ -134,14 +135,16 @@ class Reader:
             case "bash":
                 command = ["bash", "-euo", "pipefail", "-c", self._adapt(block.text)]
                 said = self._succeed([sys.executable, "-c", ON_A_TERMINAL, *command])
-                missing = [line for line in block.prints.splitlines() if not occurs(line, said)]
-                assert not missing, "\n".join([f"{block.name} did not print:", *missing, "but:", said])
+                for part in block.prints:
+                    assert occurs(part, said), f"{block.name} did not print\n{part}\nbut\n{said}"
+                return
             case "python":
                 self._succeed([sys.executable, "-c", self._adapt(block.text)], prints=not block.file)
             case "toml" if block.file:
                 self._succeed([str(BIN / "dvp-train"), block.file, "--dry-run"])
             case _:
                 pytest.fail(f"{block.name}: nothing here knows how to run this block; mark it, or teach the test")
+        assert not block.prints, f"{block.name}: what it prints is not compared"
 
     def _try(self, block: Block) -> None:
         assert block.needs <= NEEDS, f"{block.name}: unknown need in {block.needs}"
@@ -188,16 +191,21 @@ class Reader:
         return re.sub("|".join(self.ports), lambda port: self.ports[port[0]], text).strip()
 
 
-def occurs(line: str, said: str) -> bool:
-    """Whether a line of the page is one of those printed, whatever the numbers and the white space."""
-    plain = ".*".join(map(re.escape, _masked(line).split("…")))
-    return any(re.fullmatch(plain, _masked(printed)) for printed in said.splitlines())
+def occurs(part: str, said: str) -> bool:
+    """Whether the lines of `part` are among those printed, in one piece but for what "…" stands for. Blank lines do
+    not count, nor do white space and what numbers there are."""
+    patterns = [ANY_LINES if line == "…" else f"{_pattern(line)}\n" for line in _plain(part)]
+    return re.search("^" + "".join(patterns), "".join(f"{line}\n" for line in _plain(said)), re.MULTILINE) is not None
 
 
-def _masked(line: str) -> str:
-    """The line without what differs from run to run, or by how a program was started."""
-    plain = RULE.sub(r"\1", " ".join(line.replace(".venv/bin/", "").split()))
-    return NUMBER.sub("0", plain)
+def _pattern(line: str) -> str:
+    return ".*".join(map(re.escape, line.split("…")))
+
+
+def _plain(text: str) -> list[str]:
+    """The lines without what differs from run to run, or by how a program was started."""
+    lines = (" ".join(line.replace(".venv/bin/", "").split()) for line in text.splitlines())
+    return [NUMBER.sub("0", RULE.sub(r"\1", line)) for line in lines if line]
 
 
 def attempt(words: list[str]) -> list[str]:

@@ -74,6 +74,11 @@ def test_reward_of_the_page_works(reader: Reader) -> None:
         "```python\n1 / 0\n```\n",
         "```bash\necho 12 apples\n```\n```text prints\n9 pears\n```\n",
         "```bash\necho 12 apples\n```\n```text prints\n9 appl\n```\n",
+        "```bash\necho a; echo b\n```\n```text prints\nb\na\n```\n",
+        "```bash\necho a; echo b; echo c\n```\n```text prints\na\nc\n```\n",
+        "```bash\necho a\n```\n```text prints\na\na\n```\n",
+        "```bash\necho 1,2,3\n```\n```text prints\n1,2\n```\n",
+        "```python\nprint(1)\n```\n```text prints\n1\n```\n",
     ],
 )
 def test_block_that_is_not_run_or_fails_fails(reader: Reader, text: str) -> None:
@@ -84,6 +89,7 @@ def test_block_that_is_not_run_or_fails_fails(reader: Reader, text: str) -> None
 
 def test_what_a_block_prints(reader: Reader) -> None:
     (block,) = read_blocks(
-        "```bash\necho step 7 of 12; echo -2.5 apples\n```\nsays\n```text prints\nstep 3…\n…\n0 apples\n```\n"
+        "```bash\necho; echo step 7 of 12; echo a; echo -2.5 apples\n```\nsays\n"
+        "```text prints\nstep 3…\n…\n0 apples\n```\nand\n```text prints\nstep 4 of 4,000\na\n```\n"
     )
     reader.run(block)

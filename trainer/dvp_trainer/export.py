@@ -91,9 +91,10 @@ def export(settings: ExportSettings) -> list[str]:
     if settings.to.exists() and not (settings.to.is_dir() and not any(settings.to.iterdir())):
         raise ConfigError(f"to = {str(settings.to)!r} is not an empty folder; name a new one")
     progress, state = open_checkpoint(settings)
-    starts = that_trained(starts, progress.step)
-    start = starts[-1]
-    recorded, source = read_recorded(settings, start)
+    trained = that_trained(starts, progress.step)
+    start = trained[-1]
+    recorded = read_recorded(settings, start)
+    source = settings.model or next(folder_of(each) for each in reversed(starts) if each.model == start.model)
     if settings.form is ExportForm.ADAPTER and not recorded.lora.rank:
         raise ConfigError("form = 'adapter': this run trained the weights themselves (lora.rank 0); export 'merged'")
     digest = check_source(source, start)
@@ -122,18 +123,21 @@ def export(settings: ExportSettings) -> list[str]:
             set_dtype(partial / "config.json", dtype)
             vocab_size = model.get_output_embeddings().weight.shape[0]
             generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
-        (partial / CARD).write_text(model_card(settings, starts, recorded, progress, dtype, source))
+        (partial / CARD).write_text(model_card(settings, trained, recorded, progress, dtype, source))
     return _described(settings, start, progress, dtype)
 
 
-def read_recorded(settings: ExportSettings, start: Start) -> tuple[Recorded, Path]:
-    """The run's settings, and the folder of the model that it started from. Raises ConfigError if another version of
-    this project wrote them."""
+def read_recorded(settings: ExportSettings, start: Start) -> Recorded:
+    """The run's settings. Raises ConfigError if another version of this project wrote them."""
     try:
-        recorded = Recorded.model_validate(start.settings)
+        return Recorded.model_validate(start.settings)
     except ValidationError as error:
         raise ConfigError(describe(f"settings in {settings.run / STARTS}", error)) from None
-    return recorded, settings.model or Path(start.folder) / recorded.model.path
+
+
+def folder_of(start: Start) -> Path:
+    """The folder of the model that the run started from, where it was at this start."""
+    return Path(start.folder, start.settings["model"]["path"])
 
 
 @contextmanager

@@ -102,8 +102,8 @@ class Run:
         self.idle = 0 if metrics["optimizer/updates"] else self.idle + 1
         if self.idle == IDLE_BATCHES:
             logger.warning(
-                "%d batches in a row changed nothing: in %d of the last %d groups all samples had the same reward, the "
-                "others were rejected. `report.completions_interval = 1` shows completions and rewards",
+                "%d batches in a row changed nothing. In %d of the last one's %d groups all samples had the same "
+                "reward; veto/* and mis/fraction tell how many were rejected. report.completions_interval shows some",
                 *(self.idle, metrics["groups/no_signal"], len(batch.groups)),
             )
 

@@ -64,7 +64,7 @@ from .report.sinks import (
     trackio_sink,
     wandb_sink,
 )
-from .report.starts import Start, changes, describe_start, read_starts, write_start
+from .report.starts import Start, changes, describe_start, read_starts, that_trained, write_start
 from .resume.checkpoint import Checkpoints, Progress, unreadable
 from .resume.ledger import SUBMITTED
 from .up.launch import Local
@@ -147,7 +147,10 @@ async def _assemble(
             scoring(settings, tokenizer, prompts, heldout, trains=which is None)
         )
         url, patience_s = local.broker_url if local else settings.broker.url, settings.broker.stall_timeout_s
-        with patient("waiting for the broker; `dvp-train up` would start one, and replicas"):
+        own = (
+            " (`dvp-train up` starts one, and replicas)" if local is None and settings.broker.redis_url is None else ""
+        )
+        with patient(f"waiting for the broker{own}"):
             connected = await Broker.connect(url, settings.run_id, role=Role.TRAINER, patience_s=patience_s)
         broker = await stack.enter_async_context(connected)
         lease = TrainerLease(
@@ -337,14 +340,16 @@ def record_start(run: Run, *, up: bool) -> Start:
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)
-    changed = ", ".join(changes(earlier[-1], start)) if earlier and run.step else ""
+    changed = changes(that_trained(earlier, run.step)[-1], start) if earlier and run.step else {}
     if earlier and run.step >= settings.steps:
-        logger.info("all %d steps are trained already: there is nothing to train", run.step)
-        if changed:
-            logger.warning("without effect: %s; to train another run, also change run_id and out_dir", changed)
+        logger.info("nothing to train: %d batches are trained, and steps = %d", run.step, settings.steps)
+        if without := [text for name, text in changed.items() if name != "steps"]:
+            logger.warning(
+                "without effect: %s; to train another run, change run_id and out_dir, too", ", ".join(without)
+            )
         return earlier[-1]
     if changed:
-        logger.info("settings changed after step %d: %s", run.step, changed)
+        logger.info("settings changed after step %d: %s", run.step, ", ".join(changed.values()))
     if start.step and earlier and earlier[-1].model != start.model:
         logger.warning(
             "model.path %s is not what it was at the last start (digest %s, then %s): its weights come from the "

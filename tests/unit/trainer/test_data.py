@@ -90,8 +90,10 @@ def test_rows_without_answers_are_reported(tmp_path: Path, caplog: pytest.LogCap
         load_prompts(source)
     rows_read, unanswered = caplog.messages
     assert rows_read == f"{source}: {len(rows)} rows, {len(rows)} different prompts"
-    assert unanswered.startswith(f"{source}: 1 of {len(rows)} rows have no answer: the reward gets None there. ")
-    assert "Its columns are ['prompt'], looked for ['reward_model.ground_truth', 'answer'," in unanswered
+    assert unanswered.startswith(
+        f"{source}: row {answered} has no answer. Its columns are ['prompt'], looked for ['rew"
+    )
+    assert unanswered.endswith(f"data.answer_column. The reward gets None there, as in 1 of {len(rows)} rows")
 
 
 def test_messages_with_several_turns(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ async def test_a_reward_that_works_for_one_row_is_tried_out_in_the_run(
     assert "empty" not in caplog.text
 
 
-@pytest.mark.parametrize(("name", "is_wrong"), [("blind", True), ("blind_trl", True), ("penalty", False)])
+@pytest.mark.parametrize(
+    ("name", "is_wrong"), [("blind", True), ("blind_trl", True), ("penalty", False), ("reward", False)]
+)
 async def test_a_reward_that_gives_answers_nothing_is_pointed_out(
     misbehaving: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_wrong: bool
 ) -> None:

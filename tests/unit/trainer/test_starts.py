@@ -228,7 +228,10 @@ def test_a_setting_that_changed_on_the_way_shows_both_values(tmp_path: Path) -> 
         "sampling.stop": '[], from step 4 ["x"]',
         "optimizer.lr": "1e-06, from step 4 2e-06",
     }
-    assert changes(before, now) == ['sampling.stop = ["x"] (was [])', "optimizer.lr = 2e-06 (was 1e-06)"]
+    assert changes(before, now) == {
+        "sampling.stop": 'sampling.stop = ["x"] (was [])',
+        "optimizer.lr": "optimizer.lr = 2e-06 (was 1e-06)",
+    }
 
 
 def test_runs_of_one_id_are_named_by_their_folders(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def load_prompts(
     kept: list[int] = []
     prompts: set[int] = set()
     num_long = num_beyond = num_unanswered = 0
+    unanswered = ""
     added_tokens = TEMPLATE_TOKENS
     digest = hashlib.sha256(f"{order} {seed}{rendering}".encode())
     for index, record in zip(range(len(records) if limit is None else limit), records, strict=False):
@@ -171,7 +172,9 @@ def load_prompts(
             if too_long or beyond:
                 continue
         kept.append(index)
-        num_unanswered += row.answer is None
+        if row.answer is None:
+            num_unanswered += 1
+            unanswered = unanswered or _missing("answer", record, index, source, layout.answer, ANSWER_COLUMNS)
         prompts.add(hash(row.text))
         prompt = row.text if isinstance(row.prompt, str) or not rendering else [[m.role, m.content] for m in row.prompt]
         digest.update(json.dumps([index, prompt, row.answer]).encode())
@@ -188,12 +191,7 @@ def load_prompts(
             *(source, num_beyond, len(kept) + num_long + num_beyond, context),
         )
     if num_unanswered:
-        hint = ""
-        if row.answer_column is None:
-            hint = f". {_looked_for(record, layout.answer, ANSWER_COLUMNS)}; data.answer_column names another"
-        log.warning(
-            "%s: %d of %d rows have no answer: the reward gets None there%s", source, num_unanswered, len(kept), hint
-        )
+        log.warning("%s. The reward gets None there, as in %d of %d rows", unanswered, num_unanswered, len(kept))
     fingerprint = digest.hexdigest()[:16]
     return Prompts(source, records, np.array(kept, np.int64), fingerprint, layout=layout, order=order, seed=seed)
 
@@ -277,14 +275,11 @@ def as_json(value: Any) -> Any:
 def _missing(
     what: str, record: dict[str, Any], index: int, source: str, named: str | None, candidates: tuple[str, ...]
 ) -> str:
+    looked_for = [named] if named else list(candidates)
     return (
-        f"{source}: row {index} has no {what}. {_looked_for(record, named, candidates)}. "
+        f"{source}: row {index} has no {what}. Its columns are {sorted(record)}, looked for {looked_for}. "
         f"Complete the row, or name its column with data.{what}_column"
     )
-
-
-def _looked_for(record: dict[str, Any], named: str | None, candidates: tuple[str, ...]) -> str:
-    return f"Its columns are {sorted(record)}, looked for {[named] if named else list(candidates)}"
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dvp_rl.contract.group import Group
 from dvp_rl.engines.tokenizer import Tokenizer
+from dvp_rl.hooks import is_hook
 from dvp_trainer.config import RewardSection
 from dvp_trainer.options import Overlong
 
@@ -70,13 +71,14 @@ class Scorer:
         values = [result.value for result in results[::num]]
         shown = ", ".join("failed" if value is None else f"{value:g}" for value in values)
         log.info("%s: rewards of the answers of %d rows, tried as completions: %s", source, len(rows), shown)
-        rewards = [value or 0.0 for value in values]
-        if all(answers) and max(rewards) <= 0:
-            _, empty = await self._try(rows, [[""] * num for _ in rows])
-            if all(reward <= (none.value or 0.0) for reward, none in zip(rewards, empty[::num], strict=True)):
+        is_own, judges_one = is_hook(self._rules.name), self._pool.form is Form.OWN
+        if is_own and all(answers) and max(value or 0.0 for value in values) <= 0 and (judges_one or num > 1):
+            empty = (await self._try(rows, [[""] for _ in rows]))[1] if judges_one else results[1::num]
+            pairs = [(value, result.value) for value, result in zip(values, empty, strict=True)]
+            if all(value is not None and nothing is not None and value <= nothing for value, nothing in pairs):
                 log.warning(
-                    "%s: no answer gets more than an empty completion. If the answer alone is a right completion, the "
-                    "reward is wrong",
+                    "%s: no answer gets more than an empty completion: is the reward right? It may be, if a completion "
+                    "must be more than its answer",
                     source,
                 )
 

@@ -152,14 +152,14 @@ def over_time(starts: Sequence[Start], read: Callable[[Start], Iterable[tuple[st
         yield name, values[0] + "".join(changes)
 
 
-def changes(before: Start, now: Start) -> list[str]:
-    """The settings in which `now` differs."""
+def changes(before: Start, now: Start) -> dict[str, str]:
+    """The settings in which `now` differs, in words, by name."""
     old, new = dict(flat(before.settings)), dict(flat(now.settings))
-    return [
-        f"{name} = {shown(new.get(name))} (was {shown(old.get(name))})"
+    return {
+        name: f"{name} = {shown(new.get(name))} (was {shown(old.get(name))})"
         for name in dict.fromkeys([*new, *old])
         if new.get(name) != old.get(name)
-    ]
+    }
 
 
 def shown(value: Any) -> str:
