@@ -113,13 +113,19 @@ def test_transformers_loads_the_model_of_the_checkpoint(tmp_path: Path, model: P
 
 
 def test_the_card_says_what_changed_on_the_way(tmp_path: Path, model: Path) -> None:
+    """The model has moved since the first start."""
     out = tmp_path / "run"
     train(model, out)
-    (first,) = read_starts(out)
-    for step, lr in ((2, 0.02), (3, 0.03)):
-        later = first.model_copy(update={"step": step, "settings": first.settings | {"optimizer": {"lr": lr}}})
-        with (out / "starts.jsonl").open("a") as file:
-            file.write(later.model_dump_json() + "\n")
+    (start,) = read_starts(out)
+    with (out / "starts.jsonl").open("w") as file:
+        for step, changed in (
+            (0, {"model": {"path": "gone"}}),
+            (2, {"optimizer": {"lr": 0.02}}),
+            (3, {"optimizer": {"lr": 0.03}}),
+        ):
+            file.write(
+                start.model_copy(update={"step": step, "settings": start.settings | changed}).model_dump_json() + "\n"
+            )
     for which, text in (("2", "`0.01`"), ("last", "`0.01`, from step 2 `0.02`")):
         run_export(out, tmp_path / which, step=which)
         assert f"| `optimizer.lr` | {text} |" in (tmp_path / which / "README.md").read_text()
