@@ -326,8 +326,8 @@ def check_base(settings: TrainSettings, learner: Learner) -> None:
 
 
 def record_start(run: Run, *, up: bool) -> Start:
-    """Writes down what this start is made from, if it has anything to train: the newest recorded start. Raises
-    ConfigError (disk full)."""
+    """Writes down what this start is made from, unless there is nothing left to train. Returns the newest start that is
+    written down. Raises ConfigError (disk full)."""
     settings, learner = run.settings, run.learner
     device = torch.device(settings.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()

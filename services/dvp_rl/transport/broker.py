@@ -145,7 +145,7 @@ class Broker:
     def beside(self, run_id: str) -> Broker:
         """The broker for another run, over the same connections. Close only the first."""
         broker = Broker(self.redis, Keys(run_id), self._outage)
-        broker._turns = self._turns
+        broker._turns, broker._scripts = self._turns, self._scripts
         return broker
 
     async def script(self, name: str, *args: str | bytes | int | float) -> Any:

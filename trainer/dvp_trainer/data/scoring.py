@@ -71,9 +71,9 @@ class Scorer:
         values = [result.value for result in results[::num]]
         shown = ", ".join("failed" if value is None else f"{value:g}" for value in values)
         log.info("%s: rewards of the answers of %d rows, tried as completions: %s", source, len(rows), shown)
-        is_own, judges_one = is_hook(self._rules.name), self._pool.form is Form.OWN
-        if is_own and all(answers) and max(value or 0.0 for value in values) <= 0 and (judges_one or num > 1):
-            empty = (await self._try(rows, [[""] for _ in rows]))[1] if judges_one else results[1::num]
+        unpaid = is_hook(self._rules.name) and all(answers) and max(value or 0.0 for value in values) <= 0
+        if unpaid and (num > 1 or self._pool.form is Form.OWN):
+            empty = results[1::num] if num > 1 else (await self._try(rows, [[""] for _ in rows]))[1]
             pairs = [(value, result.value) for value, result in zip(values, empty, strict=True)]
             if all(value is not None and nothing is not None and value <= nothing for value, nothing in pairs):
                 log.warning(

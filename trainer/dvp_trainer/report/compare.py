@@ -12,7 +12,7 @@ from dvp_trainer.disk import write_private
 from .outcome import Outcome, outcome
 from .page import PANELS, Curve, Kind, Line, Panel, Table, figure, in_words, lines_of, plot, render
 from .sinks import read_metrics
-from .starts import ABSENT, Start, flat, over_time, shown, starts_of_run, that_trained
+from .starts import ABSENT, Start, as_text, flat, over_time, starts_of_run, that_trained
 
 OWN = {"run_id", "out_dir"}
 """Settings in which all runs differ."""
@@ -66,7 +66,7 @@ def write_comparison(runs: Sequence[RecordedRun], tables: Sequence[Table], out: 
 
 
 def _made_from(start: Start) -> Iterator[tuple[str, str]]:
-    yield from ((name, shown(value)) for name, value in flat(start.settings))
+    yield from ((name, as_text(value)) for name, value in flat(start.settings))
     yield "model's digest", start.model
     yield from flat({"code": start.code, "software": start.software, "machine": start.machine})
 

@@ -129,8 +129,8 @@ def starts_of_run(out_dir: Path) -> list[Start]:
 
 
 def that_trained(starts: Sequence[Start], step: int) -> list[Start]:
-    """Those of `starts` that trained the first `step` batches; the newest of step 0 if there are none. A start replaces
-    what earlier ones had trained beyond its own step."""
+    """Those of `starts` that trained the first `step` batches; for step 0, the newest that began there. A start
+    replaces what earlier ones had trained beyond its own step."""
     trained: list[Start] = []
     for start in reversed(starts):
         if start.step < (trained[0].step if trained else max(step, 1)):
@@ -156,13 +156,13 @@ def changes(before: Start, now: Start) -> dict[str, str]:
     """The settings in which `now` differs, in words, by name."""
     old, new = dict(flat(before.settings)), dict(flat(now.settings))
     return {
-        name: f"{name} = {shown(new.get(name))} (was {shown(old.get(name))})"
+        name: f"{name} = {as_text(new.get(name))} (was {as_text(old.get(name))})"
         for name in dict.fromkeys([*new, *old])
         if new.get(name) != old.get(name)
     }
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """The value of a setting as text."""
     return ABSENT if value is None else value if isinstance(value, str) else json.dumps(value)
 

@@ -15,6 +15,8 @@ TERMINAL_CHARACTERS = 400
 TERMINAL_LINES = 12
 WIDE = 80
 """Columns of a terminal from which the table has more than one column."""
+COLOURS = {"yellow": "yellow", "orange": "orange1", "red": "red"}
+"""Names of colours, and of rich's styles, for more and more that min-p removed."""
 CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
 """Replaces control characters: a completion must not steer the terminal."""
 
@@ -35,10 +37,8 @@ def completions_table(step: int, completions: Sequence[Completion], *, width: in
                 return text.append(" ...")
         return text
 
-    styles = ("", "yellow", "orange1", "red")
-    shares = ", ".join(
-        f"{style.rstrip('1')} {100 * share:g} %" for style, share in zip(styles[1:], PRUNED, strict=True)
-    )
+    styles = ("", *COLOURS.values())
+    shares = ", ".join(f"{colour} {100 * share:g} %" for colour, share in zip(COLOURS, PRUNED, strict=True))
     table = Table(
         title=f"step {step}: best and worst completion of a prompt",
         caption=f"colours: min-p removed at least this much probability: {shares}",
