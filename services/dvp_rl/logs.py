@@ -1,6 +1,7 @@
-"""Logging, configured once per process: text by default, JSON on request.
+"""Logging, configured once per process: text by default, short on a terminal; JSON on request.
 
-Every line carries the process's run, replica and weight version, as far as it has them. Prompts are never logged.
+Every line carries the process's run, replica and weight version, as far as it has them; on a terminal, where there is
+one process to watch, none does. Prompts are never logged.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         known = " ".join(f"{name}={value}" for name, value in self._context.known().items())
         return super().format(record) + (f"  [{known}]" if known else "")
+
+
+class TerminalFormatter(logging.Formatter):
+    """For somebody who watches the process: time and message, and the level of what is more than information."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        level = f"{record.levelname} " if record.levelno > logging.INFO else ""
+        return f"{record.asctime} {level}{record.message}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -130,10 +142,15 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 def configure(log_format: LogFormat = LogFormat.TEXT, log_level: LogLevel = LogLevel.INFO) -> LogContext:
     """Sends logs to stderr and returns their context. Third-party loggers are limited to warnings and errors."""
     context = LogContext()
-    formatter = JsonFormatter(context) if log_format is LogFormat.JSON else TextFormatter(context)
     handler = LimitedHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(_formatter(log_format, context))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("dvp_rl", "dvp_trainer", "deploy", "__main__"):
         logging.getLogger(name).setLevel(log_level.upper())
     return context
+
+
+def _formatter(log_format: LogFormat, context: LogContext) -> logging.Formatter:
+    if log_format is LogFormat.JSON:
+        return JsonFormatter(context)
+    return TerminalFormatter() if sys.stderr.isatty() else TextFormatter(context)

@@ -42,7 +42,7 @@ from dvp_rl.weights.folder import folder_digest
 from .config import TrainSettings
 from .data.prompts import Prompts, Row
 from .data.rendering import (
-    compare_kinds,
+    compare_data,
     encode_prompt,
     holds_chats,
     longest_sequence,
@@ -193,7 +193,7 @@ class Examination:
         self.heldout = open_heldout(self.settings, self._tokenizer)
         assert self.heldout is not None, "this part is there only if it is set"
         if self.train is not None:
-            compare_kinds(self.train, self.heldout)
+            compare_data(self.train, self.heldout)
         yield _columns(self.heldout)
 
     def look_at_prompts(self) -> Iterator[str]:
@@ -210,13 +210,16 @@ class Examination:
             yield f"row {row.index}, {len(ids)} tokens, answer {_answer(row)}:\n{_shortened(text)}"
 
     def _answers(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Compares the answers' lengths with that of a completion."""
-        lengths = sorted(len(self._tokenizer.encode(row.answer)) for row in rows if row.answer)
+        """Compares the answers' lengths with that of a completion, which is an answer and an end token at least."""
+        encode = self._tokenizer.encode
+        more = 1 - len(encode(""))  # the end token, less those that begin a text of its own
+        lengths = sorted(len(encode(row.answer)) + more for row in rows if row.answer)
         if not lengths:
             return
         limit = self.settings.sampling.max_tokens
         long = sum(length > limit for length in lengths)
-        text = f"{lengths[0]:,} to {lengths[-1]:,} tokens in their answers; sampling.max_tokens = {limit:,}"
+        text = f"answers of {lengths[0]:,} to {lengths[-1]:,} tokens, the end token counted"
+        text += f"; sampling.max_tokens = {limit:,}"
         yield Note(f"{text}: {long:,} answers are longer than a completion can be") if long else text
 
     def _room(self, lengths: list[int]) -> Iterator[str]:
@@ -291,8 +294,10 @@ class Examination:
         try:
             self.snapshot = found = asyncio.run(snapshot())
         except NoBrokerError as error:
-            own = "" if settings.redis_url else "`dvp-train up` starts a broker and replicas. "
-            yield Note(f"{own}`dvp-train` would wait for up to {settings.stall_timeout_s:g} s: {error}")
+            if self._brings_broker:
+                yield f"`dvp-train up` starts one, and replicas; `dvp-train` alone needs one at {masked(settings.url)}"
+            else:
+                yield Note(f"`dvp-train` would wait for up to {settings.stall_timeout_s:g} s: {error}")
             return
         yield f"{masked(settings.url)} answers and permits what a trainer does"
         for reason in judge(found).reasons:
@@ -301,6 +306,8 @@ class Examination:
 
     def look_at_replicas(self) -> Iterator[str]:
         if self.snapshot is None:
+            if self._brings_broker:
+                return
             raise SkippedError("needs the broker")
         model = self.settings.model.path
         if not self.snapshot.live:
@@ -310,6 +317,11 @@ class Examination:
             yield f"{replica.id}: {replica.state}, serves {replica.version}"
             if (first := _first_model(replica)) and first != digest:
                 yield Note(f"{replica.id} was started with another model folder (digest {first}, not {digest})")
+
+    @property
+    def _brings_broker(self) -> bool:
+        """Whether `dvp-train up` starts a broker for this run."""
+        return self.settings.broker.redis_url is None
 
     @property
     def _tokenizer(self) -> Tokenizer:

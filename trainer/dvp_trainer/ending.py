@@ -102,7 +102,8 @@ def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
         ends = min(ENDS, reached.steps)
         yield "reward", f"first {reached.reward_first:.3f}, last {reached.reward_last:.3f}, over {ends} steps each"
     if reached.heldout_best is not None:
-        best = f"best {reached.heldout_best:.3f} at step {reached.heldout_best_step}"
+        error = "" if reached.heldout_best_stderr is None else f" ± {reached.heldout_best_stderr:.3f}"
+        best = f"best {reached.heldout_best:.3f}{error} at step {reached.heldout_best_step}"
         yield "held-out", f"{best}, first {reached.heldout_first:.3f}, last {reached.heldout_last:.3f}"
 
 

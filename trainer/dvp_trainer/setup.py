@@ -31,7 +31,7 @@ from .data.prompts import Prompts
 from .data.rendering import (
     TRIAL_ROWS,
     PromptTokens,
-    compare_kinds,
+    compare_data,
     open_heldout,
     open_tokenizer,
     open_training,
@@ -139,7 +139,8 @@ async def _assemble(
     tokenizer = open_tokenizer(settings)
     with patient("reading the prompts"):
         prompts, heldout = open_training(settings, tokenizer), open_heldout(settings, tokenizer)
-    compare_kinds(prompts, heldout)
+    if heldout is not None:
+        compare_data(prompts, heldout)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
     async with AsyncExitStack() as stack:

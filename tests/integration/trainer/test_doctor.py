@@ -22,6 +22,7 @@ from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from dvp_rl.weights.folder import folder_digest
+from dvp_trainer import config as settings_of_broker
 from dvp_trainer import doctor
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.doctor import Mark, count_parameters, examine
@@ -137,11 +138,11 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path: Path, run_id: str) 
     assert found["data.train"][1] == "ok prompt from column 'question', answer from column 'answer'"
     sizes, answers, cut, first, second = found["prompts"]
     assert sizes == "ok 20 to 5,023 tokens, median 20, of all 3"
-    assert answers == "ok 1 to 1 tokens in their answers; sampling.max_tokens = 100"
+    assert answers == "ok answers of 2 to 2 tokens, the end token counted; sampling.max_tokens = 100"
     assert cut.startswith("note 1 of them leave less room than sampling.max_tokens = 100 in the context of 5,100")
     brief, _ = examined([*flags, "--sampling.max-tokens=1", "--data.answer-column=question"])
     assert (
-        "note 4 to 5,007 tokens in their answers; sampling.max_tokens = 1: 3 answers are longer than"
+        "note answers of 5 to 5,008 tokens, the end token counted; sampling.max_tokens = 1: 3 answers are longer than"
         in brief["prompts"][1]
     )
     assert first == "ok row 0, 20 tokens, answer '2':\n<unk>system<unk>Add.<user>1+1=<assistant>--"
@@ -173,6 +174,29 @@ def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str)
     asked["data__chat_template_kwargs"] = "enable_thinking=false"
     found, _ = examined(config(tmp_path, run_id, NOWHERE, model__path=model, **asked))
     assert "also takes" not in str(found)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, run_id: str) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
+    for name, chosen in {"train": rows[:6] + rows[:2], "heldout": rows[4:] + rows[4:5]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    train, heldout = str(tmp_path / "train.jsonl"), str(tmp_path / "heldout.jsonl")
+    found, error = examined(config(tmp_path, run_id, NOWHERE, data__train=train, data__heldout=heldout))
+    assert error == ""
+    shared = f"note 2 of 5 different prompts of {heldout} are in {train} too: the held-out score also counts what was"
+    assert any(line.startswith(shared) for line in found["data.heldout"])
+    found, _ = examined(config(tmp_path, run_id, NOWHERE, data__heldout=str(HELDOUT)))
+    assert not any(line.startswith("note") for line in found["data.heldout"])
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_run_for_up_needs_no_broker(tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_of_broker, "DEFAULT_URL", NOWHERE)
+    found, error = examined(config(tmp_path, run_id, NOWHERE, broker__redis_url=None))
+    assert error == ""
+    assert found["broker"] == [f"ok `dvp-train up` starts one, and replicas; `dvp-train` alone needs one at {NOWHERE}"]
+    assert "replicas" not in found
 
 
 @contextmanager

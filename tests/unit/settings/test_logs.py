@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 
@@ -49,6 +50,16 @@ def test_text_is_for_people_and_foreign_loggers_are_quiet(capsys: pytest.Capture
     assert len(lines) == 1
     assert "hello" in lines[0]
     assert "replica=a" in lines[0]
+
+
+def test_lines_are_short_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    configure().run = "mine"
+    logging.getLogger("dvp_rl.example").info("hello")
+    logging.getLogger("somebody.else").warning("careful")
+    hello, careful = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d hello", hello)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING careful", careful)
 
 
 def test_strangers_do_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
+import numpy as np
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
@@ -38,6 +39,8 @@ def test_scores_of_a_held_out_set() -> None:
     assert (score.num_prompts, score.n, score.avg) == (2, 4, pytest.approx(2.4 / 8))
     assert score.pass_at == {1: pytest.approx(1 / 8), 2: pytest.approx(1 / 4), 4: pytest.approx(1 / 2)}
     assert score.truncated_share == 1 / 8
+    assert score.stderr == pytest.approx(0.05), "the prompts' means are 0.25 and 0.35"
+    assert score.metrics()["heldout/stderr"] == score.stderr
     assert score.metrics()["heldout/pass_at_4"] == 0.5
     assert "heldout/avg_at_4" in score.metrics()
 
@@ -47,6 +50,14 @@ def test_partial_credit_counts_as_correct_from_the_given_reward_on() -> None:
     assert score.pass_at == {1: 0.5}
     assert score.metrics()["heldout/pass_at_1_from_0.5"] == 0.5
     assert "heldout/pass_at_1" not in score.metrics()
+    assert "heldout/stderr" not in score.metrics(), "one prompt tells nothing about others"
+
+
+def test_the_standard_error_is_that_of_scores_of_drawn_prompts() -> None:
+    """By enumeration: the mean of its square over all draws of three prompts is the variance of their scores."""
+    prompts = ([1, 1], [1, 0], [0, 0])
+    drawn = [score_held_out(draw) for draw in product(prompts, repeat=3)]
+    assert np.mean([score.stderr**2 for score in drawn]) == pytest.approx(np.var([score.avg for score in drawn]))
 
 
 def test_nothing_to_score_is_refused() -> None:

@@ -92,6 +92,7 @@ class Prompts:
         source: str,
         records: Records,
         kept: NDArray[np.int64],
+        hashes: NDArray[np.int64],
         fingerprint: str,
         *,
         layout: Layout,
@@ -100,6 +101,8 @@ class Prompts:
     ) -> None:
         self.source, self.fingerprint = source, fingerprint
         """`fingerprint`: hash of the rows and their order, 16 hex digits. A cursor is valid only under its own."""
+        self.hashes = hashes
+        """[D] hashes of the D different prompts, ascending. They are those of this process only."""
         self._records, self._kept, self._layout = records, kept, layout
         self._order, self._seed = order, seed
 
@@ -193,7 +196,8 @@ def load_prompts(
     if num_unanswered:
         log.warning("%s. The reward gets None there, as in %d of %d rows", unanswered, num_unanswered, len(kept))
     fingerprint = digest.hexdigest()[:16]
-    return Prompts(source, records, np.array(kept, np.int64), fingerprint, layout=layout, order=order, seed=seed)
+    rows, hashes = np.array(kept, np.int64), np.sort(np.fromiter(prompts, np.int64, len(prompts)))
+    return Prompts(source, records, rows, hashes, fingerprint, layout=layout, order=order, seed=seed)
 
 
 def most_tokens(row: Row, added_tokens: int) -> int:

@@ -116,12 +116,18 @@ def holds_chats(prompts: Prompts) -> bool:
     return any(not isinstance(row.prompt, str) for row in prompts.first(TRIAL_ROWS))
 
 
-def compare_kinds(train: Prompts, heldout: Prompts | None) -> None:
-    """Warns if only one of the data sets is chats: the held-out score is then that of another task."""
-    if heldout is not None and holds_chats(train) != holds_chats(heldout):
+def compare_data(train: Prompts, heldout: Prompts) -> None:
+    """Warns if the held-out score is not what it seems: that of another task if only one of the data sets is chats, and
+    partly that of training if they share prompts."""
+    if holds_chats(train) != holds_chats(heldout):
         logger.warning(
             "only one of %s and %s holds chats, the other plain text: data.as_chat = true makes both chats",
             *(train.source, heldout.source),
+        )
+    if shared := len(np.intersect1d(train.hashes, heldout.hashes, assume_unique=True)):
+        logger.warning(
+            "%d of %d different prompts of %s are in %s too: the held-out score also counts what was trained on",
+            *(shared, len(heldout.hashes), heldout.source, train.source),
         )
 
 

@@ -19,6 +19,8 @@ class HeldOutScore:
     n: int
     avg: float
     """avg@n: mean reward of all samples."""
+    stderr: float | None
+    """Standard error of `avg`, were the prompts drawn anew; None with one prompt."""
     pass_at: dict[int, float]
     """k -> probability that at least one of k samples is correct, averaged over prompts."""
     truncated_share: float
@@ -29,7 +31,13 @@ class HeldOutScore:
     def metrics(self) -> dict[str, float]:
         threshold = "" if self.correct_from == 1 else f"_from_{self.correct_from:g}"
         passes = {f"heldout/pass_at_{k}{threshold}": value for k, value in self.pass_at.items()}
-        return {f"heldout/avg_at_{self.n}": self.avg, **passes, "heldout/truncated_share": self.truncated_share}
+        error = {} if self.stderr is None else {"heldout/stderr": self.stderr}
+        return {
+            f"heldout/avg_at_{self.n}": self.avg,
+            **error,
+            **passes,
+            "heldout/truncated_share": self.truncated_share,
+        }
 
 
 def pass_at_k(n: int, num_correct: int, k: int) -> float:
@@ -62,4 +70,5 @@ def score_held_out(
     passes = {k: float(np.mean([pass_at_k(n, int(c), k) for c in correct])) for k in ks or default_ks(n)}
     flags = list(truncated)
     cut = float(np.mean(flags)) if flags else 0.0
-    return HeldOutScore(num_prompts, n, float(table.mean()), passes, cut, correct_from)
+    stderr = float(table.mean(1).std(ddof=1)) / math.sqrt(num_prompts) if num_prompts > 1 else None
+    return HeldOutScore(num_prompts, n, float(table.mean()), stderr, passes, cut, correct_from)

@@ -25,6 +25,8 @@ class Outcome:
     heldout_best: float | None
     heldout_best_step: int | None
     """The first step with that score."""
+    heldout_best_stderr: float | None
+    """Its standard error, were the prompts drawn anew."""
     pruned_share: float | None
     """Share of positions at which pruning took at least a thousandth of the probability."""
     kl: float | None
@@ -56,6 +58,7 @@ def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
         heldout_last=scored[-1]["heldout/score"] if scored else None,
         heldout_best=best["heldout/score"] if best else None,
         heldout_best_step=best["step"] if best else None,
+        heldout_best_stderr=best.get("heldout/stderr") if best else None,
         pruned_share=mean(values(metrics, "pruned/share")),
         kl=mean(values(metrics, "mismatch/kl")),
         largest_log_ratio=max((abs(math.log(ratio)) if ratio else math.inf for ratio in ratios), default=None),

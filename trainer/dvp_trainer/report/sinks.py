@@ -13,6 +13,7 @@ Metrics of the update, from services/dvp_rl/dvp/metrics.py, over the batch befor
 Metrics of the trainer:
     reward/mean, reward/std, reward/failed         after overlong shaping; samples whose reward function failed
     heldout/score                                  avg@n of the held-out set, on the steps that evaluate
+    heldout/stderr                                 its standard error, were the held-out prompts drawn anew
     heldout/avg_at_*, heldout/pass_at_*[_from_*], heldout/truncated_share
     groups/*                                       no_signal: groups with equal rewards; the rest: how jobs ended
     length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
