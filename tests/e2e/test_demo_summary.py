@@ -106,6 +106,7 @@ def test_good_run_succeeds(finish: Callable[..., int], tmp_path: Path) -> None:
         "heldout_best": 0.8,
         "heldout_best_step": 8,
         "heldout_best_stderr": None,
+        "heldout_best_correct": None,
         "log_min_p": -3.0,
         "pruned_share": pytest.approx(0.5),
         "kl": pytest.approx(1e-3),

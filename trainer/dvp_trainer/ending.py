@@ -94,7 +94,7 @@ def _facts(out_dir: Path, start: Start, reached: Outcome) -> Iterator[tuple[str,
             needs = "" if start.up else ", with its broker and a replica running"
             yield "evaluate", f"{train} eval {out} --step {which}{needs}{again}"
         yield "export", f"{own} export {out} --step {which} --to {out}/model"
-        yield "serve", f"with dvp-rollout, vLLM or SGLang, as {out}/model/README.md then shows"
+        yield "serve", "with dvp-rollout, vLLM or SGLang: `export` prints how"
 
 
 def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
@@ -102,8 +102,11 @@ def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
         ends = min(ENDS, reached.steps)
         yield "reward", f"first {reached.reward_first:.3f}, last {reached.reward_last:.3f}, over {ends} steps each"
     if reached.heldout_best is not None:
-        error = "" if reached.heldout_best_stderr is None else f" ± {reached.heldout_best_stderr:.3f}"
-        best = f"best {reached.heldout_best:.3f}{error} at step {reached.heldout_best_step}"
+        error, correct = reached.heldout_best_stderr, reached.heldout_best_correct
+        best = f"best {reached.heldout_best:.3f}{'' if error is None else f' ± {error:.3f}'}"
+        if correct not in (None, reached.heldout_best):
+            best += f" ({correct:.3f} correct)"
+        best += f" at step {reached.heldout_best_step}"
         yield "held-out", f"{best}, first {reached.heldout_first:.3f}, last {reached.heldout_last:.3f}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -59,6 +60,12 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dty
 SERVED = """
 ```sh
 {commands}
+```
+
+This asks dvp-rollout, in place of the dots:
+
+```sh
+{request}
 ```
 
 `generation_config.json` samples from the policy that was trained: temperature {temperature:g}, min-p
@@ -124,7 +131,7 @@ def export(settings: ExportSettings) -> list[str]:
             vocab_size = model.get_output_embeddings().weight.shape[0]
             generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
         (partial / CARD).write_text(model_card(settings, trained, recorded, progress, dtype, source))
-    return _described(settings, start, progress, dtype)
+    return _described(settings, start, recorded, progress, dtype)
 
 
 def read_recorded(settings: ExportSettings, start: Start) -> Recorded:
@@ -220,6 +227,7 @@ def model_card(
     adapter, sampling, start = settings.form is ExportForm.ADAPTER, recorded.sampling, starts[-1]
     served = SERVED.format(
         commands="\n".join(serve_commands(".", dtype, "dvp-rollout")),
+        request=request_command(start, recorded),
         temperature=sampling.temperature,
         min_p=math.exp(sampling.log_min_p),
     )
@@ -238,7 +246,7 @@ def model_card(
         f"---\nlibrary_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\n"
         f"tags: [reinforcement-learning, dvp-rl]\n---\n\n# {start.run_id}\n\nTrained by reinforcement learning with "
         f"Dynamic Vocabulary Pruning ([arXiv 2512.23087](https://arxiv.org/abs/2512.23087)).\n\n"
-        f"{loaded}{_chat(recorded.data, settings.form)}\n| | |\n| --- | --- |\n{rows}\n"
+        f"{loaded}{_chat(start, recorded.data, settings.form)}\n| | |\n| --- | --- |\n{rows}\n"
     )
 
 
@@ -246,9 +254,13 @@ def _on_the_card(start: Start) -> Iterator[tuple[str, str]]:
     return ((f"`{name}`", f"`{value}`") for name, value in flat(start.settings) if name in CARD_SETTINGS)
 
 
-def _chat(data: DataSection, form: ExportForm) -> str:
-    """How prompts became chats, if the settings say so: a served model must get them likewise."""
-    if not data.renders:
+def _has_chats(start: Start, data: DataSection) -> bool:
+    return start.chats or data.renders
+
+
+def _chat(start: Start, data: DataSection, form: ExportForm) -> str:
+    """How prompts became chats, if they did: a served model must get them likewise."""
+    if not _has_chats(start, data):
         return ""
     system = "" if data.system_prompt is None else f'{{"role": "system", "content": {data.system_prompt!r}}}, '
     arguments = "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
@@ -279,11 +291,25 @@ def serve_commands(folder: str, dtype: str, rollout: str) -> tuple[str, ...]:
     )
 
 
-def _described(settings: ExportSettings, start: Start, progress: Progress, dtype: str) -> list[str]:
+def request_command(start: Start, recorded: Recorded) -> str:
+    """A request to a replica that serves the model, for the most likely answer to a prompt like those of the run."""
+    data, body = recorded.data, dict[str, Any](prompt="...")
+    if _has_chats(start, data):
+        system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+        body = {"messages": [*system, {"role": "user", "content": "..."}]}
+        if data.chat_template_kwargs:
+            body["chat_template_kwargs"] = data.chat_template_kwargs
+    body["sampling"] = {"max_tokens": recorded.sampling.max_tokens, "temperature": 0}
+    header, text = "Content-Type: application/json", json.dumps(body, ensure_ascii=False)
+    return f"curl -s http://127.0.0.1:8000/v1/rollouts -H {quote(header)} -d {quote(text)}"
+
+
+def _described(settings: ExportSettings, start: Start, recorded: Recorded, progress: Progress, dtype: str) -> list[str]:
     to = quote(str(settings.to))
     size = sum(file.stat().st_size for file in settings.to.iterdir()) / 1e6
     what = "adapter in float32" if settings.form is ExportForm.ADAPTER else f"whole model in {dtype}"
     lines = [f"{to}: {what}, {size:,.1f} MB: {start.run_id} at step {progress.step}"]
     if settings.form is ExportForm.MERGED:
         lines += [f"  serve  {command}" for command in serve_commands(to, dtype, program("dvp-rollout"))]
+        lines.append(f"  ask    {request_command(start, recorded)}")
     return [*lines, f"  read   {to}/{CARD}: how to load it, what it was trained with"]

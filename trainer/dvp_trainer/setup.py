@@ -338,6 +338,7 @@ def record_start(run: Run, *, up: bool) -> Start:
         up=up,
         model=learner.base_digest,
         chat_template=run.publisher.chat_template,
+        chats=run.feeder.prompts.chats,
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
-from dvp_rl.contract.http import Message
+from dvp_rl.contract.http import RolloutRequest
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_rl.weights.folder import CHAT_TEMPLATE
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.rendering import open_tokenizer, open_training
+from dvp_trainer.report.starts import last_start
 from tests.kit.models import CHAT_TEMPLATE as MODELS_OWN
 from tests.kit.models import make_model
 from tests.kit.runs import config, replica, run_trainer, train
@@ -189,6 +191,16 @@ def test_everything_that_changes_a_prompt_changes_the_fingerprint(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_chats_without_settings_are_recorded(tmp_path: Path, broker_url: str, run_id: str, model: Path) -> None:
+    for folder, prompt, chats in (("plain", "1+1=", False), ("chat", CHAT, True)):
+        (tmp_path / folder).mkdir()
+        settings = options(model, rows(tmp_path / folder, prompt))
+        with replica(tmp_path / folder, f"{run_id}-{folder}", broker_url, f"--model={model}"):
+            train(config(tmp_path / folder, f"{run_id}-{folder}", broker_url, steps="1", **settings))
+        assert last_start(tmp_path / folder / "run").chats is chats
+
+
+@pytest.mark.slow
 def test_a_run_samples_publishes_and_exports_what_its_settings_say(
     tmp_path: Path, broker_url: str, run_id: str, model: Path, template: str
 ) -> None:
@@ -211,8 +223,12 @@ def test_a_run_samples_publishes_and_exports_what_its_settings_say(
     assert (published / CHAT_TEMPLATE).read_text() == OWN
 
     (tmp_path / "own.jinja").unlink()
-    train(["export", str(out), f"--to={tmp_path / 'exported'}"])
+    *_, ask, _ = train(["export", str(out), f"--to={tmp_path / 'exported'}"]).splitlines()
+    request = RolloutRequest.model_validate_json(shlex.split(ask)[-1])
     tokenizer = load_tokenizer(tmp_path / "exported")
-    messages = [Message(role="system", content="add"), Message(role="user", content="1+1=")]
-    ids = tokenizer.encode_chat(messages, {"enable_thinking": False})
+    assert request.messages is not None
+    messages = [
+        message.model_copy(update={"content": message.content.replace("...", "1+1=")}) for message in request.messages
+    ]
+    ids = tokenizer.encode_chat(messages, request.chat_template_kwargs)
     assert tokenizer.decode(ids, skip_special_tokens=False) == rendered

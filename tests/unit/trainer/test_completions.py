@@ -321,6 +321,14 @@ def test_a_terminal_shows_a_table_that_no_completion_can_break() -> None:
     assert "\ufffd[31m" in shown
 
 
+@pytest.mark.parametrize("width", [40, 120])
+def test_a_terminal_shows_a_prompt_once_and_on_few_lines(width: int) -> None:
+    chat = dataclasses.replace(SHOWN, prompt="<user>\nadd\n<assistant>\n")
+    shown = on_terminal([chat, chat, SHOWN], width)
+    assert shown.count("<user>↵add↵<assistant>↵") == 1
+    assert "say [bold]a" in shown
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
 def test_a_terminal_of_any_encoding_shows_any_text(encoding: str) -> None:
     quoted = dataclasses.replace(SHOWN, prompt="“4” …" * 200, tokens=["“4”", " 𝄞", "é", "\x85"])

@@ -45,8 +45,11 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert next(standing(tmp_path, ended=True)) == "mine: stopped at step 2 of 6"
     assert facts(tmp_path)["reward"].strip() == "first 0.500, last 0.500, over 2 steps each"
     assert facts(tmp_path)["held-out"].strip() == "best 0.500 at step 2, first 0.500, last 0.500"
-    log(tmp_path, {"step": 1, "heldout/score": 0.5, "heldout/stderr": 0.0312})
+    scored = {"step": 1, "heldout/score": 0.5, "heldout/stderr": 0.0312}
+    log(tmp_path, scored | {"heldout/pass_at_1": 0.5})
     assert facts(tmp_path)["held-out"].strip() == "best 0.500 ± 0.031 at step 1, first 0.500, last 0.500"
+    log(tmp_path, scored | {"heldout/pass_at_1": 0.25})
+    assert facts(tmp_path)["held-out"].strip().startswith("best 0.500 ± 0.031 (0.250 correct) at step 1,")
 
 
 def test_a_run_that_was_shortened_goes_on_after_its_last_checkpoint(tmp_path: Path) -> None:

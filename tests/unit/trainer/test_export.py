@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.http import RolloutRequest
 from dvp_rl.dvp.policy import constrained_logprobs
 from dvp_rl.engines.reference import EAGER, attending
 from dvp_trainer.config import ExportSettings, TrainSettings
@@ -218,6 +220,33 @@ def test_the_card_shows_how_prompts_were_rendered(
     shown = names["tokenizer"].decode(names["ids"]["input_ids"])
     assert shown == "system add?\n\nuser ...\nglad"
     assert '`"chat_template_kwargs": {"mood": "glad"}`' in card
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_it_prints_a_request_with_a_prompt_like_those_of_the_run(tmp_path: Path, model: Path, recorded: bool) -> None:
+    """Chats are known from the start's record, or from the settings."""
+
+    def request(folder: str) -> RolloutRequest:
+        *_, ask, _ = run_export(tmp_path / folder, tmp_path / folder / "to")
+        words = shlex.split(ask)
+        assert (words[0], words[1]) == ("ask", "curl")
+        shown = (tmp_path / folder / "to" / "README.md").read_text()
+        assert ask.removeprefix("  ask    ") in shown.splitlines()
+        return RolloutRequest.model_validate_json(words[-1])
+
+    train(model, tmp_path / "plain")
+    assert request("plain").prompt == "..."
+    chat: dict[str, object] = {} if recorded else {"system_prompt": "it's", "chat_template_kwargs": {"mood": "glad"}}
+    train(model, tmp_path / "chat", chat=chat)
+    (start,) = read_starts(tmp_path / "chat")
+    (tmp_path / "chat" / "starts.jsonl").write_text(
+        start.model_copy(update={"chats": recorded}).model_dump_json() + "\n"
+    )
+    asked = request("chat")
+    assert [message.content for message in asked.messages or ()] == (["..."] if recorded else ["it's", "..."])
+    assert asked.chat_template_kwargs == ({} if recorded else {"mood": "glad"})
+    assert asked.sampling is not None
+    assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0, 1024)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, model: Path) -> None:

@@ -159,7 +159,7 @@ RECORDS = (
     {"step": 0, "heldout/score": 0.5},
     {"step": 1, "reward/mean": 0.1, "mismatch/kl": 0.2, "mismatch/ratio_min": 0.5, "mismatch/ratio_max": 1.5},
     {"step": 2, "reward/mean": 0.3, "throughput/samples_per_second": 8, "time/step_s": 1.0}
-    | {"heldout/score": 0.75, "heldout/stderr": 0.1},
+    | {"heldout/score": 0.75, "heldout/stderr": 0.1, "heldout/pass_at_16": 0.9, "heldout/pass_at_1_from_0.5": 0.7},
     {"step": 3, "reward/mean": 0.5, "heldout/score": 0.75, "throughput/samples_per_second": 2, "time/step_s": 3.0},
 )
 
@@ -168,7 +168,8 @@ def test_the_outcome_of_a_run() -> None:
     reached = outcome(RECORDS)
     assert (reached.steps, reached.reward_first, reached.reward_last) == (3, pytest.approx(0.3), pytest.approx(0.3))
     assert (reached.heldout_first, reached.heldout_last) == (0.5, 0.75)
-    assert (reached.heldout_best, reached.heldout_best_step, reached.heldout_best_stderr) == (0.75, 2, 0.1)
+    assert (reached.heldout_best, reached.heldout_best_step) == (0.75, 2)
+    assert (reached.heldout_best_stderr, reached.heldout_best_correct) == (0.1, 0.7)
     assert (reached.kl, reached.largest_log_ratio) == (0.2, pytest.approx(math.log(2)))
     assert reached.samples_per_second == pytest.approx((8 + 6) / 4)
     assert (reached.veto, reached.pruned_share) == (None, None)

@@ -163,7 +163,7 @@ class PromptTokens:
     """Rows of the data set and their token ids, by position."""
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
-        self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
+        self.row, self.fingerprint, self.chats = prompts.row_at, prompts.fingerprint, holds_chats(prompts)
         self._tokenizer, self._source = tokenizer, prompts.source
         self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 ENDS = 5
 """Steps at each end of the run over which its first and last reward are averaged."""
+CORRECT = "heldout/pass_at_1"
+"""Share of correct samples; `_from_` and evaluate.correct_from follow unless that is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Outcome:
     """The first step with that score."""
     heldout_best_stderr: float | None
     """Its standard error, were the prompts drawn anew."""
+    heldout_best_correct: float | None
+    """Share of correct samples at that step: rewards of evaluate.correct_from and more."""
     pruned_share: float | None
     """Share of positions at which pruning took at least a thousandth of the probability."""
     kl: float | None
@@ -45,7 +49,7 @@ def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
     """`metrics`: one record per step, as in metrics.jsonl."""
     rewards = values(metrics, "reward/mean")
     scored = [record for record in metrics if record.get("heldout/score") is not None]
-    best = max(scored, key=lambda record: record["heldout/score"], default=None)
+    best: Mapping[str, Any] = max(scored, key=lambda record: record["heldout/score"], default={})
     ratios = values(metrics, "mismatch/ratio_min") + values(metrics, "mismatch/ratio_max")
     timed = [record for record in metrics if {"time/step_s", "throughput/samples_per_second"} <= record.keys()]
     seconds = sum(record["time/step_s"] for record in timed)
@@ -56,9 +60,10 @@ def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
         reward_last=mean(rewards[-ENDS:]),
         heldout_first=scored[0]["heldout/score"] if scored else None,
         heldout_last=scored[-1]["heldout/score"] if scored else None,
-        heldout_best=best["heldout/score"] if best else None,
-        heldout_best_step=best["step"] if best else None,
-        heldout_best_stderr=best.get("heldout/stderr") if best else None,
+        heldout_best=best.get("heldout/score"),
+        heldout_best_step=best.get("step"),
+        heldout_best_stderr=best.get("heldout/stderr"),
+        heldout_best_correct=next((best[key] for key in best if key.split("_from_")[0] == CORRECT), None),
         pruned_share=mean(values(metrics, "pruned/share")),
         kl=mean(values(metrics, "mismatch/kl")),
         largest_log_ratio=max((abs(math.log(ratio)) if ratio else math.inf for ratio in ratios), default=None),

@@ -47,6 +47,8 @@ class Start(BaseModel):
     """Digest of the folder model.path."""
     chat_template: str | None = None
     """Text of the file data.chat_template."""
+    chats: bool = False
+    """Whether the prompts are chats. Earlier versions did not write it."""
     up: bool = False
     """Whether `dvp-train up` started a broker and replicas for it."""
     folder: str
@@ -73,6 +75,7 @@ def describe_start(
     model: str,
     machine: Mapping[str, str],
     chat_template: str | None = None,
+    chats: bool = False,
     up: bool = False,
 ) -> Start:
     """A start with `settings` now. `model` is the digest of the model folder, `machine` adds to what is known of it."""
@@ -83,6 +86,7 @@ def describe_start(
         settings=settings.to_json(),
         model=model,
         chat_template=chat_template,
+        chats=chats,
         up=up,
         folder=str(here),
         code=dict(_commits(here, Path(__file__).parent)),

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TERMINAL_ROWS = 4
+PROMPT_CHARACTERS = 200
+"""Of a prompt, its end."""
 TERMINAL_CHARACTERS = 400
+"""Of a completion, its beginning."""
 TERMINAL_LINES = 12
 WIDE = 80
 """Columns of a terminal from which the table has more than one column."""
@@ -22,7 +25,8 @@ CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n"
 
 
 def completions_table(step: int, completions: Sequence[Completion], *, width: int, encoding: str = "utf-8") -> Table:
-    """For a terminal of `width` columns. Colours show how much probability min-p removed."""
+    """For a terminal of `width` columns. Each prompt is shown once, its line breaks as arrows; colours show how much
+    probability min-p removed."""
     from rich.table import Table
     from rich.text import Text
 
@@ -51,13 +55,15 @@ def completions_table(step: int, completions: Sequence[Completion], *, width: in
         table.add_column("completion", ratio=3, overflow="fold")
         for name in ("reward", "advantage", "training"):
             table.add_column(name, justify="right")
+    before = None
     for completion in completions[:TERMINAL_ROWS]:
-        end = completion.prompt[-TERMINAL_CHARACTERS:].split("\n")[-TERMINAL_LINES:]
-        prompt = shown([("\n".join(end), "dim")])
+        end = completion.prompt[-PROMPT_CHARACTERS:].replace("\n", "↵")
+        prompt = shown([(end, "dim")] if completion.prompt != before else [])
         text = shown((piece, styles[mark]) for piece, mark in completion.marked())
         facts = (f"{completion.reward:.3g}", f"{completion.advantage:.3g}", completion.fate)
         if width >= WIDE:
             table.add_row(prompt, text, *facts)
         else:
             table.add_row(Text("\n").join([prompt, text, Text("reward {}, advantage {}, {}".format(*facts))]))
+        before = completion.prompt
     return table
