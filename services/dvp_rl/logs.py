@@ -20,6 +20,7 @@ from dvp_rl.contract.errors import is_refusal
 MAX_ALIKE = 20
 ALIKE_S = 60.0
 MAX_KEY_CHARS = 80
+OURS = ("dvp_rl", "dvp_trainer", "deploy", "__main__")
 FROM_OUTSIDE = ("asyncio", "uvicorn", "dvp_rl.http")
 """Loggers whose lines outsiders can trigger: asyncio, for example, reports every connection that it cannot accept. Of
 their lines that begin alike, at most MAX_ALIKE are written per ALIKE_S seconds, and refusals by the operating system
@@ -61,14 +62,16 @@ class TextFormatter(logging.Formatter):
 
 
 class TerminalFormatter(logging.Formatter):
-    """For somebody who watches the process: time and message, and the level of what is more than information."""
+    """For somebody who watches the process: time and message, the level of what is more than information, and the
+    logger if it is not ours."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         level = f"{record.levelname} " if record.levelno > logging.INFO else ""
-        return f"{record.asctime} {level}{record.message}"
+        origin = "" if record.name.startswith(OURS) else f"{record.name}: "
+        return f"{record.asctime} {level}{origin}{record.message}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -145,7 +148,7 @@ def configure(log_format: LogFormat = LogFormat.TEXT, log_level: LogLevel = LogL
     handler = LimitedHandler(sys.stderr)
     handler.setFormatter(_formatter(log_format, context))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("dvp_rl", "dvp_trainer", "deploy", "__main__"):
+    for name in OURS:
         logging.getLogger(name).setLevel(log_level.upper())
     return context
 

@@ -64,6 +64,7 @@ MAX_CHARACTERS = 2000
 """Longest rendered prompt that is shown in full."""
 STATE_BYTES = 12
 """Bytes of a parameter in a checkpoint: the weight and AdamW's two moments in float32."""
+UP_BRINGS = "`dvp-train up` starts one, and replicas"
 EXPECTED = {Verdict.NO_REPLICAS, Verdict.NO_TRAINER, Verdict.IDLE}
 """Verdicts that say nothing new before a run starts."""
 
@@ -193,7 +194,7 @@ class Examination:
         self.heldout = open_heldout(self.settings, self._tokenizer)
         assert self.heldout is not None, "this part is there only if it is set"
         if self.train is not None:
-            compare_data(self.train, self.heldout)
+            compare_data(self.train, self.heldout, self.settings.evaluate.limit)
         yield _columns(self.heldout)
 
     def look_at_prompts(self) -> Iterator[str]:
@@ -220,7 +221,7 @@ class Examination:
         long = sum(length > limit for length in lengths)
         text = f"answers of {lengths[0]:,} to {lengths[-1]:,} tokens, the end token counted"
         text += f"; sampling.max_tokens = {limit:,}"
-        yield Note(f"{text}: {long:,} answers are longer than a completion can be") if long else text
+        yield Note(f"{text}: {long:,} are longer and would be cut off") if long else text
 
     def _room(self, lengths: list[int]) -> Iterator[str]:
         context, limit = longest_sequence(self.settings), self.settings.sampling.max_tokens
@@ -295,9 +296,14 @@ class Examination:
             self.snapshot = found = asyncio.run(snapshot())
         except NoBrokerError as error:
             if self._brings_broker:
-                yield f"`dvp-train up` starts one, and replicas; `dvp-train` alone needs one at {masked(settings.url)}"
+                yield f"{UP_BRINGS}; `dvp-train` alone needs one at {masked(settings.url)}"
             else:
                 yield Note(f"`dvp-train` would wait for up to {settings.stall_timeout_s:g} s: {error}")
+            return
+        except DvpError as error:
+            if not self._brings_broker:
+                raise
+            yield Note(f"{UP_BRINGS}; `dvp-train` alone would stop: {error}")
             return
         yield f"{masked(settings.url)} answers and permits what a trainer does"
         for reason in judge(found).reasons:
@@ -311,7 +317,11 @@ class Examination:
             raise SkippedError("needs the broker")
         model = self.settings.model.path
         if not self.snapshot.live:
-            yield Note(f"none is alive; the run would wait for one. Start it with\n{_rollout(self.settings)}")
+            command = _rollout(self.settings)
+            if self._brings_broker:
+                yield f"`dvp-train up` starts them; `dvp-train` alone would wait for one. Start it with\n{command}"
+            else:
+                yield Note(f"none is alive; the run would wait for one. Start it with\n{command}")
         digest = folder_digest(model) if any(_first_model(replica) for replica in self.snapshot.live) else ""
         for replica in self.snapshot.live:
             yield f"{replica.id}: {replica.state}, serves {replica.version}"

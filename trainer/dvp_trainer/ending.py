@@ -102,11 +102,11 @@ def _scores(reached: Outcome) -> Iterator[tuple[str, str]]:
         ends = min(ENDS, reached.steps)
         yield "reward", f"first {reached.reward_first:.3f}, last {reached.reward_last:.3f}, over {ends} steps each"
     if reached.heldout_best is not None:
-        error, correct = reached.heldout_best_stderr, reached.heldout_best_correct
-        best = f"best {reached.heldout_best:.3f}{'' if error is None else f' ± {error:.3f}'}"
-        if correct not in (None, reached.heldout_best):
-            best += f" ({correct:.3f} correct)"
-        best += f" at step {reached.heldout_best_step}"
+        score = f"{reached.heldout_best:.3f}"
+        error = "" if reached.heldout_best_stderr is None else f" ± {reached.heldout_best_stderr:.3f}"
+        share = score if reached.heldout_best_correct is None else f"{reached.heldout_best_correct:.3f}"
+        correct = "" if share == score else f" ({share} correct)"  # they are equal if rewards are 0 and 1
+        best = f"best {score}{error}{correct} at step {reached.heldout_best_step}"
         yield "held-out", f"{best}, first {reached.heldout_first:.3f}, last {reached.heldout_last:.3f}"
 
 

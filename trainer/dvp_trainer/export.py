@@ -61,16 +61,16 @@ SERVED = """
 ```sh
 {commands}
 ```
-
-This asks dvp-rollout, in place of the dots:
-
-```sh
-{request}
-```
-
 `generation_config.json` samples from the policy that was trained: temperature {temperature:g}, min-p
 {min_p:.6g}, nothing else. `generate` and vLLM take it as their default, SGLang only for chat: with its other
 endpoints, and to `dvp-rollout`, send both.
+"""
+ASKED = """
+This asks `dvp-rollout`; put a prompt where the dots are:
+
+```sh
+{command}
+```
 """
 CHAT = """
 Prompts were rendered by the chat template:
@@ -130,7 +130,8 @@ def export(settings: ExportSettings) -> list[str]:
             set_dtype(partial / "config.json", dtype)
             vocab_size = model.get_output_embeddings().weight.shape[0]
             generation_config(load_tokenizer(source), recorded.sampling, vocab_size).save_pretrained(partial)
-        (partial / CARD).write_text(model_card(settings, trained, recorded, progress, dtype, source))
+        card = model_card(settings, trained, recorded, progress, dtype, source)
+        (partial / CARD).write_text(card, encoding="utf-8")
     return _described(settings, start, recorded, progress, dtype)
 
 
@@ -224,14 +225,8 @@ def model_card(
 ) -> str:
     """README.md of the folder: what the model is, how to load it, what it was trained with by `starts`, in the end as
     `recorded`."""
-    adapter, sampling, start = settings.form is ExportForm.ADAPTER, recorded.sampling, starts[-1]
-    served = SERVED.format(
-        commands="\n".join(serve_commands(".", dtype, "dvp-rollout")),
-        request=request_command(start, recorded),
-        temperature=sampling.temperature,
-        min_p=math.exp(sampling.log_min_p),
-    )
-    loaded = LOADED_ADAPTER.format(base=str(source.absolute())) if adapter else LOADED + served
+    adapter, start = settings.form is ExportForm.ADAPTER, starts[-1]
+    loaded = LOADED_ADAPTER.format(base=str(source.absolute())) if adapter else LOADED + _served(start, recorded, dtype)
     facts = {
         "Run": f"`{start.run_id}`, step {progress.step}, {progress.samples:,} samples",
         "Held-out score": _score(settings.run, progress.step),
@@ -254,22 +249,43 @@ def _on_the_card(start: Start) -> Iterator[tuple[str, str]]:
     return ((f"`{name}`", f"`{value}`") for name, value in flat(start.settings) if name in CARD_SETTINGS)
 
 
-def _has_chats(start: Start, data: DataSection) -> bool:
-    return start.chats or data.renders
+def _served(start: Start, recorded: Recorded, dtype: str) -> str:
+    """How the folder is served, and what asks the model."""
+    sampling, command = recorded.sampling, request_command(start, recorded)
+    served = SERVED.format(
+        commands="\n".join(serve_commands(".", dtype, "dvp-rollout")),
+        temperature=sampling.temperature,
+        min_p=math.exp(sampling.log_min_p),
+    )
+    return served + ASKED.format(command=command) if command else served
+
+
+def like_prompts(start: Start, data: DataSection) -> list[dict[str, str]] | None:
+    """Messages like those of the run's prompts, with dots for what differs; none if the prompts are plain text, and
+    None if an earlier version did not record it."""
+    roles = start.roles
+    if roles is None:
+        if not data.renders:
+            return None
+        roles = ("user",) if data.system_prompt is None else ("system", "user")
+    messages = [{"role": role, "content": "..."} for role in roles]
+    if data.system_prompt is not None:
+        messages[0]["content"] = data.system_prompt
+    return messages
 
 
 def _chat(start: Start, data: DataSection, form: ExportForm) -> str:
     """How prompts became chats, if they did: a served model must get them likewise."""
-    if not _has_chats(start, data):
+    messages = like_prompts(start, data)
+    if not messages:
         return ""
-    system = "" if data.system_prompt is None else f'{{"role": "system", "content": {data.system_prompt!r}}}, '
     arguments = "".join(f", {name}={value!r}" for name, value in data.chat_template_kwargs.items())
     imports = ""
     if data.chat_template and form is ExportForm.ADAPTER:  # the tokenizer is the first model's
         imports = "from pathlib import Path\n\n"
         arguments += f', chat_template=Path("{CHAT_TEMPLATE}").read_text()'
-    text = CHAT.format(imports=imports, messages=f'{system}{{"role": "user", "content": "..."}}', arguments=arguments)
-    if data.chat_template_kwargs:
+    text = CHAT.format(imports=imports, messages=", ".join(map(str, messages)), arguments=arguments)
+    if data.chat_template_kwargs and form is ExportForm.MERGED:
         body = json.dumps({"chat_template_kwargs": data.chat_template_kwargs}, ensure_ascii=False)
         text += f"\nAll three servers take its arguments in the body of a chat request: `{body[1:-1]}`.\n"
     return text
@@ -292,16 +308,19 @@ def serve_commands(folder: str, dtype: str, rollout: str) -> tuple[str, ...]:
 
 
 def request_command(start: Start, recorded: Recorded) -> str:
-    """A request to a replica that serves the model, for the most likely answer to a prompt like those of the run."""
-    data, body = recorded.data, dict[str, Any](prompt="...")
-    if _has_chats(start, data):
-        system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-        body = {"messages": [*system, {"role": "user", "content": "..."}]}
-        if data.chat_template_kwargs:
-            body["chat_template_kwargs"] = data.chat_template_kwargs
-    body["sampling"] = {"max_tokens": recorded.sampling.max_tokens, "temperature": 0}
-    header, text = "Content-Type: application/json", json.dumps(body, ensure_ascii=False)
-    return f"curl -s http://127.0.0.1:8000/v1/rollouts -H {quote(header)} -d {quote(text)}"
+    """A request to a replica that serves the model, for the most likely answer to a prompt; "" if it is not known what
+    prompts look like."""
+    messages, data, sampling = like_prompts(start, recorded.data), recorded.data, recorded.sampling
+    if messages is None:
+        return ""
+    body: dict[str, Any] = {"messages": messages} if messages else {"prompt": "..."}
+    if data.chat_template_kwargs:
+        body["chat_template_kwargs"] = data.chat_template_kwargs
+    body["sampling"] = {"max_tokens": sampling.max_tokens, "temperature": 0}
+    if sampling.stop:
+        body["sampling"]["stop"] = sampling.stop
+    header = "Content-Type: application/json"
+    return f"curl -s http://127.0.0.1:8000/v1/rollouts -H {quote(header)} -d {quote(json.dumps(body))}"
 
 
 def _described(settings: ExportSettings, start: Start, recorded: Recorded, progress: Progress, dtype: str) -> list[str]:
@@ -311,5 +330,6 @@ def _described(settings: ExportSettings, start: Start, recorded: Recorded, progr
     lines = [f"{to}: {what}, {size:,.1f} MB: {start.run_id} at step {progress.step}"]
     if settings.form is ExportForm.MERGED:
         lines += [f"  serve  {command}" for command in serve_commands(to, dtype, program("dvp-rollout"))]
-        lines.append(f"  ask    {request_command(start, recorded)}")
+        if request := request_command(start, recorded):
+            lines.append(f"  ask    {request}")
     return [*lines, f"  read   {to}/{CARD}: how to load it, what it was trained with"]

@@ -140,7 +140,7 @@ async def _assemble(
     with patient("reading the prompts"):
         prompts, heldout = open_training(settings, tokenizer), open_heldout(settings, tokenizer)
     if heldout is not None:
-        compare_data(prompts, heldout)
+        compare_data(prompts, heldout, settings.evaluate.limit)
     checkpoints = Checkpoints(settings.out_dir / "checkpoints", settings.checkpoint.keep)
     set_up_torch(settings)
     async with AsyncExitStack() as stack:
@@ -338,7 +338,7 @@ def record_start(run: Run, *, up: bool) -> Start:
         up=up,
         model=learner.base_digest,
         chat_template=run.publisher.chat_template,
-        chats=run.feeder.prompts.chats,
+        roles=run.feeder.prompts.row(0).roles,
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)

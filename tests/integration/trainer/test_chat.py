@@ -192,12 +192,12 @@ def test_everything_that_changes_a_prompt_changes_the_fingerprint(tmp_path: Path
 
 @pytest.mark.slow
 def test_chats_without_settings_are_recorded(tmp_path: Path, broker_url: str, run_id: str, model: Path) -> None:
-    for folder, prompt, chats in (("plain", "1+1=", False), ("chat", CHAT, True)):
+    for folder, prompt, roles in (("plain", "1+1=", ()), ("chat", CHAT, ("user",))):
         (tmp_path / folder).mkdir()
         settings = options(model, rows(tmp_path / folder, prompt))
         with replica(tmp_path / folder, f"{run_id}-{folder}", broker_url, f"--model={model}"):
             train(config(tmp_path / folder, f"{run_id}-{folder}", broker_url, steps="1", **settings))
-        assert last_start(tmp_path / folder / "run").chats is chats
+        assert last_start(tmp_path / folder / "run").roles == roles
 
 
 @pytest.mark.slow

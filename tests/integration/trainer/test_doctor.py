@@ -142,7 +142,7 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path: Path, run_id: str) 
     assert cut.startswith("note 1 of them leave less room than sampling.max_tokens = 100 in the context of 5,100")
     brief, _ = examined([*flags, "--sampling.max-tokens=1", "--data.answer-column=question"])
     assert (
-        "note answers of 5 to 5,008 tokens, the end token counted; sampling.max_tokens = 1: 3 answers are longer than"
+        "note answers of 5 to 5,008 tokens, the end token counted; sampling.max_tokens = 1: 3 are longer and would be"
         in brief["prompts"][1]
     )
     assert first == "ok row 0, 20 tokens, answer '2':\n<unk>system<unk>Add.<user>1+1=<assistant>--"
@@ -179,13 +179,18 @@ def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str)
 @pytest.mark.usefixtures("no_patience")
 def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, run_id: str) -> None:
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
-    for name, chosen in {"train": rows[:6] + rows[:2], "heldout": rows[4:] + rows[4:5]}.items():
+    for name, chosen in {"train": rows[:6] + rows[:2], "heldout": rows[5:] + rows[4:5] + rows[5:6]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
     train, heldout = str(tmp_path / "train.jsonl"), str(tmp_path / "heldout.jsonl")
-    found, error = examined(config(tmp_path, run_id, NOWHERE, data__train=train, data__heldout=heldout))
-    assert error == ""
-    shared = f"note 2 of 5 different prompts of {heldout} are in {train} too: the held-out score also counts what was"
-    assert any(line.startswith(shared) for line in found["data.heldout"])
+    flags = config(tmp_path, run_id, NOWHERE, data__train=train, data__heldout=heldout, data__as_chat="true")
+    model = str(make_model(tmp_path / "model"))
+    for limit, counts in ((6, "2 of 5"), (4, "1 of 4")):
+        found, error = examined([*flags, f"--model.path={model}", f"--evaluate.limit={limit}"])
+        assert error == ""
+        shared = (
+            f"note data.heldout {heldout}: {counts} different prompts are in data.train {train} too: the score counts"
+        )
+        assert any(line.startswith(shared) for line in found["data.heldout"])
     found, _ = examined(config(tmp_path, run_id, NOWHERE, data__heldout=str(HELDOUT)))
     assert not any(line.startswith("note") for line in found["data.heldout"])
 
@@ -197,6 +202,20 @@ def test_a_run_for_up_needs_no_broker(tmp_path: Path, run_id: str, monkeypatch: 
     assert error == ""
     assert found["broker"] == [f"ok `dvp-train up` starts one, and replicas; `dvp-train` alone needs one at {NOWHERE}"]
     assert "replicas" not in found
+
+
+def test_a_broker_that_nobody_named_stops_no_run_for_up(
+    tmp_path: Path, broker_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_of_broker, "DEFAULT_URL", broker_url)
+    flags = config(tmp_path, run_id, NOWHERE, broker__redis_url=None)
+    found, error = examined(flags)
+    assert error == ""
+    assert found["replicas"][0].startswith("ok `dvp-train up` starts them; `dvp-train` alone would wait for one. Start")
+    with held(broker_url, run_id):
+        found, error = examined(flags)
+    assert error == ""
+    assert found["broker"][0].startswith("note `dvp-train up` starts one, and replicas; `dvp-train` alone would stop: ")
 
 
 @contextmanager

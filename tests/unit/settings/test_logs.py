@@ -59,7 +59,7 @@ def test_lines_are_short_on_a_terminal(capsys: pytest.CaptureFixture[str], monke
     logging.getLogger("somebody.else").warning("careful")
     hello, careful = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d hello", hello)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING careful", careful)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING somebody\.else: careful", careful)
 
 
 def test_strangers_do_not_fill_the_log(capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,9 +324,12 @@ def test_a_terminal_shows_a_table_that_no_completion_can_break() -> None:
 @pytest.mark.parametrize("width", [40, 120])
 def test_a_terminal_shows_a_prompt_once_and_on_few_lines(width: int) -> None:
     chat = dataclasses.replace(SHOWN, prompt="<user>\nadd\n<assistant>\n")
-    shown = on_terminal([chat, chat, SHOWN], width)
-    assert shown.count("<user>↵add↵<assistant>↵") == 1
-    assert "say [bold]a" in shown
+    file = io.StringIO()
+    Console(file=file, width=width).print(completions_table(3, [chat, chat, SHOWN], width=width))
+    lines = [line.strip("│ ") for line in file.getvalue().splitlines()]
+    assert sum("<user>↵add↵<assistant>↵" in line for line in lines) == 1
+    assert any("say [bold]a" in line for line in lines)
+    assert all(lines)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])

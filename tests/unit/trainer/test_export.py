@@ -54,6 +54,7 @@ def train(
     scores: bool = True,
     log_min_p: float = -13.0,
     chat: Mapping[str, object] | None = None,
+    sampling: Mapping[str, object] | None = None,
 ) -> dict[int, Tensor]:
     """A run with checkpoints of steps 1, 2 and 3, the best of which is 2; the logits of each. `chat`: settings of the
     data, TEMPLATE among them."""
@@ -66,7 +67,7 @@ def train(
             "lora": {"rank": rank},
             "data": {"train": "d.jsonl", **(chat or {})},
             "reward": {"name": "exact_match"},
-            "sampling": {"n": 4, "log_min_p": log_min_p},
+            "sampling": {"n": 4, "log_min_p": log_min_p, **(sampling or {})},
             "correction": {"veto": None, "mode": "unit"},
             "optimizer": {"lr": 0.01},
         }
@@ -219,34 +220,45 @@ def test_the_card_shows_how_prompts_were_rendered(
     exec(loading + rendering.replace("\ntokenizer", "\nids = tokenizer"), names)
     shown = names["tokenizer"].decode(names["ids"]["input_ids"])
     assert shown == "system add?\n\nuser ...\nglad"
-    assert '`"chat_template_kwargs": {"mood": "glad"}`' in card
+    assert ('`"chat_template_kwargs": {"mood": "glad"}`' in card) is not bool(rank), "an adapter names no servers"
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_it_prints_a_request_with_a_prompt_like_those_of_the_run(tmp_path: Path, model: Path, recorded: bool) -> None:
-    """Chats are known from the start's record, or from the settings."""
+def test_it_prints_a_request_with_a_prompt_like_those_of_the_run(tmp_path: Path, model: Path) -> None:
+    def requested(
+        folder: str, *, roles: tuple[str, ...] | None, **options: Mapping[str, object]
+    ) -> RolloutRequest | None:
+        out, to = tmp_path / folder, tmp_path / f"{folder}-exported"
+        train(model, out, **options)
+        (start,) = read_starts(out)
+        (out / "starts.jsonl").write_text(start.model_copy(update={"roles": roles}).model_dump_json() + "\n")
+        *_, ask, _ = run_export(out, to)
+        told, _, command = ask.partition(" curl ")
+        card = (to / "README.md").read_text(encoding="utf-8")
+        if told != "  ask   ":
+            assert "curl" not in card
+            return None
+        assert f"curl {command}" in card.splitlines()
+        return RolloutRequest.model_validate_json(shlex.split(command)[-1])
 
-    def request(folder: str) -> RolloutRequest:
-        *_, ask, _ = run_export(tmp_path / folder, tmp_path / folder / "to")
-        words = shlex.split(ask)
-        assert (words[0], words[1]) == ("ask", "curl")
-        shown = (tmp_path / folder / "to" / "README.md").read_text()
-        assert ask.removeprefix("  ask    ") in shown.splitlines()
-        return RolloutRequest.model_validate_json(words[-1])
+    plain = requested("plain", roles=(), sampling={"stop": ["9", "it's"], "max_tokens": 7})
+    assert plain is not None
+    assert plain.sampling is not None
+    assert plain.prompt == "..."
+    assert (plain.sampling.temperature, plain.sampling.max_tokens, plain.sampling.stop) == (0, 7, ("9", "it's"))
+    assert requested("unknown", roles=None) is None
 
-    train(model, tmp_path / "plain")
-    assert request("plain").prompt == "..."
-    chat: dict[str, object] = {} if recorded else {"system_prompt": "it's", "chat_template_kwargs": {"mood": "glad"}}
-    train(model, tmp_path / "chat", chat=chat)
-    (start,) = read_starts(tmp_path / "chat")
-    (tmp_path / "chat" / "starts.jsonl").write_text(
-        start.model_copy(update={"chats": recorded}).model_dump_json() + "\n"
-    )
-    asked = request("chat")
-    assert [message.content for message in asked.messages or ()] == (["..."] if recorded else ["it's", "..."])
-    assert asked.chat_template_kwargs == ({} if recorded else {"mood": "glad"})
-    assert asked.sampling is not None
-    assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0, 1024)
+    own = {"system_prompt": "it’s", "chat_template_kwargs": {"mood": "glad"}}
+    for folder, roles, chat, contents in (
+        ("few-shot", ("user", "assistant", "user"), {}, ["...", "...", "..."]),
+        ("own", ("system", "user"), own, ["it’s", "..."]),
+        ("old", None, own, ["it’s", "..."]),
+    ):
+        asked = requested(folder, roles=roles, chat=chat)
+        assert asked is not None
+        assert asked.messages is not None
+        assert [message.content for message in asked.messages] == contents
+        assert [message.role for message in asked.messages] == list(roles or ("system", "user"))
+        assert asked.chat_template_kwargs == chat.get("chat_template_kwargs", {})
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, model: Path) -> None:

@@ -67,6 +67,16 @@ class Row:
         """The prompt as a reward function sees it: for a chat, the contents joined by blank lines."""
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(m.content for m in self.prompt)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the prompt's messages; () for plain text."""
+        return () if isinstance(self.prompt, str) else tuple(message.role for message in self.prompt)
+
+    @property
+    def key(self) -> int:
+        """Hash by which this process tells prompts apart."""
+        return hash((self.roles, self.text))
+
 
 class Layout(NamedTuple):
     """How a record is read."""
@@ -92,7 +102,7 @@ class Prompts:
         source: str,
         records: Records,
         kept: NDArray[np.int64],
-        hashes: NDArray[np.int64],
+        keys: NDArray[np.int64],
         fingerprint: str,
         *,
         layout: Layout,
@@ -101,8 +111,8 @@ class Prompts:
     ) -> None:
         self.source, self.fingerprint = source, fingerprint
         """`fingerprint`: hash of the rows and their order, 16 hex digits. A cursor is valid only under its own."""
-        self.hashes = hashes
-        """[D] hashes of the D different prompts, ascending. They are those of this process only."""
+        self.keys = keys
+        """[D] `Row.key` of the D different prompts, ascending."""
         self._records, self._kept, self._layout = records, kept, layout
         self._order, self._seed = order, seed
 
@@ -178,7 +188,7 @@ def load_prompts(
         if row.answer is None:
             num_unanswered += 1
             unanswered = unanswered or _missing("answer", record, index, source, layout.answer, ANSWER_COLUMNS)
-        prompts.add(hash(row.text))
+        prompts.add(row.key)
         prompt = row.text if isinstance(row.prompt, str) or not rendering else [[m.role, m.content] for m in row.prompt]
         digest.update(json.dumps([index, prompt, row.answer]).encode())
     if not kept:
@@ -196,8 +206,8 @@ def load_prompts(
     if num_unanswered:
         log.warning("%s. The reward gets None there, as in %d of %d rows", unanswered, num_unanswered, len(kept))
     fingerprint = digest.hexdigest()[:16]
-    rows, hashes = np.array(kept, np.int64), np.sort(np.fromiter(prompts, np.int64, len(prompts)))
-    return Prompts(source, records, rows, hashes, fingerprint, layout=layout, order=order, seed=seed)
+    rows, keys = np.array(kept, np.int64), np.sort(np.fromiter(prompts, np.int64, len(prompts)))
+    return Prompts(source, records, rows, keys, fingerprint, layout=layout, order=order, seed=seed)
 
 
 def most_tokens(row: Row, added_tokens: int) -> int:

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,18 +117,19 @@ def holds_chats(prompts: Prompts) -> bool:
     return any(not isinstance(row.prompt, str) for row in prompts.first(TRIAL_ROWS))
 
 
-def compare_data(train: Prompts, heldout: Prompts) -> None:
-    """Warns if the held-out score is not what it seems: that of another task if only one of the data sets is chats, and
-    partly that of training if they share prompts."""
+def compare_data(train: Prompts, heldout: Prompts, limit: int | None) -> None:
+    """Warns if the score of the first `limit` held-out prompts is not what it seems: that of another task if only one
+    of the data sets is chats, and partly that of training if they share prompts."""
     if holds_chats(train) != holds_chats(heldout):
         logger.warning(
             "only one of %s and %s holds chats, the other plain text: data.as_chat = true makes both chats",
             *(train.source, heldout.source),
         )
-    if shared := len(np.intersect1d(train.hashes, heldout.hashes, assume_unique=True)):
+    scored = np.array([*{row.key for row in islice(heldout, limit)}])
+    if shared := int(np.isin(scored, train.keys).sum()):
         logger.warning(
-            "%d of %d different prompts of %s are in %s too: the held-out score also counts what was trained on",
-            *(shared, len(heldout.hashes), heldout.source, train.source),
+            "data.heldout %s: %d of %d different prompts are in data.train %s too: the score counts what is trained on",
+            *(heldout.source, shared, len(scored), train.source),
         )
 
 
@@ -163,7 +165,7 @@ class PromptTokens:
     """Rows of the data set and their token ids, by position."""
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
-        self.row, self.fingerprint, self.chats = prompts.row_at, prompts.fingerprint, holds_chats(prompts)
+        self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
         self._tokenizer, self._source = tokenizer, prompts.source
         self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
 

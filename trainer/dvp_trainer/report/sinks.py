@@ -280,8 +280,12 @@ def trackio_sink(project: str, start: Start) -> TrackerSink:
 
 def headline(metrics: Mapping[str, float]) -> str:
     """The headline metrics that are present, as `reward 0.412  kl 0.00031  ...`."""
-    shown = [f"{label} {metrics[name]:.3g}" for name, label in HEADLINES.items() if name in metrics]
+    shown = [f"{label} {_short(metrics[name])}" for name, label in HEADLINES.items() if name in metrics]
     return "  ".join(shown)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 class PlainSink(Sink):

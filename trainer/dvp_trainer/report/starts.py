@@ -47,8 +47,8 @@ class Start(BaseModel):
     """Digest of the folder model.path."""
     chat_template: str | None = None
     """Text of the file data.chat_template."""
-    chats: bool = False
-    """Whether the prompts are chats. Earlier versions did not write it."""
+    roles: tuple[str, ...] | None = None
+    """Roles of the first prompt's messages, () if it is plain text; None if an earlier version wrote this."""
     up: bool = False
     """Whether `dvp-train up` started a broker and replicas for it."""
     folder: str
@@ -75,7 +75,7 @@ def describe_start(
     model: str,
     machine: Mapping[str, str],
     chat_template: str | None = None,
-    chats: bool = False,
+    roles: tuple[str, ...] | None = None,
     up: bool = False,
 ) -> Start:
     """A start with `settings` now. `model` is the digest of the model folder, `machine` adds to what is known of it."""
@@ -86,7 +86,7 @@ def describe_start(
         settings=settings.to_json(),
         model=model,
         chat_template=chat_template,
-        chats=chats,
+        roles=roles,
         up=up,
         folder=str(here),
         code=dict(_commits(here, Path(__file__).parent)),

@@ -20,8 +20,9 @@ WIDE = 80
 """Columns of a terminal from which the table has more than one column."""
 COLOURS = {"yellow": "yellow", "orange": "orange1", "red": "red"}
 """Names of colours, and of rich's styles, for more and more that min-p removed."""
-CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}, "\ufffd")
-"""Replaces control characters: a completion must not steer the terminal."""
+BIDIRECTIONAL = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+CONTROLS = dict.fromkeys({*range(32), *range(0x7F, 0xA0), *BIDIRECTIONAL} - {ord("\t"), ord("\n")}, "\ufffd")
+"""Replaces control characters: a completion must not steer the terminal, or turn a line around."""
 
 
 def completions_table(step: int, completions: Sequence[Completion], *, width: int, encoding: str = "utf-8") -> Table:
@@ -64,6 +65,7 @@ def completions_table(step: int, completions: Sequence[Completion], *, width: in
         if width >= WIDE:
             table.add_row(prompt, text, *facts)
         else:
-            table.add_row(Text("\n").join([prompt, text, Text("reward {}, advantage {}, {}".format(*facts))]))
+            told = Text("reward {}, advantage {}, {}".format(*facts))
+            table.add_row(Text("\n").join(filter(None, [prompt, text, told])))
         before = completion.prompt
     return table
