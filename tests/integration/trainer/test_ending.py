@@ -79,9 +79,9 @@ def test_every_way_to_end_says_how_to_go_on(tmp_path: Path, broker_url: str, run
         assert second >= int(resume[2])
         assert f"at step {second}" in Path(facts["report"]).read_text()
         assert re.match(r"first \d\.\d{3}, last \d\.\d{3}, over 5 steps each", facts["reward"])
-        best = re.match(r"best (\S+) at step (\d+)", facts["held-out"])
+        best = re.match(r"best \d\.\d{3} ± \d\.\d{3} at step (\d+)", facts["held-out"])
         assert best is not None
-        assert f"{best[2]} (best)" in facts["checkpoints"]
+        assert f"{best[1]} (best)" in facts["checkpoints"]
         weights = Path(facts["weights"].partition(",")[0])
         assert (weights / "model.safetensors").is_file()
 
@@ -91,8 +91,8 @@ def test_every_way_to_end_says_how_to_go_on(tmp_path: Path, broker_url: str, run
         assert "without effect: optimizer.lr = 1e-09 (was " in again.stderr
         assert kept == ((out / "starts.jsonl").read_bytes(), (out / "settings.toml").read_bytes())
         assert len(read_metrics(out / "metrics.jsonl")) == steps + 1
-        assert f"step {best[2]}\n" in train([*argv_of(facts["evaluate"]), secret])
-        assert f"{run_id} at step {best[2]}" in train(argv_of(facts["export"]))
+        assert f"step {best[1]}\n" in train([*argv_of(facts["evaluate"]), secret])
+        assert f"{run_id} at step {best[1]}" in train(argv_of(facts["export"]))
         assert spoken(train(["report", str(out)]), run_id)["train on"] == facts["train on"]
         assert facts["train on"].split(" (")[0].endswith(f"--steps {2 * steps}")
         train([*argv_of(facts["train on"])[:-1], str(steps + 1), secret])
