@@ -61,6 +61,7 @@ SERVED = """
 ```sh
 {commands}
 ```
+
 `generation_config.json` samples from the policy that was trained: temperature {temperature:g}, min-p
 {min_p:.6g}, nothing else. `generate` and vLLM take it as their default, SGLang only for chat: with its other
 endpoints, and to `dvp-rollout`, send both.

@@ -181,16 +181,16 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path, run_id
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
     for name, chosen in {"train": rows[:6] + rows[:2], "heldout": rows[5:] + rows[4:5] + rows[5:6]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    train, heldout = str(tmp_path / "train.jsonl"), str(tmp_path / "heldout.jsonl")
-    flags = config(tmp_path, run_id, NOWHERE, data__train=train, data__heldout=heldout, data__as_chat="true")
+    files = {f"data__{name}": str(tmp_path / f"{name}.jsonl") for name in ("train", "heldout")}
     model = str(make_model(tmp_path / "model"))
+    flags = config(tmp_path, run_id, NOWHERE, **files, model__path=model, data__as_chat="true")
     for limit, counts in ((6, "2 of 5"), (4, "1 of 4")):
-        found, error = examined([*flags, f"--model.path={model}", f"--evaluate.limit={limit}"])
+        found, error = examined([*flags, f"--evaluate.limit={limit}"])
         assert error == ""
         shared = (
-            f"note data.heldout {heldout}: {counts} different prompts are in data.train {train} too: the score counts"
+            f"heldout.jsonl: {counts} different prompts are in data.train {tmp_path / 'train.jsonl'} too: the score"
         )
-        assert any(line.startswith(shared) for line in found["data.heldout"])
+        assert any(line.startswith("note") and shared in line for line in found["data.heldout"])
     found, _ = examined(config(tmp_path, run_id, NOWHERE, data__heldout=str(HELDOUT)))
     assert not any(line.startswith("note") for line in found["data.heldout"])
 

@@ -175,6 +175,7 @@ def test_a_live_bar_on_a_terminal() -> None:
 def test_the_headline_leaves_out_what_is_missing() -> None:
     assert headline({}) == ""
     assert headline({"throughput/samples_per_second": 81.23, "reward/mean": 0.5}) == "reward 0.5  samples/s 81.2"
+    assert headline({"throughput/samples_per_second": 1073.2}) == "samples/s 1,073"
 
 
 class Memory:

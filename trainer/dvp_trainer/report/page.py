@@ -52,7 +52,7 @@ PANELS = (
     Panel(
         "Reward",
         "reward",
-        "Thin: mean over the batch. Bold: its moving average. Held-out prompts are never trained on.",
+        "Thin: mean over the batch. Bold: its moving average. Held-out: prompts of data.heldout.",
         (Curve("reward/mean", "training"), Curve("heldout/score", "held-out")),
         from_zero=False,
     ),
