@@ -286,6 +286,7 @@ def _read_off(url: str, metrics: Path, folder: Path) -> None:
     with running(folder) as browser:
         browser.open(url)
         browser.until("document.querySelectorAll('#curves .plot').length === 6")
+        browser.until(LIVE)  # curves may come before the first picture, which moves them down
         (last,) = browser.evaluate(whens)
         assert re.fullmatch(r"last: step 199 · \d+ \w+, \d\d:\d\d:\d\d", last)
         box = browser.evaluate(
