@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import TrainSettings
-from dvp_trainer.data.batch import TrainSequence
+from dvp_trainer.data.batch import Episode
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
 from tests.integration.engines.jobs import make_job
@@ -101,14 +101,14 @@ CASES = [
 ]
 
 
-def make_sequences(longest: int) -> list[TrainSequence]:
+def make_sequences(longest: int) -> list[Episode]:
     """Three prompts of different lengths, two completions each; some cross a window and some do not."""
-    rng, sequences = np.random.default_rng(1), list[TrainSequence]()
+    rng, sequences = np.random.default_rng(1), list[Episode]()
     for P in (3, longest // 2, longest):
         prompt = rng.integers(5, VOCAB, P)
         for T in (2, longest):
             sample = make_sample(rng.integers(5, VOCAB, T).tolist(), [-1.0] * T)
-            sequences.append(TrainSequence(len(sequences), prompt, sample))
+            sequences.append(Episode(len(sequences), prompt, (sample,)))
     return sequences
 
 
@@ -129,7 +129,7 @@ def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
     return Learner(load_model(settings.model), settings, pad_id=0)
 
 
-def oracle_logprobs(folder: Path, sequences: list[TrainSequence]) -> list[torch.Tensor]:
+def oracle_logprobs(folder: Path, sequences: list[Episode]) -> list[torch.Tensor]:
     """Log-probs [T] of each sequence in float64: the plain formula, one sequence at a time, no cache or padding."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     if model.config.model_type in NO_FLOAT64:
@@ -138,7 +138,7 @@ def oracle_logprobs(folder: Path, sequences: list[TrainSequence]) -> list[torch.
         model.set_experts_implementation("eager")
     found = []
     with torch.no_grad():
-        for prompt, completion in ((s.prompt_ids, s.sample.token_ids) for s in sequences):
+        for prompt, completion in ((s.prompt_ids, s.samples[0].token_ids) for s in sequences):
             ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
             logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
             found.append(torch.log_softmax(logits.double(), -1).gather(1, ids[len(prompt) :, None])[:, 0])

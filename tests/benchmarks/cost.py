@@ -126,7 +126,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
             best[layout] = min(best[layout], seconds(learner, batch))
     use(learner, packed=True)
     share = attention_share(learner, batch)
-    tokens = sum(sequence.num_tokens for sequence in batch.sequences())
+    tokens = sum(episode.num_tokens for episode in batch.episodes())
     return asdict(case) | {
         "sequence_tokens": tokens,
         "tokens_per_s": tokens / best["packed"],

@@ -26,8 +26,8 @@ from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import ModelSection
-from dvp_trainer.data.batch import TrainSequence
-from dvp_trainer.learn.micro_batch import micro_batches
+from dvp_trainer.data.batch import Episode
+from dvp_trainer.learn.micro_batch import Limit, micro_batches
 from dvp_trainer.learn.model import Policy, load_model
 from tests.kit.models import make_model
 
@@ -71,27 +71,27 @@ TRAINERS: dict[str, Callable[[PreTrainedModel], Policy]] = {
 }
 
 
-async def draw(folder: Path, settings: dict[str, Any], tokens: int) -> list[TrainSequence]:
+async def draw(folder: Path, settings: dict[str, Any], tokens: int) -> list[Episode]:
     engine = TransformersEngine(folder, threads=1, **settings)
     await engine.start()
     sampling = Sampling(log_min_p=LOG_MIN_P, max_tokens=tokens)
-    rng, sequences = np.random.default_rng(0), list[TrainSequence]()
+    rng, sequences = np.random.default_rng(0), list[Episode]()
     for i in range(PROMPTS):
         prompt = rng.integers(5, 90, 8 + i)
         samples: tuple[Sample, ...] = await engine.generate(
             Job(job_id=f"j{i}", run_id="r", prompt_ids=prompt, n=N, sampling=sampling, sink=Sink.CLIENT)
         )
-        sequences += [TrainSequence(len(sequences) + k, prompt, sample) for k, sample in enumerate(samples)]
+        sequences += [Episode(len(sequences) + k, prompt, (sample,)) for k, sample in enumerate(samples)]
     await engine.close()
     return sequences
 
 
 @torch.no_grad()
-def measure(policy: Policy, sequences: list[TrainSequence]) -> Mismatch:
+def measure(policy: Policy, sequences: list[Episode]) -> Mismatch:
     gaps, inside, other = [], [], []
     beside, device = policy.arrangement.beside, torch.device("cpu")
-    for micro in micro_batches(sequences, max_tokens=8192, beside=beside, pad_id=0, device=device):
-        own, mask = policy(micro), micro.mask
+    for micro in micro_batches(sequences, Limit(beside, 8192), pad_id=0, device=device):
+        own, mask = policy.read(micro), micro.mask
         gaps.append((micro.infer.logprobs[mask] - own.logprobs)[own.inside])
         inside.append(own.inside)
         other.append(own.kept_count != micro.infer.kept_count[mask])

@@ -116,7 +116,7 @@ def over_queue(broker: Broker, fence: int) -> Load:
         tokens = groups = 0
         while groups < JOBS:
             for delivery in await trainer.read(JOBS, 1000):
-                tokens, groups = tokens + delivery.item.num_tokens, groups + 1
+                tokens, groups = tokens + delivery.item.num_model_tokens, groups + 1
         return tokens
 
     return load

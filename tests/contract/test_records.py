@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 
 import msgpack
@@ -16,13 +17,14 @@ from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.job import Job, Sink, job_id, job_position
 from dvp_rl.contract.record import SCHEMA_VERSION, Record
 from dvp_rl.contract.weights import WeightVersion
-from tests.kit.strategies import GROUPS, JOBS, RECORDS, STRATEGIES, Damage, damages
+from tests.kit.records import make_turns
+from tests.kit.strategies import GROUPS, JOBS, PLAIN_GROUPS, RECORDS, STRATEGIES, Damage, damages
 
 JOB = Job(job_id="a", run_id="run", prompt_ids=[1, 2], sink=Sink.TRAIN)
 
 
 def test_every_record_has_a_strategy() -> None:
-    nested = {"VersionSpan"}
+    nested = {"VersionSpan", "EnvironmentSpan"}
     assert {cls.__name__ for cls in Record.__subclasses__()} == {cls.__name__ for cls in STRATEGIES} | nested
 
 
@@ -63,7 +65,7 @@ def test_junk_is_refused(data: bytes) -> None:
         Job.from_bytes(data)
 
 
-@given(GROUPS, st.data())
+@given(PLAIN_GROUPS, st.data())
 def test_no_group_is_larger_than_its_job_said(group: Group, data: st.DataObject) -> None:
     longest = max(len(sample.token_ids) for sample in group.samples)
     sampling = group.sampling.model_copy(update={"max_tokens": longest + data.draw(st.integers(0, 3))})
@@ -123,6 +125,71 @@ def test_float32_values_survive_json_exactly() -> None:
     }
     copy = Sample.model_validate_json(Sample.model_validate(sample).model_dump_json())
     assert copy.logprobs.tobytes() == values.tobytes()
+
+
+TURNS = make_turns([([7, 8], [-0.5, -0.25]), ([5, 5, 5], None), ([9], [-1.0])])
+SAMPLE_FIELDS = TURNS.model_dump()
+
+
+def test_environment_tokens_have_no_facts() -> None:
+    assert (len(TURNS.token_ids), TURNS.num_model_tokens) == (6, 3)
+    assert TURNS.is_model.tolist() == [True, True, False, False, False, True]
+    assert TURNS.token_ids[TURNS.is_model].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"environment": [{"start": 2, "end": 4}]},
+            r"without gap or overlap, got starts \[0, 2, 5\], ends \[2, 4, 6\]",
+        ),
+        ({"environment": [{"start": 1, "end": 5}]}, "without gap or overlap"),
+        ({"environment": [{"start": 2, "end": 5}, {"start": 5, "end": 5}]}, "without gap or overlap"),
+        ({"environment": []}, "without gap or overlap"),
+        (
+            {
+                "token_ids": [7, 8, 5, 5, 5, 9, 1],
+                "environment": [*SAMPLE_FIELDS["environment"], {"start": 6, "end": 7}],
+            },
+            "a model's",
+        ),
+        ({"versions": SAMPLE_FIELDS["versions"][1:], "environment": [{"start": 0, "end": 5}]}, "must be a model's"),
+        ({"logprobs": [-1.0] * 6}, "one entry for each of the 3 model tokens, got {'logprobs': 6"),
+        ({"prompt_ids": []}, "prompt_ids needs at least one token"),
+        ({"prompt_ids": [-1]}, "prompt_ids needs at least one token"),
+    ],
+)
+def test_segments_that_do_not_fit_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Sample.model_validate(SAMPLE_FIELDS | fields)
+
+
+@given(GROUPS)
+def test_the_samples_of_a_group_are_those_of_its_episodes(group: Group) -> None:
+    assert [sample for episode in group.episodes for sample in episode] == list(group.samples)
+    assert tuple(map(len, group.episodes)) == (group.episode_sizes or (1,) * len(group.samples))
+    with pytest.raises(ValidationError, match=f"do not add up to {len(group.samples)} samples"):
+        Group.model_validate(group.model_dump() | {"episode_sizes": (len(group.samples) + 1,)})
+
+
+def test_a_group_stored_before_there_were_segments_is_read() -> None:
+    group = Group.from_bytes(base64.b64decode(OLD_GROUP))
+    assert [sample.token_ids.tolist() for sample in group.samples] == [[7, 1]] * 2
+    assert [sample.is_model.tolist() for (sample,) in group.episodes] == [[True, True]] * 2
+
+
+OLD_GROUP = """
+kgGLpmpvYl9pZKVyOjE6MKZydW5faWShcqpwcm9tcHRfaWRzxAgFAAAABgAAAKhzYW1wbGluZ4apbG9nX21pbl9wy8AqAAAAAAAAq3RlbXBlcmF0dXJl
+yz/wAAAAAAAAqm1heF90b2tlbnMCpHN0b3CQrnN0b3BfdG9rZW5faWRzkKRzZWVkwKdzYW1wbGVzkoepdG9rZW5faWRzxAgHAAAAAQAAAKhsb2dwcm9i
+c8QIAAAAvwAAgL6pa2VwdF9tYXNzxAgAAAA/AACAP6prZXB0X2NvdW50xAgDAAAAAQAAAK1maW5pc2hfcmVhc29upHN0b3CodmVyc2lvbnOSg6d2ZXJz
+aW9upnI6NDphYqVzdGFydACjZW5kAYOndmVyc2lvbqZyOjU6Y2Slc3RhcnQBo2VuZAKkc2VlZAmHqXRva2VuX2lkc8QIBwAAAAEAAACobG9ncHJvYnPE
+CAAAAL8AAIC+qWtlcHRfbWFzc8QIAAAAPwAAgD+qa2VwdF9jb3VudMQIAwAAAAEAAACtZmluaXNoX3JlYXNvbqRzdG9wqHZlcnNpb25zkoOndmVyc2lv
+bqZyOjQ6YWKlc3RhcnQAo2VuZAGDp3ZlcnNpb26mcjo1OmNkpXN0YXJ0AaNlbmQCpHNlZWQJpHNpbmuldHJhaW6qcmVwbGljYV9pZKFhpmVuZ2luZYWk
+bmFtZaRmYWtlp3ZlcnNpb26hMaVkdHlwZadmbG9hdDMyqWZwMzJfaGVhZMKsbG9ncHJvYl9raW5kq2NvbnN0cmFpbmVkqG1ldGFkYXRhgKpnZW5lcmF0
+ZV9zywAAAAAAAAAAq2ZpbmlzaGVkX2F0ywAAAAAAAAAA
+"""
+"""`Group.to_bytes` of 27 November 2026."""
 
 
 @pytest.mark.parametrize("value", [np.float32(1), np.int64(1), object()])

@@ -141,3 +141,13 @@ def _silence_end_token(model: Any) -> None:
     model.get_input_embeddings().weight[:, 0] = 4
     head[EOS_ID] = 0
     head[EOS_ID, 0] = -40
+
+
+def use_own_norms(model: torch.nn.Module) -> None:
+    """Replaces the norms of Transformers, which always round to float32, by PyTorch's."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)

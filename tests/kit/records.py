@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dvp_rl.contract.completions import Completion, Fate
-from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
+from dvp_rl.contract.group import EngineFacts, EnvironmentSpan, FinishReason, Group, Sample, VersionSpan
 from dvp_rl.contract.job import Job, Sink, job_id
 from dvp_rl.contract.sampling import Sampling
 from dvp_trainer.data.batch import ScoredGroup
@@ -45,6 +45,42 @@ def make_sample(
     )
 
 
+Segment = tuple[Sequence[int], Sequence[float] | None]
+"""Token ids and their log-probs; None: the environment's."""
+
+
+def make_turns(
+    segments: Sequence[Segment],
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    finish: FinishReason = FinishReason.STOP,
+    run_id: str = RUN,
+) -> Sample:
+    """A sample of several turns. Each segment of the model is drawn by the next version of the weights."""
+    versions: list[VersionSpan] = []
+    environment: list[EnvironmentSpan] = []
+    start = 0
+    for ids, logprobs in segments:
+        place = {"start": start, "end": start + len(ids)}
+        if logprobs is None:
+            environment.append(EnvironmentSpan(**place))
+        else:
+            versions.append(VersionSpan(version=f"{run_id}:{len(versions)}:ab", **place))
+        start += len(ids)
+    drawn = np.concatenate([logprobs for _, logprobs in segments if logprobs is not None])
+    return Sample(
+        token_ids=np.concatenate([ids for ids, _ in segments]),
+        logprobs=drawn.astype(np.float32),
+        kept_mass=np.full(len(drawn), 0.9, np.float32),
+        kept_count=np.full(len(drawn), 5),
+        finish_reason=finish,
+        versions=tuple(versions),
+        environment=tuple(environment),
+        prompt_ids=prompt_ids,
+        seed=1,
+    )
+
+
 def make_group(job: Job, replica_id: str = "replica-0", samples: Sequence[Sample] = ()) -> Group:
     """The result of `job` from `replica_id`. Without `samples`, it has `job.n` samples of two tokens."""
     return Group(
@@ -67,14 +103,16 @@ def make_scored(
     position: int = 0,
     sampling: Sampling | None = None,
     staleness: int = 0,
+    episode_sizes: Sequence[int] = (),
 ) -> ScoredGroup:
-    job = make_job(RUN, position, n=len(samples))
+    job = make_job(RUN, position, n=len(rewards))
     job = job.model_copy(update={"prompt_ids": np.array(prompt_ids), "sampling": sampling or Sampling()})
-    return ScoredGroup(make_group(job, samples=samples), tuple(rewards), staleness)
+    group = make_group(job, samples=samples).model_copy(update={"episode_sizes": tuple(episode_sizes)})
+    return ScoredGroup(group, tuple(rewards), staleness)
 
 
 def write_completions(path: Path, steps: Sequence[int], prompt: str = "<user>37+58") -> None:
-    """One completion per step, with a token of each mark."""
+    """One completion per step, with a token of each mark and one of the environment."""
     lines = []
     for step in steps:
         shown = Completion(
@@ -86,12 +124,14 @@ def write_completions(path: Path, steps: Sequence[int], prompt: str = "<user>37+
             fate=Fate.TRAINED,
             weight=1.01,
             finish_reason="stop",
-            num_tokens=4,
+            num_tokens=5,
             num_skipped=0,
-            tokens=["The ", "sum ", "of step ", f"{step} is 95"],
-            kept_mass=[1.0, 0.998, 0.98, 0.5],
-            infer_logprobs=[-0.1, -0.2, -0.3, -0.4],
+            tokens=["The ", "sum ", "of step ", f"{step} is ", "95"],
+            kept_mass=[1.0, 0.998, 0.98, 0.5, None],
+            infer_logprobs=[-0.1, -0.2, -0.3, -0.4, None],
             train_logprobs=None,
+            num_environment=1,
+            num_forks=2,
         )
         lines.append(json.dumps({"step": step, "completions": [asdict(shown)]}) + "\n")
     write_at_once(path, "".join(lines))

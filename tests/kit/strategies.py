@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from dvp_rl.contract.group import DeadLetter, EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
+from dvp_rl.contract.group import (
+    DeadLetter,
+    EngineFacts,
+    EnvironmentSpan,
+    FinishReason,
+    Group,
+    LogprobKind,
+    Sample,
+    VersionSpan,
+)
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.record import Record
 from dvp_rl.contract.sampling import MAX_SEED, Sampling
@@ -37,27 +46,37 @@ SAMPLINGS = st.builds(
 
 
 @st.composite
-def _samples(draw: st.DrawFn) -> Sample:
-    length = draw(st.integers(1, 12))
-    cut = draw(st.integers(1, length))
-    edges = [0, cut] if cut == length else [0, cut, length]
+def _samples(draw: st.DrawFn, *, turns: bool) -> Sample:
+    """Of one or two versions, with environment tokens between them if `turns`, perhaps."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5 if turns else 2))
+    spans = list(pairwise([0, *accumulate(sizes)]))
+    between = [turns and 0 < i < len(spans) - 1 and draw(st.booleans()) for i in range(len(spans))]
+    M = sum(size for size, given in zip(sizes, between, strict=True) if not given)
 
-    def array(element: st.SearchStrategy[float]) -> list[float]:
+    def array(element: st.SearchStrategy[float], length: int = M) -> list[float]:
         return draw(st.lists(element, min_size=length, max_size=length))
 
     return Sample(
-        token_ids=array(TOKENS),
+        token_ids=array(TOKENS, sum(sizes)),
         logprobs=array(st.floats(-1e4, 0, width=32)),
         kept_mass=array(st.floats(2**-20, 1, width=32)),
         kept_count=array(st.integers(1, 2**31 - 1)),
         finish_reason=draw(st.sampled_from(FinishReason)),
-        versions=tuple(VersionSpan(version=draw(VERSIONS), start=start, end=end) for start, end in pairwise(edges)),
+        versions=tuple(
+            VersionSpan(version=draw(VERSIONS), start=start, end=end)
+            for (start, end), given in zip(spans, between, strict=True)
+            if not given
+        ),
+        environment=tuple(
+            EnvironmentSpan(start=start, end=end) for (start, end), given in zip(spans, between, strict=True) if given
+        ),
+        prompt_ids=draw(st.none() | st.lists(TOKENS, min_size=1, max_size=5)) if turns else None,
         seed=draw(st.integers(0, MAX_SEED)),
     )
 
 
 ENGINES = st.builds(EngineFacts, name=TEXT, version=TEXT, dtype=TEXT, logprob_kind=st.sampled_from(LogprobKind))
-SAMPLES = _samples()
+SAMPLES = _samples(turns=True)
 JOBS = st.builds(
     Job,
     job_id=IDS,
@@ -71,20 +90,30 @@ JOBS = st.builds(
     deadline=st.none() | TIMES,
     submitted_at=TIMES,
 )
-GROUPS = st.builds(
-    Group,
-    job_id=IDS,
-    run_id=IDS,
-    prompt_ids=st.lists(TOKENS, min_size=1, max_size=20),
-    sampling=SAMPLINGS,
-    samples=st.lists(SAMPLES, min_size=1, max_size=3).map(tuple),
-    sink=st.sampled_from(Sink),
-    replica_id=TEXT,
-    engine=ENGINES,
-    metadata=METADATA,
-    generate_s=TIMES,
-    finished_at=TIMES,
-)
+
+
+@st.composite
+def _groups(draw: st.DrawFn, *, turns: bool) -> Group:
+    sizes = draw(st.lists(st.integers(1, 2) if turns else st.just(1), min_size=1, max_size=3))
+    return Group(
+        job_id=draw(IDS),
+        run_id=draw(IDS),
+        prompt_ids=draw(st.lists(TOKENS, min_size=1, max_size=20)),
+        sampling=draw(SAMPLINGS),
+        samples=tuple(draw(_samples(turns=turns)) for _ in range(sum(sizes))),
+        episode_sizes=tuple(sizes) if turns else (),
+        sink=draw(st.sampled_from(Sink)),
+        replica_id=draw(TEXT),
+        engine=draw(ENGINES),
+        metadata=draw(METADATA),
+        generate_s=draw(TIMES),
+        finished_at=draw(TIMES),
+    )
+
+
+GROUPS = _groups(turns=True)
+PLAIN_GROUPS = _groups(turns=False)
+"""Groups of plain completions."""
 DEAD_LETTERS = st.builds(
     DeadLetter,
     job_id=IDS,

@@ -27,9 +27,9 @@ from dvp_rl.engines.transformers import TransformersEngine
 from dvp_rl.weights.folder import folder_digest
 
 from .config import CheckSettings, ModelSection
-from .data.batch import TrainSequence
+from .data.batch import Episode
 from .learn.arrangement import trials
-from .learn.micro_batch import micro_batches
+from .learn.micro_batch import Limit, micro_batches
 from .learn.model import Policy, load_model
 
 PROMPT_TOKENS = 8
@@ -95,21 +95,15 @@ def _check_replica(settings: CheckSettings, policy: Policy) -> Iterator[Line]:
         )
     yield Line("replica", f"{engine.name} {engine.version}, {engine.dtype}{', fp32 head' * engine.fp32_head}")
     prompt_ids = np.array(answer.prompt_ids)
-    sequences = [
-        TrainSequence(i, prompt_ids, Sample.model_validate(body.model_dump(exclude={"text"})))
+    episodes = [
+        Episode(i, prompt_ids, (Sample.model_validate(body.model_dump(exclude={"text"})),))
         for i, body in enumerate(answer.samples)
     ]
+    limit = Limit(policy.arrangement.beside, settings.model.micro_batch_tokens, policy.shape)
     gaps, num_outside = [], 0
     with torch.no_grad():
-        for micro in micro_batches(
-            sequences,
-            max_tokens=settings.model.micro_batch_tokens,
-            beside=policy.arrangement.beside,
-            pad_id=0,
-            device=policy.model.device,
-            shape=policy.shape,
-        ):
-            own = policy(micro)
+        for micro in micro_batches(episodes, limit, pad_id=0, device=policy.model.device):
+            own = policy.read(micro)
             ours, theirs = own.logprobs[own.inside], micro.infer.logprobs[micro.mask][own.inside]
             gaps.append((ours - theirs).abs().double())
             num_outside += int((~own.inside).sum())

@@ -98,7 +98,7 @@ class Run:
     def count(self, batch: Batch, metrics: dict[str, float]) -> None:
         self.step += 1
         self.weight_steps += metrics["optimizer/updates"] > 0
-        self.samples += batch.num_sequences
+        self.samples += batch.num_episodes
         self.idle = 0 if metrics["optimizer/updates"] else self.idle + 1
         if self.idle == IDLE_BATCHES:
             logger.warning(

@@ -20,6 +20,8 @@ MAX_TOKENS = 1024
 """Most tokens kept of a completion: of a longer one, the first and the last half of that."""
 PRUNED = (0.001, 0.01, 0.1)
 """Shares of probability that min-p removed at a token, from which the token is marked: a little, more, much."""
+ENVIRONMENT = -1
+"""The mark of a token that the model did not draw."""
 
 
 class Fate(StrEnum):
@@ -59,11 +61,16 @@ class Completion:
     """Number of tokens that the lists below leave out in their middle."""
     tokens: list[str]
     """The text that each token adds; "" for one that ends within a character."""
-    kept_mass: list[float]
-    """Probability of the replica's safe set, per token."""
+    kept_mass: list[float | None]
+    """Probability of the replica's safe set, per token; None where the environment's token is."""
     infer_logprobs: list[float | None]
+    """As kept_mass, and None where the log-prob is not finite."""
     train_logprobs: list[float | None] | None
-    """None if its group did not reach the model. An entry is None where the log-prob is not finite."""
+    """As infer_logprobs. None if its group did not reach the model."""
+    num_environment: int = 0
+    """Number of the tokens that the environment gave."""
+    num_forks: int = 0
+    """Number of earlier samples of its episode, whose history was then rewritten. They share reward and weight."""
 
     @property
     def text(self) -> str:
@@ -75,12 +82,13 @@ class Completion:
             yield "".join(text for text, _ in run), mark
 
     def marked(self) -> Iterator[tuple[str, int]]:
-        """Pieces of the text, each with the number of PRUNED thresholds that one of its tokens reaches."""
+        """Pieces of the text, each with the number of PRUNED thresholds that one of its tokens reaches, or with
+        ENVIRONMENT."""
         mark = 0
         for i, (text, mass) in enumerate(zip(self.tokens, self.kept_mass, strict=True)):
             if self.num_skipped and i == MAX_TOKENS // 2:
                 yield f" [... {self.num_skipped} tokens left out ...] ", 0
-            mark = max(mark, sum(round(1 - mass, 6) >= share for share in PRUNED))
+            mark = ENVIRONMENT if mass is None else max(mark, sum(round(1 - mass, 6) >= share for share in PRUNED))
             if text:  # otherwise within a character: the next token completes it
                 yield text, mark
                 mark = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from itertools import pairwise
-from typing import Annotated
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,10 @@ from .arrays import Float32Array, Int32Array
 from .job import Metadata, Sink
 from .record import Record
 from .sampling import MAX_SEED, Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class FinishReason(StrEnum):
@@ -43,6 +47,15 @@ class VersionSpan(Record):
     """Index after the last token."""
 
 
+class EnvironmentSpan(Record):
+    """token_ids[start:end] came from the environment: a tool's answer, a user's turn, marks of the chat template."""
+
+    start: Annotated[int, Field(ge=0)]
+    """Index of the first token."""
+    end: Annotated[int, Field(ge=0)]
+    """Index after the last token."""
+
+
 class EngineFacts(Record):
     """The engine that generated a group, and how it computed."""
 
@@ -59,33 +72,51 @@ class EngineFacts(Record):
 
 
 class Sample(Record):
-    """One finished continuation of T >= 1 tokens. All arrays have length T."""
+    """One finished continuation of T tokens, of which M >= 1 are model tokens: drawn by the engine, and trained on.
+
+    The other tokens are the environment's. They have no log-prob: the policy reads them and did not choose them. A
+    plain completion has none, so that M = T.
+    """
 
     token_ids: Int32Array
-    """Sampled ids, including a final end-of-sequence token and every token of a stop string."""
+    """[T] ids, including a final end-of-sequence token and every token of a stop string."""
     logprobs: Float32Array
-    """Natural log pi_infer_mp(token_ids[t]) under the replica's own safe set."""
+    """[M] natural log pi_infer_mp of each model token under the replica's own safe set."""
     kept_mass: Float32Array
-    """Z_t in (0, 1]: full-softmax probability (at the job's temperature) of the safe set."""
+    """[M] Z_t in (0, 1]: full-softmax probability (at the job's temperature) of the safe set."""
     kept_count: Int32Array
-    """Size of the safe set, >= 1."""
+    """[M] size of the safe set, >= 1."""
     finish_reason: FinishReason
+    """Why the last model token was the last."""
     versions: tuple[VersionSpan, ...]
-    """Contiguous, covering [0, T)."""
+    """Which weights drew which model tokens. With `environment`, these spans cover [0, T) without gap or overlap."""
+    environment: tuple[EnvironmentSpan, ...] = ()
+    """Always between model tokens: earlier ones belong to the prompt, and later ones were never read."""
+    prompt_ids: Int32Array | None = None
+    """What this sample continues, if not the group's prompt: the rewritten history of a fork."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
 
     @model_validator(mode="after")
     def _consistent(self) -> Sample:
         T = len(self.token_ids)
+        spans: list[VersionSpan | EnvironmentSpan] = [*self.versions, *self.environment]
+        spans.sort(key=lambda span: (span.start, span.end))
+        edges, starts = [0, *(span.end for span in spans)], [span.start for span in spans]
+        if T == 0 or starts != edges[:-1] or edges[-1] != T or any(a >= b for a, b in pairwise(edges)):
+            raise ValueError(
+                f"spans of versions and of the environment must cover [0, {T}) without gap or overlap, got starts "
+                f"{starts}, ends {edges[1:]}"
+            )
+        if any(isinstance(span, EnvironmentSpan) for span in (spans[0], spans[-1])):
+            raise ValueError("the first and the last token must be a model's, got an environment's")
+        M = sum(span.end - span.start for span in self.versions)
         lengths = {name: len(getattr(self, name)) for name in ("logprobs", "kept_mass", "kept_count")}
-        if T == 0 or any(length != T for length in lengths.values()):
-            raise ValueError(f"arrays must share one length >= 1: token_ids {T}, {lengths}")
-        edges = [0, *(span.end for span in self.versions)]
-        starts = [span.start for span in self.versions]
-        if starts != edges[:-1] or edges[-1] != T or any(a >= b for a, b in pairwise(edges)):
-            raise ValueError(f"version spans must cover [0, {T}) without gaps, got starts {starts}, ends {edges[1:]}")
+        if any(length != M for length in lengths.values()):
+            raise ValueError(f"arrays must have one entry for each of the {M} model tokens, got {lengths}")
         if self.token_ids.min() < 0:
             raise ValueError(f"token ids must be >= 0, got {self.token_ids.min()}")
+        if self.prompt_ids is not None and (len(self.prompt_ids) == 0 or self.prompt_ids.min() < 0):
+            raise ValueError(f"prompt_ids needs at least one token id, all >= 0, got {len(self.prompt_ids)}")
         if self.logprobs.max() > 1e-5:
             raise ValueError(f"log-probs must be <= 0, got {self.logprobs.max()}")
         if self.kept_count.min() < 1:
@@ -94,15 +125,36 @@ class Sample(Record):
             raise ValueError(f"kept_mass must lie in (0, 1], got {self.kept_mass.min()}..{self.kept_mass.max()}")
         return self
 
+    @property
+    def num_model_tokens(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def is_model(self) -> NDArray[np.bool_]:
+        """[T] whether each token is a model's."""
+        import numpy as np
+
+        found = np.ones(len(self.token_ids), bool)
+        for span in self.environment:
+            found[span.start : span.end] = False
+        return found
+
 
 class Group(Record):
-    """Exactly the n finished samples of one job. Aborted samples are never included."""
+    """Exactly the n finished episodes of one job. Aborted ones are never included.
+
+    A plain completion is an episode of one sample. An episode of several turns has one sample too, unless its history
+    was rewritten on the way: each fork is a sample of its own, which continues what it read.
+    """
 
     job_id: str
     run_id: str
     prompt_ids: Int32Array
     sampling: Sampling
     samples: Annotated[tuple[Sample, ...], Field(min_length=1)]
+    """Episode by episode, in the order in which they were drawn."""
+    episode_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """[n] number of samples of each episode; empty if every episode has one."""
     sink: Sink
     replica_id: str
     engine: EngineFacts
@@ -111,9 +163,21 @@ class Group(Record):
     """Seconds from the request to the engine to the last token; for a client's job, waits for slots included."""
     finished_at: float = 0.0
 
+    @model_validator(mode="after")
+    def _divided(self) -> Group:
+        if self.episode_sizes and sum(self.episode_sizes) != len(self.samples):
+            raise ValueError(f"episode_sizes {list(self.episode_sizes)} do not add up to {len(self.samples)} samples")
+        return self
+
     @property
-    def num_tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.samples)
+    def episodes(self) -> list[tuple[Sample, ...]]:
+        """The samples of each of the n episodes."""
+        samples = iter(self.samples)
+        return [tuple(islice(samples, size)) for size in self.episode_sizes or (1,) * len(self.samples)]
+
+    @property
+    def num_model_tokens(self) -> int:
+        return sum(sample.num_model_tokens for sample in self.samples)
 
 
 class DeadLetter(Record):

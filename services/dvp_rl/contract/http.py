@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .group import EngineFacts, FinishReason, Sample, VersionSpan
+from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
 from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
 from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
 
@@ -122,22 +122,26 @@ class JobRequest(RolloutRequest):
 
 
 class SampleBody(Body):
-    """One continuation of T >= 1 tokens."""
+    """One continuation of T tokens. The model drew M >= 1 of them: all, unless `environment` is not empty."""
 
     token_ids: TokenIds
-    """int32[T]. Sampled ids, including a final end-of-sequence token and every token of a stop string."""
+    """int32[T]. Ids, including a final end-of-sequence token and every token of a stop string."""
     logprobs: Numbers
-    """float32[T]. Natural log-probability of each token under the constrained policy: renormalised over the safe
+    """float32[M]. Natural log-probability of each drawn token under the constrained policy: renormalised over the safe
     set."""
     kept_mass: Numbers
-    """float32[T]. Probability, in (0, 1], that the unconstrained policy gives to the safe set at each position."""
+    """float32[M]. Probability, in (0, 1], that the unconstrained policy gives to the safe set at each position."""
     kept_count: Counts
-    """int32[T]. Number of tokens in the safe set at each position."""
+    """int32[M]. Number of tokens in the safe set at each position."""
     finish_reason: FinishReason
     """stop: at an end-of-sequence token, stop token or stop string. length: at max_tokens or the end of the
     context."""
     versions: Annotated[tuple[VersionSpan, ...], Field(fail_fast=True)]
     """Which weights drew which tokens: several if weights were swapped meanwhile."""
+    environment: Annotated[tuple[EnvironmentSpan, ...], Field(fail_fast=True)] = ()
+    """Which tokens the model did not draw, but read from its environment in between."""
+    prompt_ids: TokenIds | None = None
+    """What the sample continues; null if it is the prompt of the answer."""
     seed: int
     """Seed of this sample's own random stream: up to 2^63 - 1, more than a number of JavaScript holds exactly."""
     text: str | None = None
@@ -168,6 +172,8 @@ ANSWERED: dict[str, Any] = {
             "kept_count": [3, 4, 1],
             "finish_reason": "stop",
             "versions": [{"version": "default:0:26c3b9c3533dd897", "start": 0, "end": 3}],
+            "environment": [],
+            "prompt_ids": None,
             "seed": 1,
             "text": "85",
         }

@@ -90,7 +90,7 @@ class Job(Record):
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes that the broker holds for this job: first the job itself, then its group."""
+        """Most bytes that the broker holds for this job: first the job itself, then its group of plain completions."""
         sample = BYTES_PER_TOKEN * self.sampling.max_tokens + OVERHEAD_BYTES
         return len(self.to_bytes()) + OVERHEAD_BYTES + self.n * sample
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """N sequences of at most T tokens, on one device, without gradient. Entries off the mask are meaningless."""
+    """N sequences of at most T model tokens, on one device, without gradient. Entries off the mask are meaningless. The
+    samples of an episode are one sequence, as the product of their tokens' probabilities is that of the episode."""
 
     rows: Int[Tensor, " N"]
     """Index of each sequence in the [N] vectors of its batch."""

@@ -258,7 +258,8 @@ class Shown(Body):
     prompt: str
     """The end of the prompt as the model reads it, special tokens included."""
     pieces: tuple[tuple[str, int], ...]
-    """Pairs (text, mark): the mark is the number of thresholds in `pruned` that min-p has reached at a token of it."""
+    """Pairs (text, mark): the mark is the number of thresholds in `pruned` that min-p has reached at a token of it, or
+    -1 for text that the environment gave."""
     answer: str | None
     """The row's answer."""
     reward: float
@@ -273,6 +274,10 @@ class Shown(Body):
     """Why it ended."""
     num_tokens: int
     """Its length."""
+    num_environment: int
+    """How many of its tokens the environment gave."""
+    num_forks: int
+    """Number of earlier samples of its episode, whose history was then rewritten."""
 
     @classmethod
     def of(cls, completion: Completion) -> Self:
@@ -304,6 +309,8 @@ class Completions(Body):
                 "weight": 0.9987,
                 "finish_reason": "stop",
                 "num_tokens": 5,
+                "num_environment": 0,
+                "num_forks": 0,
             }
         ],
     )

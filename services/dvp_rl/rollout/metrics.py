@@ -35,7 +35,7 @@ class Metrics:
     def observe(self, group: Group) -> None:
         for sample in group.samples:
             self.samples.labels(sample.finish_reason).inc()
-        self.tokens.inc(group.num_tokens)
+        self.tokens.inc(group.num_model_tokens)
         self.generate_seconds.observe(group.generate_s)
 
     def exposition(self) -> bytes:

@@ -120,10 +120,10 @@ class JobQueue:
         """Stores result and dedupe key and acknowledges the entry, in one script. Raises LeaseLostError if the caller
         is not the owner, RequestError if the group does not answer the job."""
         job = lease.job
-        if (group.job_id, group.run_id, group.sink, len(group.samples)) != (job.job_id, job.run_id, job.sink, job.n):
+        n = len(group.episodes)
+        if (group.job_id, group.run_id, group.sink, n) != (job.job_id, job.run_id, job.sink, job.n):
             raise RequestError(
-                f"group of job {group.job_id!r} with {len(group.samples)} samples does not answer job {job.job_id!r} "
-                f"with n = {job.n}"
+                f"group of job {group.job_id!r} with {n} samples does not answer job {job.job_id!r} with n = {job.n}"
             )
         try:
             reply = await self._script("commit", lease.entry_id, job.job_id, job.sink, group.to_bytes())

@@ -38,7 +38,8 @@ def test_a_rollout_is_exactly_the_documented_document(replica: ReplicaProcess, s
     assert len(raw["samples"]) == 4
     arrays = {"token_ids", "logprobs", "kept_mass", "kept_count"}
     for sample in raw["samples"]:
-        assert set(sample) == arrays | {"finish_reason", "versions", "seed", "text"}
+        assert set(sample) == arrays | {"finish_reason", "versions", "seed", "text", "environment", "prompt_ids"}
+        assert (sample["environment"], sample["prompt_ids"]) == ([], None)
         assert len({len(sample[name]) for name in arrays}) == 1
         assert sample["versions"][0]["version"].startswith(f"{shared_run_id}:")
     assert RolloutResponse.model_validate(raw)

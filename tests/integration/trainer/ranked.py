@@ -1,6 +1,6 @@
 """A learner on as many ranks as torchrun starts: takes a few fixed steps, then writes its state, weights and metrics.
 
-torchrun --nproc-per-node 2 -m tests.integration.trainer.ranked OUT_DIR [--resume STATE_FOLDER]
+torchrun --nproc-per-node 2 -m tests.integration.trainer.ranked OUT_DIR [--resume STATE_FOLDER] [--forked]
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dvp_trainer.config import TrainSettings
+from dvp_trainer.data.batch import Batch
 from dvp_trainer.learn.step import Learner, open_learner
 from dvp_trainer.learn.world import World
+from tests.kit.records import make_scored
 from tests.kit.wait import WITHIN_S
 from tests.unit.trainer.golden import make_batch
 
 STEPS, LR = 3, 5e-5
 
 
-def make_settings(
-    out_dir: Path, model: Path, compute_dtype: str, lora_rank: int, gradient_checkpointing: bool
-) -> TrainSettings:
+def make_settings(arguments: argparse.Namespace) -> TrainSettings:
     return TrainSettings.model_validate(
         {
             "run_id": "ranked",
-            "out_dir": out_dir,
+            "out_dir": arguments.out_dir,
             "steps": STEPS,
             "model": {
-                "path": model,
-                "micro_batch_tokens": 32,
-                "compute_dtype": compute_dtype,
-                "gradient_checkpointing": gradient_checkpointing,
+                "path": arguments.model,
+                "micro_batch_tokens": 16 if arguments.forked else 32,  # some forks need a forward of their own
+                "compute_dtype": arguments.compute_dtype,
+                "gradient_checkpointing": arguments.gradient_checkpointing,
             },
-            "lora": {"rank": lora_rank},
+            "lora": {"rank": arguments.lora_rank},
             "data": {"train": "unused.jsonl"},
             "reward": {"name": "exact_match"},
             "sampling": {"n": 4, "log_min_p": -13.0},
             "correction": {"veto": 1e-4, "baseline": "rloo_weighted"},
-            "optimizer": {"lr": LR if not lora_rank else 1e-3},
+            "optimizer": {"lr": LR if not arguments.lora_rank else 1e-3},
         }
     )
 
@@ -56,6 +56,18 @@ def local_bytes(learner: Learner) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
+def with_forks(batch: Batch) -> Batch:
+    """Half as many groups, whose episodes have two samples: one of each of two groups."""
+    groups = []
+    for one, other in zip(batch.groups[::2], batch.groups[1::2], strict=True):
+        fork = {"prompt_ids": other.group.prompt_ids}
+        pairs = zip(one.group.samples, other.group.samples, strict=True)
+        samples = [sample for first, second in pairs for sample in (first, second.model_copy(update=fork))]
+        sizes = (2,) * len(one.rewards)
+        groups.append(make_scored(one.group.prompt_ids.tolist(), samples, one.rewards, episode_sizes=sizes))
+    return Batch(tuple(groups))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out_dir", type=Path)
@@ -64,32 +76,28 @@ def main() -> None:
     parser.add_argument("--compute-dtype", default="float32")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--forked", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = make_settings(
-        arguments.out_dir,
-        arguments.model,
-        arguments.compute_dtype,
-        arguments.lora_rank,
-        arguments.gradient_checkpointing,
-    )
+    settings = make_settings(arguments)
     with World.joined("cpu", WITHIN_S) as world:
         learner = open_learner(settings, 0, world)
         if not world.leads:
             for order in world.orders():
                 learner.obey(order)
         else:
-            lead(learner, arguments.out_dir, arguments.resume)
+            lead(learner, arguments.out_dir, arguments.resume, forked=arguments.forked)
         (arguments.out_dir / f"bytes-{world.rank}").write_text(str(local_bytes(learner)))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         (arguments.out_dir / f"peak-{world.rank}").write_text(str(peak))
 
 
-def lead(learner: Learner, out_dir: Path, resume: Path | None) -> None:
+def lead(learner: Learner, out_dir: Path, resume: Path | None, *, forked: bool) -> None:
     if resume is not None:
         learner.load(resume)
     rng = np.random.default_rng(0)
-    metrics = [learner.step(make_batch(rng)) for _ in range(STEPS)]
+    batches = [make_batch(rng) for _ in range(STEPS)]
+    metrics = [learner.step(with_forks(batch) if forked else batch) for batch in batches]
     (out_dir / "metrics.json").write_text(json.dumps(metrics))
     learner.save(out_dir / "state")
     (out_dir / "weights").mkdir()

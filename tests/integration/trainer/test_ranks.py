@@ -98,6 +98,20 @@ def test_two_ranks_train_adapters_alike_and_go_on_from_those_of_one(model: Path,
     assert any(not torch.equal(weight, weights_of(alone)[name]) for name, weight in weights_of(on).items())
 
 
+def test_ranks_agree_on_the_forwards_of_episodes_with_forks(model: Path, tmp_path: Path) -> None:
+    """Some episodes exceed the limit of a micro-batch and take several forwards, on one rank and not on another."""
+    options = ("--forked", "--gradient-checkpointing")
+    alone, together = (train(tmp_path / str(size), model, size, *options) for size in (1, 3))
+    first, second = (json.loads((folder / "metrics.json").read_text()) for folder in (alone, together))
+    for one, many in zip(first, second, strict=True):
+        assert one["episodes/forks_mean"] == one["optimizer/updates"] == 1
+        assert many == pytest.approx(one, rel=1e-3, abs=1e-5)
+    start, others = load_file(model / "model.safetensors"), weights_of(together)
+    for name, weight in weights_of(alone).items():
+        assert float((weight - others[name]).abs().mean()) <= TOLERANCE, name
+        assert not torch.equal(weight, start[name])
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_two_ranks_publish_experts_as_they_are_saved(tmp_path: Path, model_type: str) -> None:
     """Gradient checkpointing recomputes layers too, which gathers their parameters a second time."""

@@ -80,7 +80,7 @@ class Setup(NamedTuple):
         return ScoredGroup(group, tuple(float(i) for i in range(len(samples))), staleness=0)
 
     def look(self, batch: Batch) -> Evidence:
-        seen = self.learner.look(batch.sequences())
+        seen = self.learner.look(batch.episodes())
         assert seen is not None
         return seen
 
@@ -148,5 +148,5 @@ async def test_fifty_thousand_tokens_of_the_demo_model(device: torch.device) -> 
     while tokens < 50_000:
         batch, prompts = await setup.draw(prompts[:200], n=8, max_tokens=6), prompts[200:]
         assert agree(setup.look(batch))
-        tokens += batch.num_tokens
+        tokens += batch.num_model_tokens
     await setup.engine.close()

@@ -15,5 +15,5 @@ def test_a_batch_is_split_into_as_many_parts_as_asked_for(groups: int, parts: in
     split = Batch(scored).split(parts)
     assert [len(part.groups) for part in split] == sizes
     assert sum((part.groups for part in split), ()) == scored
-    rows = [sequence.index for part in split for sequence in part.sequences()]
+    rows = [episode.index for part in split for episode in part.episodes()]
     assert rows == list(range(2 * groups))

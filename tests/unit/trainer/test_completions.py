@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 from transformers import PreTrainedTokenizerFast
 
-from dvp_rl.contract.completions import MAX_TOKENS, Completion, Fate, completion_lines, read_completions
+from dvp_rl.contract.completions import ENVIRONMENT, MAX_TOKENS, Completion, Fate, completion_lines, read_completions
 from dvp_rl.contract.group import FinishReason
 from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
 from dvp_trainer.config import ReportSection, TrainSettings
@@ -106,7 +106,7 @@ def group(learner: Learner, position: int, off: tuple[float, float], rewards: tu
     """Two samples of 3 tokens whose log-probs at the replica are the trainer's plus `off`; NaN: a token outside."""
     prompt = [5, 9, 11 + position]
     tokens = likeliest(learner, prompt, 3)
-    exact = learner.look(Batch((make_scored(prompt, [make_sample(tokens, [0.0] * 3)], [0.0]),)).sequences())
+    exact = learner.look(Batch((make_scored(prompt, [make_sample(tokens, [0.0] * 3)], [0.0]),)).episodes())
     assert exact is not None
     logprobs = exact.train.logprobs[0].numpy()
     samples = []
@@ -251,6 +251,32 @@ def test_marks_grow_with_what_was_pruned() -> None:
 def test_a_mark_within_a_character_is_shown_with_it() -> None:
     halves = dataclasses.replace(SHOWN, tokens=["", "é", "a"], kept_mass=[0.9, 1.0, 1.0])
     assert list(halves.marked()) == [("é", 3), ("a", 0)]
+
+
+GIVEN = dataclasses.replace(SHOWN, kept_mass=[1.0, None, None, 0.5], num_environment=2, num_forks=1)
+"""Two of its tokens came from the environment."""
+
+
+def test_text_of_the_environment_has_a_mark_of_its_own(tmp_path: Path) -> None:
+    assert list(GIVEN.pieces()) == [("a", 0), (" <b>\x1b[31m", ENVIRONMENT), ("z", 3)]
+    begun = dataclasses.replace(SHOWN, tokens=["", "é", "a"], kept_mass=[None, 0.5, 1.0])
+    assert list(begun.marked()) == [("é", 3), ("a", 0)]
+    assert "dim: the environment's" in " ".join(on_terminal([GIVEN]).split())
+    assert "environment" not in on_terminal([SHOWN])
+    for shown, count in ((GIVEN, 1), (SHOWN, 0)):
+        sink = CompletionsSink(tmp_path / "completions.jsonl", resumed_step=None)
+        sink.log_completions(1, [shown])
+        sink.close()
+        write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        assert page.count('<span class="environment"> &lt;b&gt;') == count
+        assert page.count("given by the environment") == page.count("<dd>2 tokens</dd>") == count
+
+
+def test_a_record_of_before_there_were_environments_is_read() -> None:
+    new = {"num_environment", "num_forks"}
+    fields = {name: value for name, value in dataclasses.asdict(SHOWN).items() if name not in new}
+    assert read_completions(json.dumps({"step": 1, "completions": [fields]}).encode()) == [SHOWN]
 
 
 def write(path: Path, *steps: int, resumed_step: int | None = None) -> None:

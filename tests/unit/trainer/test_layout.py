@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from dvp_trainer.config import ModelSection, TrainSettings
-from dvp_trainer.data.batch import Batch, TrainSequence
+from dvp_trainer.data.batch import Batch, Episode
 from dvp_trainer.learn.arrangement import Arrangement, Beside
-from dvp_trainer.learn.layout import SHORTEST_SHARE, Tokens, packed
-from dvp_trainer.learn.micro_batch import fill, micro_batches, share
+from dvp_trainer.learn.layout import SHORTEST_SHARE, packed
+from dvp_trainer.learn.micro_batch import Limit, cut, micro_batches, share, tokens_of
 from dvp_trainer.learn.model import Policy, load_model
 from dvp_trainer.learn.step import Learner
-from tests.kit.models import make_model
-from tests.kit.records import make_sample
+from tests.kit.models import make_model, use_own_norms
+from tests.kit.records import make_turns
 from tests.unit.trainer.golden import make_batch
 
 CPU, VOCAB = torch.device("cpu"), 96
@@ -51,24 +51,18 @@ def make_policy(folder: Path, dtype: torch.dtype, *, pack: bool = True, checkpoi
     return policy
 
 
-def use_own_norms(model: torch.nn.Module) -> None:
-    """Replaces the norms of Transformers, which always round to float32, by PyTorch's."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(parent, name, norm)
-
-
-def make_sequences(seed: int = 0, groups: int = 3, n: int = 4, longest: int = 40) -> list[TrainSequence]:
-    """Prompts of 1 to 12 tokens, each with completions of 1 to `longest`."""
-    rng, sequences = np.random.default_rng(seed), list[TrainSequence]()
+def make_sequences(seed: int = 0, groups: int = 3, n: int = 4, longest: int = 40) -> list[Episode]:
+    """Prompts of 1 to 12 tokens, each with completions of 1 to `longest`, in most of which the environment's tokens lie
+    between others."""
+    rng, sequences = np.random.default_rng(seed), list[Episode]()
     for _ in range(groups):
         prompt = rng.integers(5, VOCAB, rng.integers(1, 13))
         for length in rng.integers(1, longest + 1, n).tolist():
-            sample = make_sample(rng.integers(5, VOCAB, length).tolist(), [-1.0] * length)
-            sequences.append(TrainSequence(len(sequences), prompt, sample))
+            ids = rng.integers(5, VOCAB, length).tolist()
+            start, end = sorted(rng.integers(1, max(2, length), 2).tolist())
+            parts = [(ids[:start], True), (ids[start:end], False), (ids[end:], True)]
+            sample = make_turns([(part, [-1.0] * len(part) if drawn else None) for part, drawn in parts if part])
+            sequences.append(Episode(len(sequences), prompt, (sample,)))
     return sequences
 
 
@@ -78,14 +72,12 @@ class Outcome(NamedTuple):
     gradients: list[Tensor]
 
 
-def outcome(policy: Policy, sequences: list[TrainSequence], max_tokens: int) -> Outcome:
+def outcome(policy: Policy, sequences: list[Episode], max_tokens: int) -> Outcome:
     """Log-probs, and gradients of their sum with a different coefficient for every token."""
     policy.zero_grad()
     logprobs: dict[int, Tensor] = {}
-    for micro in micro_batches(
-        sequences, max_tokens=max_tokens, beside=policy.arrangement.beside, pad_id=0, device=CPU
-    ):
-        own = policy(micro).logprobs
+    for micro in micro_batches(sequences, Limit(policy.arrangement.beside, max_tokens), pad_id=0, device=CPU):
+        own = policy.read(micro).logprobs
         coefficients = torch.cat([torch.arange(1, 1 + int(n), dtype=own.dtype).sin() for n in micro.mask.sum(1)])
         (own * coefficients).sum().backward()
         parts = own.detach().split(micro.mask.sum(1).tolist())
@@ -109,7 +101,7 @@ def test_packed_is_padded_is_one_by_one(folders: dict[str, Path], family: str, d
     packing, padding = (make_policy(folders[family], dtype, pack=pack) for pack in (True, False))
     assert packing.arrangement.beside is Beside.PACKED
     alone = outcome(padding, sequences, max_tokens=1)
-    assert len(alone.logprobs) == sum(len(s.sample.token_ids) for s in sequences)
+    assert len(alone.logprobs) == sum(s.samples[0].num_model_tokens for s in sequences)
     for policy, max_tokens in ((packing, 10_000), (packing, 100), (packing, 1), (padding, 10_000), (padding, 100)):
         assert_same(outcome(policy, sequences, max_tokens), alone)
 
@@ -144,15 +136,15 @@ def test_a_window_that_may_bind_is_padded_and_one_that_cannot_is_packed(tmp_path
 
 def test_a_packed_row_holds_every_prompt_once_and_no_padding() -> None:
     sequences = make_sequences()
-    layout = packed([Tokens(s.prompt_ids, s.sample.token_ids) for s in sequences], CPU)
+    layout = packed([tokens for s in sequences for tokens in tokens_of(s)], CPU)
     prompts = {s.prompt_ids.tobytes(): len(s.prompt_ids) for s in sequences}
-    read = sum(len(s.sample.token_ids) - 1 for s in sequences)
+    read = sum(len(s.samples[0].token_ids) - 1 for s in sequences)
     assert layout.input_ids.shape == layout.position_ids.shape == (1, sum(prompts.values()) + read)
 
 
 def test_attention_pads_to_rows_of_like_length() -> None:
     sequences = make_sequences(groups=20, longest=300)
-    layout = packed([Tokens(s.prompt_ids, s.sample.token_ids) for s in sequences], CPU)
+    layout = packed([tokens for s in sequences for tokens in tokens_of(s)], CPU)
     assert layout.packed_rows is not None
     blocks = layout.packed_rows.blocks
     used = sum(s.num_tokens - 1 for s in sequences)
@@ -163,14 +155,14 @@ def test_attention_pads_to_rows_of_like_length() -> None:
 @pytest.mark.parametrize("beside", [Beside.PACKED, Beside.PADDED])
 def test_micro_batches_hold_every_sequence_once_within_their_limit(beside: Beside) -> None:
     sequences, limit = make_sequences(groups=20), 120
-    parts = list(fill(sequences, max_tokens=limit, beside=beside))
+    parts = [sequences[some] for some in cut([tokens_of(s) for s in sequences], Limit(beside, limit))]
     assert [s for part in parts for s in part] == sequences
     assert len(parts) < len(sequences) / 2
 
-    def size(part: list[TrainSequence]) -> int:
+    def size(part: list[Episode]) -> int:
         if beside is Beside.PACKED:
             return sum(s.num_tokens for s in part)
-        return len(part) * (max(len(s.prompt_ids) for s in part) + max(len(s.sample.token_ids) for s in part))
+        return len(part) * (max(len(s.prompt_ids) for s in part) + max(len(s.samples[0].token_ids) for s in part))
 
     assert all(size(part) <= limit or len(part) == 1 for part in parts)
     assert all(size([*part, after[0]]) > limit for part, after in pairwise(parts))

@@ -17,7 +17,7 @@ from dvp_rl.contract.shape import Shape
 from dvp_rl.engines.compute_dtype import compute_in, rounded
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import ModelSection
-from dvp_trainer.data.batch import TrainSequence
+from dvp_trainer.data.batch import Episode
 from dvp_trainer.learn.layout import Layout
 from dvp_trainer.learn.micro_batch import MicroBatch
 from dvp_trainer.learn.model import Policy, load_model
@@ -81,7 +81,7 @@ def test_checkpointed_gradients_are_the_same_in_bfloat16(folder: Path) -> None:
         model = load_model(ModelSection(path=folder, gradient_checkpointing=checkpointing))
         policy = make_policy(model, fp32_head=False)
         sample = make_sample([5, 9, 17, 30], [-1.0] * 4)
-        policy(one_row(sample)).logprobs.sum().backward()
+        policy.read(one_row(sample)).logprobs.sum().backward()
         gradients.append([p.grad.clone() for p in policy.parameters() if p.grad is not None])
     for plain, again in zip(*gradients, strict=True):
         assert torch.equal(plain, again)
@@ -94,7 +94,7 @@ def one_row(sample: Sample) -> MicroBatch:
     input_ids[0, : len(tokens)] = tokens
     before = torch.arange(len(PROMPT) - 1, len(tokens) - 1)
     layout = Layout(torch.from_numpy(input_ids), torch.arange(LENGTH)[None], None, before, None)
-    return MicroBatch.collate([TrainSequence(0, np.array(PROMPT), sample)], layout)
+    return MicroBatch.collate([Episode(0, np.array(PROMPT), (sample,))], [layout])
 
 
 def make_policy(model: PreTrainedModel, *, fp32_head: bool) -> Policy:
@@ -109,7 +109,7 @@ def mismatch(folder: Path, samples: tuple[Sample, ...], *, fp32_head: bool) -> f
     policy = make_policy(load_model(ModelSection(path=folder)), fp32_head=fp32_head)
     gaps = []
     for sample in samples:
-        own = policy(one_row(sample))
+        own = policy.read(one_row(sample))
         gaps.append((own.logprobs - torch.tensor(sample.logprobs))[own.inside].abs())
     return float(torch.cat(gaps).mean())
 

@@ -22,7 +22,9 @@ from dvp_trainer.learn.step import Learner
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
 
-LOG_MIN_P, TEMPERATURE, VOCAB = -1.0, 0.8, 64
+from .exact import LOG_MIN_P, TEMPERATURE, draw, oracle_logprobs
+
+VOCAB = 64
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +60,6 @@ def make_learner(device: torch.device, folder: Path, tmp_path: Path) -> Callable
 def oracle(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return model
-
-
-def oracle_logprobs(
-    model: PreTrainedModel,
-    prompt: list[int],
-    tokens: list[int],
-    log_min_p: float = LOG_MIN_P,
-    temperature: float = TEMPERATURE,
-) -> torch.Tensor:
-    """[T] log pi_mp of one unpadded sequence, with gradient; -inf outside the safe set."""
-    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    inside = logits - logits.amax(-1, keepdim=True) >= temperature * log_min_p
-    kept = (logits / temperature).masked_fill(~inside, -math.inf)
-    return torch.log_softmax(kept, -1)[torch.arange(len(tokens)), torch.tensor(tokens)]
-
-
-def draw(model: PreTrainedModel, prompt: list[int], length: int, seed: int) -> list[int]:
-    """Draws a sequence inside the model's safe sets."""
-    generator, tokens = torch.Generator().manual_seed(seed), list[int]()
-    for _ in range(length):
-        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].detach()
-        kept = (logits / TEMPERATURE).masked_fill(logits - logits.max() < TEMPERATURE * LOG_MIN_P, -math.inf)
-        tokens.append(int(torch.multinomial(torch.softmax(kept, -1), 1, generator=generator)))
-    return tokens
 
 
 def make_batch(oracle: PreTrainedModel, *, noise: float = 0.1) -> Batch:
@@ -134,7 +112,7 @@ def test_the_train_logprobs_equal_the_oracle(
 ) -> None:
     learner = make_learner(sampling={"n": 3, "log_min_p": log_min_p, "temperature": temperature})
     batch = make_batch(oracle)
-    seen = learner.look(batch.sequences())
+    seen = learner.look(batch.episodes())
     pairs = [(s.group.prompt_ids, sample) for s in batch.groups for sample in s.group.samples]
     for row, (prompt, sample) in enumerate(pairs):
         expected = oracle_logprobs(oracle, prompt.tolist(), sample.token_ids.tolist(), log_min_p, temperature).detach()
@@ -237,7 +215,7 @@ def test_a_weighted_baseline_takes_the_mean_of_the_weights_of_all_tokens(
     """Holds for weights per token, too, where the first weight does not stand for its sequence."""
     batch = make_batch(oracle)
     learner = make_learner(correction={"level": "token", "baseline": "rloo_weighted"})
-    before = learner.look(batch.sequences())
+    before = learner.look(batch.episodes())
     means = []
     for scored in batch.groups:
         for sample in scored.group.samples:

@@ -1,4 +1,4 @@
-"""Scored groups and the sequences they are trained as. G groups of n samples are N = G * n sequences."""
+"""Scored groups and the episodes they are trained as. G groups of n episodes are the N = G * n rows of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group and the rewards of its samples."""
+    """A group and the rewards of its episodes."""
 
     group: Group
     rewards: tuple[float, ...]
@@ -27,28 +27,35 @@ class ScoredGroup:
     staleness: int
     """Number of batches that changed the weights since the oldest span of its samples was drawn."""
     num_failed: int = 0
-    """Number of samples whose reward function failed."""
+    """Number of episodes whose reward function failed."""
     reward_s: float = 0.0
     arrived: float = 0.0
     """time.monotonic() when the trainer received the group."""
 
     @property
     def has_signal(self) -> bool:
-        """False if two or more samples all have the same reward: every advantage, and so the gradient, is then zero."""
+        """False if two or more episodes all have the same reward: every advantage, and so the gradient, is zero."""
         return len(self.rewards) == 1 or min(self.rewards) < max(self.rewards)
 
 
 @dataclass(frozen=True)
-class TrainSequence:
-    """A sample with its prompt; row `index` of the batch's [N] vectors."""
+class Episode:
+    """The samples of an episode: row `index` of the batch's [N] vectors, whatever their number."""
 
     index: int
     prompt_ids: np.ndarray
-    sample: Sample
+    """The group's prompt."""
+    samples: tuple[Sample, ...]
+
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        """What each sample continues."""
+        return [self.prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in self.samples]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.sample.token_ids)
+        """Number of tokens that the model reads, prompts included."""
+        return sum(map(len, self.prompts)) + sum(len(sample.token_ids) for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Batch:
 
     groups: tuple[ScoredGroup, ...]
     offset: int = 0
-    """Row index of the first sequence."""
+    """Row index of the first episode."""
 
     @property
     def rewards(self) -> Float[Tensor, "G n"]:
@@ -69,13 +76,12 @@ class Batch:
         return [scored.group.metadata for scored in self.groups]
 
     @property
-    def num_sequences(self) -> int:
+    def num_episodes(self) -> int:
         return sum(len(scored.rewards) for scored in self.groups)
 
     @property
-    def num_tokens(self) -> int:
-        """Number of model tokens in all groups."""
-        return sum(scored.group.num_tokens for scored in self.groups)
+    def num_model_tokens(self) -> int:
+        return sum(scored.group.num_model_tokens for scored in self.groups)
 
     def to_bytes(self) -> bytes:
         """Encodes groups, rewards and staleness for the other ranks of a world."""
@@ -89,14 +95,14 @@ class Batch:
         groups = msgpack.unpackb(data)
         return cls(tuple(ScoredGroup(Group.from_bytes(g), tuple(rewards), stale) for g, rewards, stale in groups))
 
-    def sequences(self, *, without_signal: bool = False) -> list[TrainSequence]:
-        """All sequences in order. Groups without signal are left out, so that they cost no forward and no backward,
+    def episodes(self, *, without_signal: bool = False) -> list[Episode]:
+        """All episodes in order. Groups without signal are left out, so that they cost no forward and no backward,
         unless `without_signal` is set."""
         found, index = [], self.offset
         for scored in self.groups:
-            samples = enumerate(scored.group.samples, start=index)
+            numbered = enumerate(scored.group.episodes, start=index)
             if scored.has_signal or without_signal:
-                found += [TrainSequence(i, scored.group.prompt_ids, sample) for i, sample in samples]
+                found += [Episode(i, scored.group.prompt_ids, samples) for i, samples in numbered]
             index += len(scored.rewards)
         return found
 
@@ -108,6 +114,7 @@ class Batch:
         return [Batch(self.groups[start:end], self.offset + start * n) for start, end in pairwise(bounds)]
 
     def complete(self) -> Bool[Tensor, "G n"]:
-        """True for samples that stopped on their own, not at max_tokens."""
-        stopped = [[s.finish_reason is FinishReason.STOP for s in scored.group.samples] for scored in self.groups]
-        return torch.tensor(stopped)
+        """True for episodes whose last sample stopped on its own, not at max_tokens."""
+        return torch.tensor(
+            [[last.finish_reason is FinishReason.STOP for *_, last in scored.group.episodes] for scored in self.groups]
+        )

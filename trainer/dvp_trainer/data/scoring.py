@@ -31,9 +31,11 @@ class Scorer:
         """Numbers of completions that await their rewards, and of their groups."""
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
-        """The group with its rewards; a failed one counts as 0. Raises ConfigError as RewardFailures.look_at does."""
+        """The group with its rewards; a failed one counts as 0. The last sample of an episode gets its reward.
+
+        Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
-        token_ids = [sample.token_ids.tolist() for sample in group.samples]
+        token_ids = [last.token_ids.tolist() for *_, last in group.episodes]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
         self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
         try:
@@ -97,6 +99,6 @@ class Scorer:
         if self._rules.overlong is not Overlong.SOFT:
             return tuple(rewards)
         limit = group.sampling.max_tokens
-        lengths = [len(sample.token_ids) for sample in group.samples]
+        lengths = [last.num_model_tokens for *_, last in group.episodes]
         pairs = zip(rewards, lengths, strict=True)
         return tuple(reward + overlong_penalty(length, limit, self._rules.overlong_buffer) for reward, length in pairs)

@@ -113,12 +113,8 @@ def _sequences(model: PreTrainedModel, edge: int) -> list[Tokens]:
     ids = some_tokens(model, edge + 64).cpu().numpy()
     P = max(4, edge - 3)
     prompt, rest = ids[:P], ids[P:]
-    return [
-        Tokens(prompt, rest[:9]),
-        Tokens(prompt, rest[9:15]),
-        Tokens(rest[15:18], rest[18:19]),
-        Tokens(rest[20:21], rest[21:28]),
-    ]
+    parts = [(prompt, rest[:9]), (prompt, rest[9:15]), (rest[15:18], rest[18:19]), (rest[20:21], rest[21:28])]
+    return [Tokens(*part, np.ones(len(part[1]), bool)) for part in parts]
 
 
 @torch.no_grad()
@@ -154,7 +150,7 @@ def _arranged_states(model: PreTrainedModel, arrangement: Arrangement, sequences
 
 def _read(tokens: Tokens) -> NDArray[np.integer[Any]]:
     """The tokens that the model reads: all but the last, which is only predicted."""
-    return np.concatenate(tokens)[:-1]
+    return np.concatenate([tokens.prompt, tokens.completion])[:-1]
 
 
 def _first_line(error: Exception) -> str:

@@ -30,6 +30,8 @@ class Tokens(NamedTuple):
 
     prompt: NDArray[np.integer[Any]]
     completion: NDArray[np.integer[Any]]
+    is_model: NDArray[np.bool_]
+    """Whether each completion token is trained on; the others are only read."""
 
 
 class Layout(NamedTuple):
@@ -38,9 +40,13 @@ class Layout(NamedTuple):
     attention_mask: Bool[Tensor, "rows columns"] | None
     """None if packed or of fixed shape."""
     before: Int[Tensor, " tokens"]
-    """Flat position of the token before each completion token, whose state predicts it; sequence by sequence."""
+    """Flat position of the token before each model token, whose state predicts it; sequence by sequence."""
     packed_rows: Rows | None
     """Which tokens attend to which, if packed; otherwise None."""
+
+    def idle(self) -> Layout:
+        """The same layout without model tokens."""
+        return self._replace(before=self.before[:0])
 
     def model_inputs(self) -> dict[str, Any]:
         names = "input_ids", "position_ids", "attention_mask" if self.packed_rows is None else "packed_rows"
@@ -48,17 +54,16 @@ class Layout(NamedTuple):
 
 
 def padded(sequences: Sequence[Tokens], pad_id: int, device: torch.device) -> Layout:
-    """A [b, P + T] layout in which all completions begin in the same column, so that one slice of the logits serves all
-    rows."""
-    P, T = (max(map(len, part)) for part in zip(*sequences, strict=True))
+    """A [b, P + T] layout in which all completions begin in the same column."""
+    P, T = max(len(tokens.prompt) for tokens in sequences), max(len(tokens.completion) for tokens in sequences)
     input_ids = np.full((len(sequences), P + T), pad_id, np.int64)
     attention = np.zeros(input_ids.shape, bool)
     before = []
-    for row, (prompt, completion) in enumerate(sequences):
+    for row, (prompt, completion, is_model) in enumerate(sequences):
         p, t = len(prompt), len(completion)
         input_ids[row, P - p : P], input_ids[row, P : P + t] = prompt, completion
         attention[row, P - p : P + t] = True
-        before.append(row * (P + T) + P - 1 + np.arange(t))
+        before.append(row * (P + T) + P - 1 + is_model.nonzero()[0])
     return Layout(
         _tensor(input_ids, device),
         _tensor(np.maximum(attention.cumsum(1) - 1, 0), device),
@@ -72,14 +77,14 @@ def fixed(sequences: Sequence[Tokens], shape: Shape, device: torch.device) -> La
     """An [R, L] layout with sequences on the left and zeros elsewhere: see services/dvp_rl/engines/fixed_shape.py.
     Raises ConfigError if a sequence is longer than L."""
     input_ids, before = np.zeros(shape, np.int64), []
-    for row, (prompt, completion) in enumerate(sequences):
+    for row, (prompt, completion, is_model) in enumerate(sequences):
         p, t = len(prompt), len(completion)
         if p + t > shape.length:
             raise ConfigError(
                 f"model.fixed_shape {shape}: got a sequence of {p} + {t} tokens; replicas need the same fixed_shape"
             )
         input_ids[row, : p + t] = np.concatenate([prompt, completion])
-        before.append(row * shape.length + p - 1 + np.arange(t))
+        before.append(row * shape.length + p - 1 + is_model.nonzero()[0])
     positions = np.tile(np.arange(shape.length), (shape.rows, 1))
     return Layout(
         _tensor(input_ids, device), _tensor(positions, device), None, _tensor(np.concatenate(before), device), None
@@ -100,7 +105,7 @@ def packed(sequences: Sequence[Tokens], device: torch.device) -> Layout:
         size += len(token_ids)
         return np.arange(size - len(token_ids), size)
 
-    for prompt, completion in sequences:
+    for prompt, completion, _ in sequences:
         key = prompt.tobytes()
         if key not in prompts:
             prompts[key] = place(prompt)
@@ -108,7 +113,7 @@ def packed(sequences: Sequence[Tokens], device: torch.device) -> Layout:
     positions = np.empty(size, np.int64)
     for row in rows:
         positions[row] = np.arange(len(row))
-    before = [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, sequences, strict=True)]
+    before = [row[len(s.prompt) - 1 :][s.is_model] for row, s in zip(rows, sequences, strict=True)]
     return Layout(
         _tensor(np.concatenate(pieces, dtype=np.int64)[None], device),
         _tensor(positions[None], device),

@@ -1,13 +1,13 @@
-"""Micro-batches: tensors of sequences that fit into memory together.
+"""Micro-batches: tensors of episodes that fit into memory together.
 
-Shapes: a micro-batch has b sequences; T is its longest completion.
+Shapes: a micro-batch has b episodes; T is the largest number of model tokens in one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,92 +15,150 @@ import torch
 
 from dvp_rl.contract.shape import Shape
 from dvp_rl.dvp.policy import Constrained
-from dvp_trainer.data.batch import TrainSequence
+from dvp_trainer.data.batch import Episode
 
 from .arrangement import Beside, lay_out
 from .layout import Layout, Tokens, fixed
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Int, Shaped
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """Some episodes, one per row: the model tokens of an episode's samples side by side. The environment's tokens are
+    only in the layouts."""
+
     rows: Int[Tensor, " b"]
-    """Index of each sequence in the batch's [N] vectors."""
-    layout: Layout
+    """Index of each episode in the batch's [N] vectors."""
+    layouts: tuple[Layout, ...]
+    """What each forward reads. There are several only if the samples of a single episode exceed the limit."""
     token_ids: Int[Tensor, "b T"]
-    """Completion tokens; 0 where padded."""
+    """Model tokens; 0 where padded."""
     mask: Bool[Tensor, "b T"]
     """True on model tokens."""
     infer: Constrained
     """[b, T] fields from the engine. Padding has log-prob 0, kept mass 1, kept count 1 and is inside."""
 
     @classmethod
-    def collate(cls, sequences: list[TrainSequence], layout: Layout) -> MicroBatch:
-        device = layout.input_ids.device
-        shape = len(sequences), max(len(sequence.sample.token_ids) for sequence in sequences)
+    def collate(cls, episodes: Sequence[Episode], layouts: Sequence[Layout]) -> MicroBatch:
+        device = layouts[0].input_ids.device
+        shape = len(episodes), max(sum(sample.num_model_tokens for sample in e.samples) for e in episodes)
         token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
         logprobs, mass, count = np.zeros(shape, np.float32), np.ones(shape, np.float32), np.ones(shape, np.int64)
-        for row, sequence in enumerate(sequences):
-            sample = sequence.sample
-            t = len(sample.token_ids)
-            token_ids[row, :t], mask[row, :t] = sample.token_ids, True
-            logprobs[row, :t], mass[row, :t], count[row, :t] = sample.logprobs, sample.kept_mass, sample.kept_count
-        rows = np.array([sequence.index for sequence in sequences])
+        for row, episode in enumerate(episodes):
+            start = 0
+            for sample in episode.samples:
+                cells = row, slice(start, start := start + sample.num_model_tokens)
+                token_ids[cells], mask[cells] = sample.token_ids[sample.is_model], True
+                logprobs[cells], mass[cells], count[cells] = sample.logprobs, sample.kept_mass, sample.kept_count
+        rows = np.array([episode.index for episode in episodes])
 
         def tensor(array: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
         infer = Constrained(tensor(logprobs), tensor(mass), tensor(count), tensor(np.ones(shape, bool)))
-        return cls(tensor(rows), layout, tensor(token_ids), tensor(mask), infer)
+        return cls(tensor(rows), tuple(layouts), tensor(token_ids), tensor(mask), infer)
+
+    def forwards(self) -> list[tuple[Layout, Int[Tensor, " tokens"]]]:
+        """What each forward reads, and the model tokens that it predicts."""
+        return list(zip(self.layouts, self.per_forward(self.token_ids), strict=True))
+
+    def per_forward(self, values: Shaped[Tensor, "b T"]) -> list[Shaped[Tensor, " tokens"]]:
+        """The entries of the model tokens that each forward predicts."""
+        numbers = [len(layout.before) for layout in self.layouts]
+        return list(values[self.mask].split(numbers))  # type: ignore[no-untyped-call]
 
     def idle(self) -> MicroBatch:
         """The same micro-batch without model tokens: forward and backward run but contribute nothing."""
-        layout = self.layout._replace(before=self.layout.before[:0])
-        return replace(self, mask=torch.zeros_like(self.mask), layout=layout)
+        return replace(self, mask=torch.zeros_like(self.mask), layouts=(self.layouts[0].idle(),))
+
+    def in_forwards(self, count: int) -> MicroBatch:
+        """The same micro-batch in `count` forwards, of which those beyond its own contribute nothing."""
+        return replace(self, layouts=self.layouts + (self.layouts[0].idle(),) * (count - len(self.layouts)))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Which sequences a forward may read together."""
+
+    beside: Beside
+    max_tokens: int
+    """Padding counts if there is any. A prompt counts once per sample, as it does in the memory that attention
+    takes."""
+    shape: Shape | None = None
+    """Fixed shape of every forward, which then is the only limit."""
+
+    def allows(self, size: Size) -> bool:
+        if self.shape is not None:
+            return size.sequences <= self.shape.rows
+        match self.beside:
+            case Beside.PACKED:
+                return size.tokens <= self.max_tokens
+            case Beside.PADDED:
+                return size.sequences * (size.prompt + size.completion) <= self.max_tokens
+            case Beside.ALONE:
+                return size.sequences == 1
+
+
+class Size(NamedTuple):
+    sequences: int
+    tokens: int
+    prompt: int
+    """Length of the longest prompt."""
+    completion: int
+    """Length of the longest completion."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[Tokens]) -> Size:
+        lengths = [(len(tokens.prompt), len(tokens.completion)) for tokens in sequences]
+        prompts, completions = zip(*lengths, strict=True)
+        return cls(len(sequences), sum(prompts) + sum(completions), max(prompts), max(completions))
+
+    def beside(self, other: Size) -> Size:
+        longest = max(self.prompt, other.prompt), max(self.completion, other.completion)
+        return Size(self.sequences + other.sequences, self.tokens + other.tokens, *longest)
 
 
 def micro_batches(
-    sequences: list[TrainSequence],
-    *,
-    max_tokens: int,
-    beside: Beside,
-    pad_id: int,
-    device: torch.device,
-    shape: Shape | None = None,
+    episodes: Sequence[Episode], limit: Limit, *, pad_id: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Micro-batches in the given order, each of the fixed `shape` if there is one, otherwise cut by `fill`."""
-    if shape is None:
-        parts = fill(sequences, max_tokens=max_tokens, beside=beside)
-    else:
-        parts = (sequences[start : start + shape.rows] for start in range(0, len(sequences), shape.rows))
-    for part in parts:
-        tokens = [Tokens(sequence.prompt_ids, sequence.sample.token_ids) for sequence in part]
-        layout = lay_out(beside, tokens, pad_id, device) if shape is None else fixed(tokens, shape, device)
-        yield MicroBatch.collate(part, layout)
+    """Micro-batches of whole episodes in the given order, cut by `cut`, as are the forwards of an episode that is
+    larger than the limit."""
+    parts = [tokens_of(episode) for episode in episodes]
+    for some in cut(parts, limit):
+        sequences = [tokens for part in parts[some] for tokens in part]
+        forwards = [sequences[few] for few in cut([[tokens] for tokens in sequences], limit)]
+        if limit.shape is None:
+            layouts = [lay_out(limit.beside, few, pad_id, device) for few in forwards]
+        else:
+            layouts = [fixed(few, limit.shape, device) for few in forwards]
+        yield MicroBatch.collate(episodes[some], layouts)
 
 
-def fill(sequences: list[TrainSequence], *, max_tokens: int, beside: Beside) -> Iterator[list[TrainSequence]]:
-    """Cuts into lists of at most `max_tokens` tokens, but at least one sequence. Padding counts if there is any. A
-    prompt counts once per sample, as it does in the memory that attention takes."""
-    if beside is Beside.ALONE:
-        max_tokens = 0
-    start = total = prompt = completion = 0
-    for stop, sequence in enumerate(sequences):
-        p, t = len(sequence.prompt_ids), len(sequence.sample.token_ids)
-        padded = (stop + 1 - start) * (max(prompt, p) + max(completion, t))
-        if stop > start and (total + p + t if beside is Beside.PACKED else padded) > max_tokens:
-            yield sequences[start:stop]
-            start, total, prompt, completion = stop, 0, 0, 0
-        total, prompt, completion = total + p + t, max(prompt, p), max(completion, t)
-    if sequences:
-        yield sequences[start:]
+def tokens_of(episode: Episode) -> list[Tokens]:
+    """What the model reads of each sample."""
+    pairs = zip(episode.prompts, episode.samples, strict=True)
+    return [Tokens(prompt, sample.token_ids, sample.is_model) for prompt, sample in pairs]
 
 
-def share(sequences: list[TrainSequence], rank: int, size: int) -> list[TrainSequence]:
+def cut(parts: Sequence[Sequence[Tokens]], limit: Limit) -> Iterator[slice]:
+    """Stretches of parts, as long as the limit allows but of at least one part. No part is divided."""
+    start, total = 0, None
+    for stop, part in enumerate(parts):
+        size = Size.of(part)
+        more = size if total is None else total.beside(size)
+        if stop > start and not limit.allows(more):
+            yield slice(start, stop)
+            start, more = stop, size
+        total = more
+    if parts:
+        yield slice(start, len(parts))
+
+
+def share(episodes: Sequence[Episode], rank: int, size: int) -> list[Episode]:
     """The part for `rank`: one of `size` contiguous stretches with about equal numbers of tokens."""
-    lengths = np.array([sequence.num_tokens for sequence in sequences])
+    lengths = np.array([episode.num_tokens for episode in episodes])
     middle = lengths.cumsum() - lengths / 2
-    return [s for s, part in zip(sequences, middle * size // max(lengths.sum(), 1), strict=True) if part == rank]
+    return [e for e, part in zip(episodes, middle * size // max(lengths.sum(), 1), strict=True) if part == rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,8 +28,12 @@ from dvp_rl.engines.reference import EAGER, attend_by, attending, gap, some_toke
 from dvp_trainer.config import ModelSection, TrainSettings
 
 from .arrangement import Arrangement, Beside, arrange
+from .layout import Layout
 from .micro_batch import MicroBatch
 from .world import World
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +118,7 @@ def check_rope(model: PreTrainedModel, settings: TrainSettings) -> None:
 
 
 class Policy(torch.nn.Module):
-    """pi_train_mp: maps token ids of a micro-batch to constrained log-probs of its completions."""
+    """pi_train_mp: gives the model tokens of a micro-batch constrained log-probs."""
 
     def __init__(
         self,
@@ -151,17 +156,19 @@ class Policy(torch.nn.Module):
         self.arrangement = arrangement
         attend_by(self.model, arrangement.attention)
 
-    def forward(self, micro: MicroBatch) -> Constrained:
-        """One entry per model token, in row-major order of `micro.mask`. Logits that predict prompt tokens are never
-        computed."""
-        inputs, token_ids = micro.layout.model_inputs(), micro.token_ids[micro.mask]
+    def read(self, micro: MicroBatch) -> Constrained:
+        """One entry per model token, in row-major order of `micro.mask`."""
+        return Constrained(*map(torch.cat, zip(*(self(*each) for each in micro.forwards()), strict=True)))
+
+    def forward(self, layout: Layout, token_ids: Int[Tensor, " tokens"]) -> Constrained:
+        """One entry per position in `layout.before`, for the token that follows it. Logits that predict other tokens
+        are never computed, or not kept."""
         if not self._has_linear_head:
-            T = micro.mask.shape[1]
-            logits = self.model(**inputs, use_cache=False, logits_to_keep=T + 1).logits[:, :-1][micro.mask]
+            logits = self._logits(layout)
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
         head = self.model.get_output_embeddings()
-        states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        states = states.flatten(0, 1).index_select(0, micro.layout.before)
+        states = self.model.base_model(**layout.model_inputs(), use_cache=False).last_hidden_state
+        states = states.flatten(0, 1).index_select(0, layout.before)
         if self.shape is not None:
             return self._by_blocks(states, token_ids, self.shape.rows)
         weight, bias = head.weight, head.bias
@@ -169,6 +176,14 @@ class Policy(torch.nn.Module):
             states, weight = states.float(), rounded(weight, self.low_dtype)
             bias = None if bias is None else rounded(bias, self.low_dtype)
         return head_logprobs(states, weight, bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
+
+    def _logits(self, layout: Layout) -> Tensor:
+        """Logits at the positions in `layout.before`, of those from the first of their columns on."""
+        width = layout.input_ids.shape[1]
+        row, column = layout.before // width, layout.before % width
+        first = int(column.amin()) if len(column) else width - 1
+        kept: Tensor = self.model(**layout.model_inputs(), use_cache=False, logits_to_keep=width - first).logits
+        return kept[row, column - first]
 
     def _by_blocks(self, states: Tensor, token_ids: Tensor, rows: int) -> Constrained:
         """Log-probs bit for bit as an engine of this shape computes them. The backward recomputes the logits."""

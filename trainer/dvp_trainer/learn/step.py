@@ -1,6 +1,7 @@
 """One batch, one optimizer step (or a few): masked train log-probs, veto, importance weights, gradient, AdamW.
 
-Shapes as in batch.py: G groups of n samples, N = G n sequences; b sequences of a micro-batch, T its longest completion.
+Shapes as in batch.py and micro_batch.py: G groups of n episodes, N = G n rows; b rows of a micro-batch, T model tokens
+of its longest row.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,13 +27,13 @@ from dvp_rl.dvp.policy import Constrained
 from dvp_rl.hooks import is_hook
 from dvp_rl.weights.folder import folder_digest
 from dvp_trainer.config import OptimizerSection, TrainSettings
-from dvp_trainer.data.batch import Batch, TrainSequence
+from dvp_trainer.data.batch import Batch, Episode
 from dvp_trainer.options import Overlong
 
 from .arrangement import Beside
 from .hooks import estimator, own_advantages, own_objective
 from .lora import add_lora
-from .micro_batch import MicroBatch, micro_batches, share
+from .micro_batch import Limit, MicroBatch, micro_batches, share
 from .model import Policy, check_rope, full, load_model, shard
 from .state import load_state, save_state
 from .weight_files import write_adapter, write_weights
@@ -161,11 +161,11 @@ class Learner:
         """
         if self.world.size > 1:
             self.world.order(Order("step", batch.to_bytes()))
-        sequences = self.sequences(batch)
-        before = self.look(sequences) if self._needs_first_pass else None
+        episodes = self.episodes(batch)
+        before = self.look(episodes) if self._needs_first_pass else None
         self.advantages = A = self.batch_advantages(batch, before)
         parts = batch.split(self.settings.batch.updates)
-        updates = [self.update(self.sequences(part), A, part.num_sequences) for part in parts]
+        updates = [self.update(self.episodes(part), A, part.num_episodes) for part in parts]
         totals = {
             "optimizer/updates": float(sum(update.grad_norm is not None for update in updates)),
             "grad/norm": max(update.grad_norm or 0.0 for update in updates),
@@ -173,21 +173,27 @@ class Learner:
         }
         return totals | self._metrics(batch, A, before, [update.seen for update in updates if update.seen is not None])
 
-    def update(self, sequences: list[TrainSequence], A: Float[Tensor, " N"], total: int) -> Update:
-        """One optimizer step on `sequences`. `total` counts those without signal too. The gradient is
+    def update(self, episodes: list[Episode], A: Float[Tensor, " N"], total: int) -> Update:
+        """One optimizer step on `episodes`. `total` counts those without signal too. The gradient is
 
             1/D  sum_y  w(y) A(y) grad log pi_train_mp(y | x)
 
-        accumulated over micro-batches and ranks, divided by D at the end, when the number of kept sequences is known.
+        accumulated over micro-batches and ranks, divided by D at the end, when the number of kept episodes is known.
         """
         self.optimizer.zero_grad(set_to_none=True)
         seen, num_kept, num_corrected, loss_sum = [], 0.0, 0.0, 0.0
-        for micro in self._micro_batches(sequences):
-            own = self.train_logprobs(micro)
+        for micro in self._micro_batches(episodes):
+            in_parts = len(micro.layouts) > 1
+            with torch.set_grad_enabled(not in_parts):
+                own = self.train_logprobs(micro)
+            logprobs = own.logprobs.requires_grad_() if in_parts else own.logprobs
             evidence = _evidence(micro, own)
             correction = self.correct(evidence)
-            loss = self._objective(own.logprobs, evidence, correction, A[micro.rows])
+            loss = self._objective(logprobs, evidence, correction, A[micro.rows])
             loss.backward()  # type: ignore[no-untyped-call]
+            if in_parts:
+                assert logprobs.grad is not None
+                self._backward_in_parts(micro, logprobs.grad)
             seen.append(evidence)
             num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
             num_corrected += float(micro.mask.any(1).sum())
@@ -200,15 +206,15 @@ class Learner:
         D = denominator(policy, total=total, corrected=int(num_corrected), kept=int(num_kept))
         return Update(whole, loss_sum / D, self._apply(D))
 
-    def sequences(self, batch: Batch) -> list[TrainSequence]:
-        """The batch's sequences that can have a gradient. Groups without signal are left out only with the method's own
+    def episodes(self, batch: Batch) -> list[Episode]:
+        """The batch's episodes that can have a gradient. Groups without signal are left out only with the method's own
         advantages and objective: a user's may give them a gradient."""
         own = self._advantages is not None or self._objective is not estimator
-        return batch.sequences(without_signal=own)
+        return batch.episodes(without_signal=own)
 
     def train_logprobs(self, micro: MicroBatch) -> Constrained:
         """The trainer's log-probs of a micro-batch, padded back to [b, T]."""
-        own: Constrained = self.policy(micro)
+        own = self.policy.read(micro)
 
         def spread(values: Tensor, padding: float) -> Tensor:
             return torch.full_like(micro.mask, padding, dtype=values.dtype).masked_scatter(micro.mask, values)
@@ -231,12 +237,12 @@ class Learner:
         )
 
     def batch_advantages(self, batch: Batch, before: Evidence | None) -> Float[Tensor, " N"]:
-        """A_i per sequence. Truncated samples get 0 if reward.overlong is `mask` or `drop`."""
+        """A_i per episode. Truncated ones get 0 if reward.overlong is `mask` or `drop`."""
         overlong = self.settings.reward.overlong
         complete = batch.complete()
-        weights = torch.ones(batch.num_sequences, dtype=torch.float64)
+        weights = torch.ones(batch.num_episodes, dtype=torch.float64)
         if self.settings.correction.baseline is Baseline.RLOO_WEIGHTED and before is not None:
-            # One weight per sequence: the mean over its tokens, where a rejected token counts as 0.
+            # One weight per episode: the mean over its tokens, where a rejected token counts as 0.
             per_token = self.correct(before).weights.double().sum(1) / before.mask.sum(1).clamp(min=1)
             weights[before.rows.cpu()] = per_token.cpu()
         counted = complete if overlong is Overlong.DROP else torch.ones_like(complete)
@@ -250,9 +256,9 @@ class Learner:
         return A.flatten().to(self.device, torch.float32)
 
     @torch.no_grad()
-    def look(self, sequences: list[TrainSequence]) -> Evidence | None:
-        """Both sides' log-probs under the current weights; None if there are no sequences."""
-        parts = [_evidence(micro, self.train_logprobs(micro)) for micro in self._micro_batches(sequences)]
+    def look(self, episodes: list[Episode]) -> Evidence | None:
+        """Both sides' log-probs under the current weights; None if there are no episodes."""
+        parts = [_evidence(micro, self.train_logprobs(micro)) for micro in self._micro_batches(episodes)]
         return self._whole(parts)
 
     # --- details ----------------------------------------------------------------------------------------------------
@@ -264,21 +270,23 @@ class Learner:
         weighted = self.settings.correction.baseline is Baseline.RLOO_WEIGHTED
         return self.settings.batch.updates > 1 or weighted
 
-    def _micro_batches(self, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
-        """This rank's share. Ranks with fewer micro-batches than others get idle ones, because all ranks must gather
-        sharded parameters together."""
+    def _backward_in_parts(self, micro: MicroBatch, slopes: Float[Tensor, "b T"]) -> None:
+        """The backward of a micro-batch whose loss has these slopes with respect to its log-probs. Each forward is
+        repeated and followed by its backward, so that memory holds the graph of one at a time."""
+        for each, own in zip(micro.forwards(), micro.per_forward(slopes), strict=True):
+            self.policy(*each).logprobs.backward(own)
+
+    def _micro_batches(self, episodes: list[Episode]) -> list[MicroBatch]:
+        """This rank's share. Ranks with fewer forwards than others get idle ones, because all ranks must gather sharded
+        parameters together."""
         world, beside = self.world, self.policy.arrangement.beside
-        # Padded sequences are sorted by length, to save padding; packed ones stay in order, prompt by prompt.
-        ordered = sequences if beside is Beside.PACKED else sorted(sequences, key=lambda s: -s.num_tokens)
-        limit, shape = self.settings.model.micro_batch_tokens, self.policy.shape
-        cut = partial(
-            micro_batches, max_tokens=limit, beside=beside, pad_id=self.pad_id, device=self.device, shape=shape
-        )
+        # Padded episodes are sorted by length, to save padding; packed ones stay in order, prompt by prompt.
+        ordered = episodes if beside is Beside.PACKED else sorted(episodes, key=lambda e: -e.num_tokens)
+        limit = Limit(beside, self.settings.model.micro_batch_tokens, self.policy.shape)
+        cut = partial(micro_batches, limit=limit, pad_id=self.pad_id, device=self.device)
         mine = list(cut(share(ordered, world.rank, world.size)))
-        idle = world.max(len(mine)) - len(mine)  # agreed before any rank gathers parameters
-        yield from mine
-        for _ in range(idle):
-            yield next(cut(sequences[:1])).idle()
+        mine += [next(cut(episodes[:1])).idle() for _ in range(world.max(len(mine)) - len(mine))]
+        return [micro.in_forwards(world.max(len(micro.layouts))) for micro in mine]
 
     def _whole(self, parts: list[Evidence]) -> Evidence | None:
         """The joined parts of all ranks; None if there are none. Either all ranks have parts or none has."""
@@ -343,8 +351,15 @@ def _evidence(micro: MicroBatch, own: Constrained) -> Evidence:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     rewards, staleness = batch.rewards, torch.tensor([scored.staleness for scored in batch.groups]).double()
     histogram = Counter(min(scored.staleness, STALENESS_BINS) for scored in batch.groups)
-    lengths = [len(sample.token_ids) for scored in batch.groups for sample in scored.group.samples]
-    return {
+    episodes = [samples for scored in batch.groups for samples in scored.group.episodes]
+    lengths = [sum(sample.num_model_tokens for sample in samples) for samples in episodes]
+    num_environment = sum(len(sample.token_ids) for samples in episodes for sample in samples) - sum(lengths)
+    num_forks = sum(map(len, episodes)) - len(episodes)
+    agents = {
+        "length/environment_mean": num_environment / len(episodes),
+        "episodes/forks_mean": num_forks / len(episodes),
+    }
+    return (agents if num_environment or num_forks else {}) | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(1, unbiased=False).mean()),
         "reward/failed": float(sum(scored.num_failed for scored in batch.groups)),

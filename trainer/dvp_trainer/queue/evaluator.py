@@ -116,4 +116,4 @@ class Evaluator:
 def _truncated(delivery: Delivery) -> list[bool]:
     if isinstance(delivery.item, DeadLetter):
         return []
-    return [sample.finish_reason is FinishReason.LENGTH for sample in delivery.item.samples]
+    return [last.finish_reason is FinishReason.LENGTH for *_, last in delivery.item.episodes]

@@ -366,7 +366,7 @@ def mismatches(group: Group, job: Job, model: ModelSection) -> dict[str, str]:
     expected = {
         "run_id": (group.run_id, job.run_id),
         "prompt_ids": (_fingerprint(group.prompt_ids), _fingerprint(job.prompt_ids)),
-        "samples": (len(group.samples), job.n),
+        "samples": (len(group.episodes), job.n),
         "engine.logprob_kind": (group.engine.logprob_kind, LogprobKind.CONSTRAINED),
         "engine.fp32_head": (group.engine.fp32_head, model.fp32_head if same_dtype else group.engine.fp32_head),
         "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dvp_rl.contract.completions import COMPLETIONS, PRUNED, Completion, completion_lines, read_completions
+from dvp_rl.contract.completions import COMPLETIONS, ENVIRONMENT, PRUNED, Completion, completion_lines, read_completions
 from dvp_trainer.disk import write_private
 
 from .drawing import MUTED, dress, ink, svg, variable
@@ -210,6 +210,7 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
     folder, records = metrics_jsonl.parent, read_metrics(metrics_jsonl)
     starts = read_starts(folder)
     drawn = [(panel, lines_of(panel, records)) for panel in PANELS]
+    shown = _completions(folder / COMPLETIONS)
     page = render(
         title=title,
         subtitle=_subtitle(records),
@@ -220,7 +221,8 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
         ],
         plots=[plot(panel, lines) for panel, lines in drawn if lines],
         pruned=[f"{100 * share:g} %" for share in PRUNED],
-        completions=_completions(folder / COMPLETIONS),
+        completions=shown,
+        environment=any(mark == ENVIRONMENT for r in shown for card in r["cards"] for _, mark in card["pieces"]),
         missing=[panel.title for panel, lines in drawn if not lines],
         tables=[
             Table("Final figures", [(in_words(key), figure(value)) for key, value in summary.items()]),
@@ -239,7 +241,7 @@ def render(**content: Any) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
     nothing: dict[str, Any] = dict.fromkeys(
-        ("tiles", "leading", "plots", "missing", "pruned", "completions", "tables", "settings"), ()
+        ("tiles", "leading", "plots", "missing", "pruned", "completions", "environment", "tables", "settings"), ()
     )
     return environment.get_template(TEMPLATE).render(nothing | content)
 
@@ -259,6 +261,8 @@ def _card(completion: Completion) -> dict[str, Any]:
         "training": completion.fate,
         "weight": None if completion.weight is None else _text(completion.weight),
         "tokens": f"{completion.num_tokens}, {completion.finish_reason}",
+        "environment": f"{completion.num_environment} tokens" if completion.num_environment else None,
+        "forks": str(completion.num_forks) if completion.num_forks else None,
         "row": str(completion.row),
         "answer": completion.answer,
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dvp_rl.contract.completions import MAX_TOKENS, Completion, Fate
 from dvp_rl.contract.group import FinishReason, Sample
@@ -27,16 +28,20 @@ DIGITS = 4
 def pick_completions(
     batch: Batch, learner: Learner, rows: Sequence[Row], tokenizer: Tokenizer, *, updated: bool
 ) -> list[Completion]:
-    """The best and the worst sample of each group until there are report.completions. The learner must have trained
-    this batch last; `rows` are the rows of its groups, and `updated` says whether it made a step."""
+    """The best and the worst episode of each group, each with its last sample, until there are report.completions. The
+    learner must have trained this batch last; `rows` are the rows of its groups, and `updated` says whether it made a
+    step."""
     look, count = Look(learner, updated), learner.settings.report.completions
     found: list[Completion] = []
     first = 0
     for scored, row in zip(batch.groups, rows, strict=True):
-        prompt = tokenizer.decode(scored.group.prompt_ids.tolist(), skip_special_tokens=False)
+        episodes = scored.group.episodes
         best, worst = int(np.argmax(scored.rewards)), int(np.argmin(scored.rewards))
         for i in dict.fromkeys((best, worst)):
-            sample, verdict = scored.group.samples[i], look.at(first + i, scored.group.samples[i])
+            *forks, sample = episodes[i]
+            verdict, is_model = look.at(first + i, sample), sample.is_model
+            prompt_ids = scored.group.prompt_ids if sample.prompt_ids is None else sample.prompt_ids
+            prompt = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
             found.append(
                 Completion(
                     row=row.index,
@@ -50,9 +55,11 @@ def pick_completions(
                     num_tokens=len(sample.token_ids),
                     num_skipped=max(0, len(sample.token_ids) - MAX_TOKENS),
                     tokens=tokenizer.pieces(_ends(sample.token_ids.tolist())),
-                    kept_mass=[round(mass, DIGITS) for mass in _ends(sample.kept_mass.tolist())],
-                    infer_logprobs=_rounded(sample.logprobs.tolist()),
-                    train_logprobs=None if verdict.logprobs is None else _rounded(verdict.logprobs),
+                    kept_mass=_per_token(sample.kept_mass.tolist(), is_model),
+                    infer_logprobs=_per_token(sample.logprobs.tolist(), is_model),
+                    train_logprobs=None if verdict.logprobs is None else _per_token(verdict.logprobs, is_model),
+                    num_environment=len(is_model) - sample.num_model_tokens,
+                    num_forks=len(forks),
                 )
             )
         first += len(scored.rewards)
@@ -62,11 +69,12 @@ def pick_completions(
 
 
 class Verdict(NamedTuple):
-    """What the learner did with a sequence."""
+    """What the learner did with an episode."""
 
     fate: Fate
     weight: float | None = None
     logprobs: list[float] | None = None
+    """Of the model tokens of its last sample."""
 
 
 class Look:
@@ -79,7 +87,7 @@ class Look:
         self._places = {} if evidence is None else {row: place for place, row in enumerate(evidence.rows.tolist())}
 
     def at(self, index: int, sample: Sample) -> Verdict:
-        """The verdict on the sequence at this row of the batch."""
+        """The verdict on the episode at this row of the batch, which ends with `sample`."""
         if index not in self._places:
             return Verdict(Fate.NO_SIGNAL)
         assert self._evidence is not None
@@ -88,7 +96,8 @@ class Look:
         mask = self._evidence.mask[place]
         weight = round(float(self._correction.weights[place][mask].mean()), DIGITS)
         logprobs: list[float] = self._evidence.train.logprobs[place][mask].tolist()
-        return Verdict(self._fate(self._correction, place, sample), weight, logprobs)
+        fate = self._fate(self._correction, place, sample)
+        return Verdict(fate, weight, logprobs[-sample.num_model_tokens :])
 
     def _fate(self, correction: Correction, place: int, sample: Sample) -> Fate:
         veto, overlong = correction.veto, self._settings.reward.overlong in (Overlong.MASK, Overlong.DROP)
@@ -110,5 +119,8 @@ def _ends(values: list[T]) -> list[T]:
     return values if len(values) <= MAX_TOKENS else values[:half] + values[-half:]
 
 
-def _rounded(logprobs: list[float]) -> list[float | None]:
-    return [round(value, DIGITS) if math.isfinite(value) else None for value in _ends(logprobs)]
+def _per_token(values: list[float], is_model: NDArray[np.bool_]) -> list[float | None]:
+    """The values of the model tokens, with None for each token of the environment and for what is not finite."""
+    known = iter(values)
+    found = [next(known) if own else math.nan for own in is_model]
+    return [round(value, DIGITS) if math.isfinite(value) else None for value in _ends(found)]

@@ -16,7 +16,8 @@ Metrics of the trainer:
     heldout/stderr                                 its standard error, were the held-out prompts drawn anew
     heldout/avg_at_*, heldout/pass_at_*[_from_*], heldout/truncated_share
     groups/*                                       no_signal: groups with equal rewards; the rest: how jobs ended
-    length/mean, length/max, length/truncated_share      tokens per completion; share that max_tokens cut off
+    length/mean, length/max, length/truncated_share      model tokens per episode; share that max_tokens cut off
+    length/environment_mean, episodes/forks_mean   tokens of the environment, and forks, per episode, if there are any
     pruned/share, pruned/mass                      share of positions that lost >= 1e-3 of probability; mean loss
     logprob/{train,infer}_{constrained,full}       mean log-prob of the tokens inside, with pruning and without
     mismatch/kl_unmasked                           the same tokens under both full softmaxes

@@ -65,8 +65,8 @@ class Stopwatch:
             | idle
             | {
                 "time/step_s": elapsed,
-                "throughput/samples_per_second": batch.num_sequences / elapsed,
-                "throughput/tokens_per_second": batch.num_tokens / elapsed,
+                "throughput/samples_per_second": batch.num_episodes / elapsed,
+                "throughput/tokens_per_second": batch.num_model_tokens / elapsed,
             }
         )
 

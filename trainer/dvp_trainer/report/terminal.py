@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from dvp_rl.contract.completions import PRUNED, Completion
+from dvp_rl.contract.completions import ENVIRONMENT, PRUNED, Completion
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,11 +42,12 @@ def completions_table(step: int, completions: Sequence[Completion], *, width: in
                 return text.append(" ...")
         return text
 
-    styles = ("", *COLOURS.values())
+    styles = {0: "", ENVIRONMENT: "dim", **dict(enumerate(COLOURS.values(), start=1))}
     shares = ", ".join(f"{colour} {100 * share:g} %" for colour, share in zip(COLOURS, PRUNED, strict=True))
+    given = "; dim: the environment's" if any(each.num_environment for each in completions) else ""
     table = Table(
         title=f"step {step}: best and worst completion of a prompt",
-        caption=f"colours: min-p removed at least this much probability: {shares}",
+        caption=f"colours: min-p removed at least this much probability: {shares}{given}",
         show_lines=True,
         show_header=width >= WIDE,
         expand=True,

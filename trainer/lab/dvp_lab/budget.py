@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
-from dvp_trainer.learn.micro_batch import MicroBatch
+from dvp_trainer.learn.layout import Layout
 from dvp_trainer.learn.model import Policy
 from dvp_trainer.learn.step import Learner
 
@@ -49,12 +49,10 @@ class RuledPolicy(Policy):
         super().__init__(model, "float32", log_min_p=rule.log_min_p, temperature=1.0)
         self._rule = rule
 
-    def forward(self, micro: MicroBatch) -> Constrained:
-        states = self.model.base_model(**micro.layout.model_inputs(), use_cache=False).last_hidden_state
-        logits = self.model.get_output_embeddings()(states.flatten(0, 1).index_select(0, micro.layout.before))
-        return constrained_logprobs(
-            logits, micro.token_ids[micro.mask], log_min_p=self._rule(logits.detach()), temperature=1.0
-        )
+    def forward(self, layout: Layout, token_ids: torch.Tensor) -> Constrained:
+        states = self.model.base_model(**layout.model_inputs(), use_cache=False).last_hidden_state
+        logits = self.model.get_output_embeddings()(states.flatten(0, 1).index_select(0, layout.before))
+        return constrained_logprobs(logits, token_ids, log_min_p=self._rule(logits.detach()), temperature=1.0)
 
 
 @dataclass(frozen=True)

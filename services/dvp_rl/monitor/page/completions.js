@@ -47,7 +47,9 @@ async function showStep() {
 
 function showRecord(record) {
   const legend = record.pruned.flatMap((share, index) => [" ", element("mark", `${figure(100 * share)} %`, { class: `p${index + 1}` })]);
-  at("completions-legend").replaceChildren("The best and the worst completion of a prompt. Marked: min-p removed at least", ...legend, " of the probability.");
+  const any = record.completions.some((completion) => completion.num_environment);
+  const given = any ? [" ", element("span", "In italics", { class: "environment" }), ": given by the environment."] : [];
+  at("completions-legend").replaceChildren("The best and the worst completion of a prompt. Marked: min-p removed at least", ...legend, " of the probability.", ...given);
   say("completions-note", "");
   at("completions").replaceChildren(...record.completions.map(card));
   at("completions").ariaBusy = "false";
@@ -69,6 +71,8 @@ function card(completion) {
     training: completion.fate,
     weight: completion.weight === null ? null : figure(completion.weight),
     length: `${plural(completion.num_tokens, "token")}, ${completion.finish_reason}`,
+    environment: completion.num_environment ? plural(completion.num_environment, "token") : null,
+    forks: completion.num_forks ? whole(completion.num_forks) : null,
     row: whole(completion.row),
     answer: completion.answer,
   };
@@ -81,11 +85,16 @@ function card(completion) {
   const prompt = element("pre", "", { class: "prompt", tabindex: "0", role: "group", "aria-label": "prompt" });
   prompt.append(element("span", completion.prompt));
   const text = element("pre", "", { tabindex: "0", role: "group", "aria-label": "completion" });
-  text.append(...completion.pieces.map(([piece, mark]) => (mark ? element("mark", piece, { class: `p${mark}` }) : piece)));
+  text.append(...completion.pieces.map(marked));
   if (completion.pieces.length === 0) text.append(element("span", "no text", { class: "muted" }));
   const node = element("article", "", { class: "card" });
   node.append(list, prompt, text);
   return node;
+}
+
+function marked([piece, mark]) {
+  if (mark < 0) return element("span", piece, { class: "environment" });
+  return mark ? element("mark", piece, { class: `p${mark}` }) : piece;
 }
 
 chooser.addEventListener("change", () => {
