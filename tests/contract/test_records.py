@@ -142,11 +142,12 @@ def test_environment_tokens_have_no_facts() -> None:
     [
         (
             {"environment": [{"start": 2, "end": 4}]},
-            r"without gap or overlap, got starts \[0, 2, 5\], ends \[2, 4, 6\]",
+            r"cover \[0, 6\) without gap or overlap: \[5, 6\) follows token 4",
         ),
         ({"environment": [{"start": 1, "end": 5}]}, "without gap or overlap"),
         ({"environment": [{"start": 2, "end": 5}, {"start": 5, "end": 5}]}, "without gap or overlap"),
         ({"environment": []}, "without gap or overlap"),
+        ({"versions": SAMPLE_FIELDS["versions"][:1]}, r"cover \[0, 6\) without gap or overlap: the last one ends at 5"),
         (
             {
                 "token_ids": [7, 8, 5, 5, 5, 9, 1],

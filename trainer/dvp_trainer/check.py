@@ -29,7 +29,7 @@ from dvp_rl.weights.folder import folder_digest
 from .config import CheckSettings, ModelSection
 from .data.batch import Episode
 from .learn.arrangement import trials
-from .learn.micro_batch import Limit, micro_batches
+from .learn.micro_batch import micro_batches
 from .learn.model import Policy, load_model
 
 PROMPT_TOKENS = 8
@@ -99,7 +99,7 @@ def _check_replica(settings: CheckSettings, policy: Policy) -> Iterator[Line]:
         Episode(i, prompt_ids, (Sample.model_validate(body.model_dump(exclude={"text"})),))
         for i, body in enumerate(answer.samples)
     ]
-    limit = Limit(policy.arrangement.beside, settings.model.micro_batch_tokens, policy.shape)
+    limit = policy.limit(settings.model.micro_batch_tokens)
     gaps, num_outside = [], 0
     with torch.no_grad():
         for micro in micro_batches(episodes, limit, pad_id=0, device=policy.model.device):

@@ -23,7 +23,7 @@ class OnError(StrEnum):
 
 
 class Overlong(StrEnum):
-    """Treatment of samples that max_tokens cut off."""
+    """Treatment of samples that max_tokens cut off. Of an episode, the last turn counts."""
 
     KEEP = "keep"
     """They keep the reward of the reward function."""

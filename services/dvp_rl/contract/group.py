@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
@@ -93,7 +93,7 @@ class Sample(Record):
     environment: tuple[EnvironmentSpan, ...] = ()
     """Always between model tokens: earlier ones belong to the prompt, and later ones were never read."""
     prompt_ids: Int32Array | None = None
-    """What this sample continues, if not the group's prompt: the rewritten history of a fork."""
+    """The sample's own prompt, if it is not the group's: the rewritten history of a fork."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
 
     @model_validator(mode="after")
@@ -101,12 +101,13 @@ class Sample(Record):
         T = len(self.token_ids)
         spans: list[VersionSpan | EnvironmentSpan] = [*self.versions, *self.environment]
         spans.sort(key=lambda span: (span.start, span.end))
-        edges, starts = [0, *(span.end for span in spans)], [span.start for span in spans]
-        if T == 0 or starts != edges[:-1] or edges[-1] != T or any(a >= b for a, b in pairwise(edges)):
-            raise ValueError(
-                f"spans of versions and of the environment must cover [0, {T}) without gap or overlap, got starts "
-                f"{starts}, ends {edges[1:]}"
-            )
+        rule, end = f"spans of versions and of the environment must cover [0, {T}) without gap or overlap", 0
+        for span in spans:
+            if span.start != end or span.end <= end:
+                raise ValueError(f"{rule}: [{span.start}, {span.end}) follows token {end}")
+            end = span.end
+        if T == 0 or end != T:
+            raise ValueError(f"{rule}: the last one ends at {end}")
         if any(isinstance(span, EnvironmentSpan) for span in (spans[0], spans[-1])):
             raise ValueError("the first and the last token must be a model's, got an environment's")
         M = sum(span.end - span.start for span in self.versions)
@@ -125,9 +126,18 @@ class Sample(Record):
             raise ValueError(f"kept_mass must lie in (0, 1], got {self.kept_mass.min()}..{self.kept_mass.max()}")
         return self
 
+    def continues(self, prompt_ids: Int32Array) -> Int32Array:
+        """What precedes the sample, in a group with this prompt."""
+        return prompt_ids if self.prompt_ids is None else self.prompt_ids
+
     @property
     def num_model_tokens(self) -> int:
         return len(self.logprobs)
+
+    @property
+    def num_in_last_turn(self) -> int:
+        """Number of model tokens after the last one of the environment."""
+        return len(self.token_ids) - max((span.end for span in self.environment), default=0)
 
     @property
     def is_model(self) -> NDArray[np.bool_]:

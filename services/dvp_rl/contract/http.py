@@ -145,7 +145,8 @@ class SampleBody(Body):
     seed: int
     """Seed of this sample's own random stream: up to 2^63 - 1, more than a number of JavaScript holds exactly."""
     text: str | None = None
-    """Decoded text without special tokens, cut before a stop string. null if return_text is false."""
+    """Decoded text without special tokens, cut before a stop string if `environment` is empty. null if return_text is
+    false."""
 
     @classmethod
     def of(cls, sample: Sample, text: str | None) -> SampleBody:

@@ -108,7 +108,10 @@ class Prompts:
         )
 
     def _text(self, sample: Sample, stops: Sequence[str] | None) -> str | None:
-        return None if stops is None else trim(self._tokenizer.decode(sample.token_ids.tolist()), stops)
+        if stops is None:
+            return None
+        text = self._tokenizer.decode(sample.token_ids.tolist())
+        return text if sample.environment else trim(text, stops)  # the stop string of a turn may be in its middle
 
 
 def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:

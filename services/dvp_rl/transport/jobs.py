@@ -123,7 +123,7 @@ class JobQueue:
         n = len(group.episodes)
         if (group.job_id, group.run_id, group.sink, n) != (job.job_id, job.run_id, job.sink, job.n):
             raise RequestError(
-                f"group of job {group.job_id!r} with {n} samples does not answer job {job.job_id!r} with n = {job.n}"
+                f"group of job {group.job_id!r} with n = {n} does not answer job {job.job_id!r} with n = {job.n}"
             )
         try:
             reply = await self._script("commit", lease.entry_id, job.job_id, job.sink, group.to_bytes())

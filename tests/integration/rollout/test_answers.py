@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from dvp_rl.contract.errors import OverloadedError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import JobStatus, Problem
 from dvp_rl.contract.job import JobState, Sink
+from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.fake import FakeEngine
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_rl.http import guard
@@ -23,7 +25,7 @@ from dvp_rl.rollout.answers import Room
 from dvp_rl.rollout.prompts import NO_TEXT, PIECE_TOKENS, Prompts
 from dvp_rl.transport.broker import Broker
 from tests.kit import web
-from tests.kit.records import make_group, make_job, make_sample
+from tests.kit.records import make_group, make_job, make_sample, make_turns
 from tests.kit.replicas import ReplicaThread
 from tests.kit.wait import WITHIN_S, until, until_async
 
@@ -86,6 +88,17 @@ async def test_a_large_result_arrives_whole(strict: ReplicaThread, broker: Broke
             assert np.array_equal(sent.token_ids, stored.token_ids)
             assert np.array_equal(sent.logprobs, stored.logprobs)
             assert (sent.text is None) is (name == "without")
+
+
+async def test_only_a_plain_completion_is_cut_at_its_stop_string(model: Path) -> None:
+    prompts, ids = Prompts(load_tokenizer(model), FakeEngine()), load_tokenizer(model).encode("1+2=3")
+    sampling = Sampling(stop=("+",), max_tokens=9)
+    turns = make_turns([(ids[:2], [-1.0] * 2), (ids[2:4], None), (ids[4:], [-1.0])])
+    job = make_job("run", n=2).model_copy(update={"sampling": sampling})
+    group = make_group(job, samples=[make_sample(ids[:2], [-1.0] * 2), turns])
+    answer = json.loads(b"".join([piece async for piece in prompts.response(group)]))
+    assert [sample["text"] for sample in answer["samples"]] == ["1", "1+2=3"]
+    assert answer["samples"][1]["environment"] == [{"start": 2, "end": 4}]
 
 
 async def test_no_piece_takes_the_event_loop_for_long(model: Path) -> None:

@@ -274,9 +274,12 @@ async def test_a_group_that_does_not_answer_the_job_is_refused(rig: Rig) -> None
     replica = rig.replica("a")
     (lease,) = await replica.claim(1, BLOCK_MS)
     group = make_group(job)
-    with pytest.raises(RequestError, match="1 samples does not answer"):
+    with pytest.raises(RequestError, match="with n = 1 does not answer"):
         await replica.commit(lease, group.model_copy(update={"samples": group.samples[:1]}))
-    assert await replica.commit(lease, group) is Committed.COMMITTED
+    forked = group.model_copy(update={"samples": group.samples * 2, "episode_sizes": (3, 1)})
+    with pytest.raises(RequestError, match="with n = 1 does not answer"):
+        await replica.commit(lease, forked.model_copy(update={"episode_sizes": (4,)}))
+    assert await replica.commit(lease, forked) is Committed.COMMITTED
 
 
 async def test_closing_gives_everything_back_at_once(rig: Rig) -> None:

@@ -6,14 +6,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines import reference
 from dvp_rl.engines.context import edges, rope_limit
+from dvp_trainer.data.batch import Episode
 from dvp_trainer.learn.arrangement import Beside, arrange, trials
 from tests.kit.families import small_config, small_model, write_small_model
 from tests.kit.processes import ROOT
+from tests.kit.records import make_turns
 from tests.models import CASES, LONGROPE, REFUSED, ROPE_LIMIT, WINDOW, WINDOWS, Case, logprob_error, make_learner, table
 
 CLOSE = 1e-4
@@ -93,6 +96,20 @@ def test_sequences_that_could_outgrow_their_rope_are_refused(tmp_path: Path) -> 
         else:
             with pytest.raises(ConfigError, match=rf"phi3: .* more than {ROPE_LIMIT} tokens.*{told}"):
                 make_learner(folder, data={"train": "x"} | data, sampling=sampling)
+
+
+def test_an_episode_that_has_outgrown_its_rope_is_refused(tmp_path: Path) -> None:
+    """Tokens of the environment and a fork's prompt are in no setting; a long sequence would change its neighbours."""
+    folder = write_small_model(tmp_path / "model", "phi3", **LONGROPE)
+    learner = make_learner(folder, data={"train": "x", "max_prompt_tokens": 8}, sampling={"n": 2, "max_tokens": 4})
+    for num_given, prompt_ids in ((ROPE_LIMIT - 4, [5] * 2), (1, [5] * (ROPE_LIMIT - 3))):
+        fitting, longer = (
+            make_turns([([6], [-1.0]), ([7] * (num_given + more), None), ([8], [-1.0])], prompt_ids=prompt_ids)
+            for more in (0, 1)
+        )
+        assert learner.look([Episode(0, np.array([5]), (fitting,))]) is not None
+        with pytest.raises(ConfigError, match=f"{len(prompt_ids)} \\+ {num_given + 3} tokens.* more than {ROPE_LIMIT}"):
+            learner.look([Episode(0, np.array([5]), (fitting, longer))])
 
 
 def test_code_that_mixes_dtypes_is_refused_at_start(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_text_of_the_environment_has_a_mark_of_its_own(tmp_path: Path) -> None:
         write_report(tmp_path / "metrics.jsonl", {}, tmp_path / "report.html")
         page = (tmp_path / "report.html").read_text()
         assert page.count('<span class="environment"> &lt;b&gt;') == count
-        assert page.count("given by the environment") == page.count("<dd>2 tokens</dd>") == count
+        assert page.count("given by the environment") == page.count("<dt>of the environment</dt><dd>2</dd>") == count
 
 
 def test_a_record_of_before_there_were_environments_is_read() -> None:

@@ -13,10 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dvp_rl.contract.group import FinishReason, Sample
+from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.tokenizer import load_tokenizer
-from dvp_trainer.config import TrainSettings
+from dvp_trainer.config import RewardSection, TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
 from dvp_trainer.data.prompts import Row
+from dvp_trainer.data.reward_failures import RewardFailures
+from dvp_trainer.data.reward_pool import RewardPool
+from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.learn.arrangement import Arrangement, Beside
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
@@ -324,3 +328,22 @@ def test_an_episode_ends_as_its_last_sample_does(make_learner: MakeLearner, orac
     batch = Batch((scored(FIRST, [[cut, whole], [whole, cut], [whole]], [0.0, 0.5, 1.0]),))
     assert batch.complete().tolist() == [[True, False, True]]
     assert Batch.from_bytes(batch.to_bytes()).groups[0].group == batch.groups[0].group
+
+
+async def test_an_episode_gets_the_reward_of_its_last_sample(folder: Path, tmp_path: Path) -> None:
+    """Soft overlong punishment looks at its last turn, of at most 4 tokens here, as max_tokens holds for each turn."""
+    tokenizer, section = load_tokenizer(folder), RewardSection(name="exact_match", overlong="soft", overlong_buffer=2)
+    right, wrong, tool = (tokenizer.encode(text) for text in ("7", "8", "+"))
+    turn, long = (wrong, [-1.0]), (right * 4, [-1.0] * 4)
+    episodes = [
+        [make_turns([(wrong, [-1.0])]), make_turns([(right, [-1.0])], prompt_ids=[5])],
+        [make_turns([(right, [-1.0])]), make_turns([(wrong, [-1.0])], prompt_ids=[5])],
+        [make_turns([turn, (tool, None)] * 3 + [turn])],
+        [make_turns([turn, (tool, None), long])],
+    ]
+    group = scored(FIRST, episodes, [0.0] * 4).group
+    group = group.model_copy(update={"sampling": Sampling(max_tokens=4)})
+    async with RewardPool("exact_match") as pool:
+        scorer = Scorer(pool, tokenizer, section, RewardFailures(section, tmp_path, "answers", patience=1))
+        result = await scorer.score(group, Row(0, "say it", "7"))
+    assert result.rewards == (1.0, 0.0, 0.0, -1.0)

@@ -49,8 +49,8 @@ class Episode:
 
     @property
     def prompts(self) -> list[np.ndarray]:
-        """What each sample continues."""
-        return [self.prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in self.samples]
+        """What precedes each sample."""
+        return [sample.continues(self.prompt_ids) for sample in self.samples]
 
     @property
     def num_tokens(self) -> int:

@@ -31,7 +31,7 @@ class Scorer:
         """Numbers of completions that await their rewards, and of their groups."""
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
-        """The group with its rewards; a failed one counts as 0. The last sample of an episode gets its reward.
+        """The group with its rewards; a failed one counts as 0. An episode gets the reward of its last sample.
 
         Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
@@ -99,6 +99,6 @@ class Scorer:
         if self._rules.overlong is not Overlong.SOFT:
             return tuple(rewards)
         limit = group.sampling.max_tokens
-        lengths = [last.num_model_tokens for *_, last in group.episodes]
+        lengths = [last.num_in_last_turn for *_, last in group.episodes]
         pairs = zip(rewards, lengths, strict=True)
         return tuple(reward + overlong_penalty(length, limit, self._rules.overlong_buffer) for reward, length in pairs)

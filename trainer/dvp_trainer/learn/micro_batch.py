@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.shape import Shape
 from dvp_rl.dvp.policy import Constrained
 from dvp_trainer.data.batch import Episode
@@ -89,6 +91,8 @@ class Limit:
     takes."""
     shape: Shape | None = None
     """Fixed shape of every forward, which then is the only limit."""
+    longest: int | None = None
+    """Tokens of a sequence beyond which the model's RoPE changes, that of the others in the forward too."""
 
     def allows(self, size: Size) -> bool:
         if self.shape is not None:
@@ -125,8 +129,14 @@ def micro_batches(
     episodes: Sequence[Episode], limit: Limit, *, pad_id: int, device: torch.device
 ) -> Iterator[MicroBatch]:
     """Micro-batches of whole episodes in the given order, cut by `cut`, as are the forwards of an episode that is
-    larger than the limit."""
+    larger than the limit. Raises ConfigError if a sequence is longer than `limit.longest`, or than a fixed shape."""
     parts = [tokens_of(episode) for episode in episodes]
+    for prompt, completion, _ in chain.from_iterable(parts):
+        if limit.longest is not None and (P := len(prompt)) + (T := len(completion)) > limit.longest:
+            raise ConfigError(
+                f"a sequence has {P} + {T} tokens, of its environment too; in one of more than {limit.longest}, the "
+                "model's RoPE changes, and engine and trainer would not agree"
+            )
     for some in cut(parts, limit):
         sequences = [tokens for part in parts[some] for tokens in part]
         forwards = [sequences[few] for few in cut([[tokens] for tokens in sequences], limit)]

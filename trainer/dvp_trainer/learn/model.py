@@ -29,7 +29,7 @@ from dvp_trainer.config import ModelSection, TrainSettings
 
 from .arrangement import Arrangement, Beside, arrange
 from .layout import Layout
-from .micro_batch import MicroBatch
+from .micro_batch import Limit, MicroBatch
 from .world import World
 
 if TYPE_CHECKING:
@@ -155,6 +155,10 @@ class Policy(torch.nn.Module):
         """Sets the arrangement of further micro-batches, and the model's attention with it."""
         self.arrangement = arrangement
         attend_by(self.model, arrangement.attention)
+
+    def limit(self, max_tokens: int) -> Limit:
+        """What its micro-batches may hold."""
+        return Limit(self.arrangement.beside, max_tokens, self.shape, rope_limit(self.model.config))
 
     def read(self, micro: MicroBatch) -> Constrained:
         """One entry per model token, in row-major order of `micro.mask`."""

@@ -33,7 +33,7 @@ from dvp_trainer.options import Overlong
 from .arrangement import Beside
 from .hooks import estimator, own_advantages, own_objective
 from .lora import add_lora
-from .micro_batch import Limit, MicroBatch, micro_batches, share
+from .micro_batch import MicroBatch, micro_batches, share
 from .model import Policy, check_rope, full, load_model, shard
 from .state import load_state, save_state
 from .weight_files import write_adapter, write_weights
@@ -186,14 +186,13 @@ class Learner:
             in_parts = len(micro.layouts) > 1
             with torch.set_grad_enabled(not in_parts):
                 own = self.train_logprobs(micro)
-            logprobs = own.logprobs.requires_grad_() if in_parts else own.logprobs
+            own.logprobs.requires_grad_()
             evidence = _evidence(micro, own)
             correction = self.correct(evidence)
-            loss = self._objective(logprobs, evidence, correction, A[micro.rows])
+            loss = self._objective(own.logprobs, evidence, correction, A[micro.rows])
             loss.backward()  # type: ignore[no-untyped-call]
             if in_parts:
-                assert logprobs.grad is not None
-                self._backward_in_parts(micro, logprobs.grad)
+                self._backward_in_parts(micro, own.logprobs)
             seen.append(evidence)
             num_kept += float((correction.kept_sequences & micro.mask.any(1)).sum())
             num_corrected += float(micro.mask.any(1).sum())
@@ -270,11 +269,12 @@ class Learner:
         weighted = self.settings.correction.baseline is Baseline.RLOO_WEIGHTED
         return self.settings.batch.updates > 1 or weighted
 
-    def _backward_in_parts(self, micro: MicroBatch, slopes: Float[Tensor, "b T"]) -> None:
-        """The backward of a micro-batch whose loss has these slopes with respect to its log-probs. Each forward is
+    def _backward_in_parts(self, micro: MicroBatch, logprobs: Float[Tensor, "b T"]) -> None:
+        """Carries the gradient of log-probs that were computed without a graph on to the weights. Each forward is
         repeated and followed by its backward, so that memory holds the graph of one at a time."""
-        for each, own in zip(micro.forwards(), micro.per_forward(slopes), strict=True):
-            self.policy(*each).logprobs.backward(own)
+        assert logprobs.grad is not None
+        for each, slopes in zip(micro.forwards(), micro.per_forward(logprobs.grad), strict=True):
+            self.policy(*each).logprobs.backward(slopes)
 
     def _micro_batches(self, episodes: list[Episode]) -> list[MicroBatch]:
         """This rank's share. Ranks with fewer forwards than others get idle ones, because all ranks must gather sharded
@@ -282,7 +282,7 @@ class Learner:
         world, beside = self.world, self.policy.arrangement.beside
         # Padded episodes are sorted by length, to save padding; packed ones stay in order, prompt by prompt.
         ordered = episodes if beside is Beside.PACKED else sorted(episodes, key=lambda e: -e.num_tokens)
-        limit = Limit(beside, self.settings.model.micro_batch_tokens, self.policy.shape)
+        limit = self.policy.limit(self.settings.model.micro_batch_tokens)
         cut = partial(micro_batches, limit=limit, pad_id=self.pad_id, device=self.device)
         mine = list(cut(share(ordered, world.rank, world.size)))
         mine += [next(cut(episodes[:1])).idle() for _ in range(world.max(len(mine)) - len(mine))]

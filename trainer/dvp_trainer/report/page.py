@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dvp_rl.contract.completions import COMPLETIONS, ENVIRONMENT, PRUNED, Completion, completion_lines, read_completions
+from dvp_rl.contract.completions import COMPLETIONS, PRUNED, Completion, completion_lines, read_completions
 from dvp_trainer.disk import write_private
 
 from .drawing import MUTED, dress, ink, svg, variable
@@ -21,6 +21,8 @@ from .starts import SETTINGS, Start, read_starts
 TEMPLATE = "report.html.j2"
 
 
+OF_ENVIRONMENT = "of the environment"
+"""Label of the number of a completion's tokens that its model did not draw."""
 ORIGIN = ("code", "software", "machine")
 """Fields of a Start that the page lists."""
 
@@ -222,7 +224,7 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
         plots=[plot(panel, lines) for panel, lines in drawn if lines],
         pruned=[f"{100 * share:g} %" for share in PRUNED],
         completions=shown,
-        environment=any(mark == ENVIRONMENT for r in shown for card in r["cards"] for _, mark in card["pieces"]),
+        environment=any(card["facts"][OF_ENVIRONMENT] for record in shown for card in record["cards"]),
         missing=[panel.title for panel, lines in drawn if not lines],
         tables=[
             Table("Final figures", [(in_words(key), figure(value)) for key, value in summary.items()]),
@@ -261,7 +263,7 @@ def _card(completion: Completion) -> dict[str, Any]:
         "training": completion.fate,
         "weight": None if completion.weight is None else _text(completion.weight),
         "tokens": f"{completion.num_tokens}, {completion.finish_reason}",
-        "environment": f"{completion.num_environment} tokens" if completion.num_environment else None,
+        OF_ENVIRONMENT: str(completion.num_environment) if completion.num_environment else None,
         "forks": str(completion.num_forks) if completion.num_forks else None,
         "row": str(completion.row),
         "answer": completion.answer,

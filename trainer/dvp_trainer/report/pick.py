@@ -40,7 +40,7 @@ def pick_completions(
         for i in dict.fromkeys((best, worst)):
             *forks, sample = episodes[i]
             verdict, is_model = look.at(first + i, sample), sample.is_model
-            prompt_ids = scored.group.prompt_ids if sample.prompt_ids is None else sample.prompt_ids
+            prompt_ids = sample.continues(scored.group.prompt_ids)
             prompt = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
             found.append(
                 Completion(
