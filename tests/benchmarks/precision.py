@@ -27,7 +27,7 @@ from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import ModelSection
 from dvp_trainer.data.batch import Episode
-from dvp_trainer.learn.micro_batch import Limit, micro_batches
+from dvp_trainer.learn.micro_batch import micro_batches
 from dvp_trainer.learn.model import Policy, load_model
 from tests.kit.models import make_model
 
@@ -89,8 +89,7 @@ async def draw(folder: Path, settings: dict[str, Any], tokens: int) -> list[Epis
 @torch.no_grad()
 def measure(policy: Policy, sequences: list[Episode]) -> Mismatch:
     gaps, inside, other = [], [], []
-    beside, device = policy.arrangement.beside, torch.device("cpu")
-    for micro in micro_batches(sequences, Limit(beside, 8192), pad_id=0, device=device):
+    for micro in micro_batches(sequences, policy.limit(8192), pad_id=0, device=torch.device("cpu")):
         own, mask = policy.read(micro), micro.mask
         gaps.append((micro.infer.logprobs[mask] - own.logprobs)[own.inside])
         inside.append(own.inside)

@@ -76,7 +76,7 @@ def outcome(policy: Policy, sequences: list[Episode], max_tokens: int) -> Outcom
     """Log-probs, and gradients of their sum with a different coefficient for every token."""
     policy.zero_grad()
     logprobs: dict[int, Tensor] = {}
-    for micro in micro_batches(sequences, Limit(policy.arrangement.beside, max_tokens), pad_id=0, device=CPU):
+    for micro in micro_batches(sequences, policy.limit(max_tokens), pad_id=0, device=CPU):
         own = policy.read(micro).logprobs
         coefficients = torch.cat([torch.arange(1, 1 + int(n), dtype=own.dtype).sin() for n in micro.mask.sum(1)])
         (own * coefficients).sum().backward()

@@ -92,7 +92,7 @@ class Limit:
     shape: Shape | None = None
     """Fixed shape of every forward, which then is the only limit."""
     longest: int | None = None
-    """Tokens of a sequence beyond which the model's RoPE changes, that of the others in the forward too."""
+    """Longest sequence that does not change the model's RoPE, for all others in the forward too; None: any length."""
 
     def allows(self, size: Size) -> bool:
         if self.shape is not None:
@@ -107,6 +107,8 @@ class Limit:
 
 
 class Size(NamedTuple):
+    """The size of some sequences."""
+
     sequences: int
     tokens: int
     prompt: int
@@ -132,10 +134,11 @@ def micro_batches(
     larger than the limit. Raises ConfigError if a sequence is longer than `limit.longest`, or than a fixed shape."""
     parts = [tokens_of(episode) for episode in episodes]
     for prompt, completion, _ in chain.from_iterable(parts):
-        if limit.longest is not None and (P := len(prompt)) + (T := len(completion)) > limit.longest:
+        p, t = len(prompt), len(completion)
+        if limit.longest is not None and p + t > limit.longest:
             raise ConfigError(
-                f"a sequence has {P} + {T} tokens, of its environment too; in one of more than {limit.longest}, the "
-                "model's RoPE changes, and engine and trainer would not agree"
+                f"got a sequence of {p} + {t} tokens, its environment's included: the model's RoPE changes in those of "
+                f"more than {limit.longest}, and engine and trainer would not agree"
             )
     for some in cut(parts, limit):
         sequences = [tokens for part in parts[some] for tokens in part]
