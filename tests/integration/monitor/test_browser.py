@@ -146,7 +146,7 @@ def _read_completions(url: str, file: Path, prompted: str, folder: Path) -> None
         marks = "[...document.querySelectorAll('#completions mark')].map((mark) => mark.className)"
         assert browser.evaluate(marks) == ["p1", "p2", "p3"]
         legend = browser.evaluate("document.getElementById('completions-legend').textContent")
-        assert legend.endswith("at least 0.1 % 1 % 10 % of the probability.")
+        assert legend.endswith("at least 0.1 % 1 % 10 % of the probability. In italics: given by the environment.")
         facts = browser.evaluate("document.querySelector('#completions dl').innerText")
         assert "advantage\n0.5" in facts
         assert "trained" in facts
@@ -273,10 +273,11 @@ def _choose_steps(url: str, file: Path, folder: Path) -> None:
         assert browser.problems == []
 
 
-async def test_a_step_is_read_off_every_chart(broker_url: str, run_id: str, tmp_path: Path) -> None:
+async def test_a_step_is_read_off_every_chart(own_broker: EmbeddedBroker, run_id: str, tmp_path: Path) -> None:
+    """A broker without other runs, whose list would move the charts when it comes."""
     metrics = tmp_path / "metrics.jsonl"
     write_metrics(metrics, 200)
-    with Monitor(tmp_path, broker_url, run_id, "--metrics-file", str(metrics)) as monitor:
+    with Monitor(tmp_path, own_broker.url, run_id, "--metrics-file", str(metrics)) as monitor:
         await asyncio.to_thread(_read_off, monitor.url, metrics, tmp_path)
 
 
