@@ -47,7 +47,7 @@ SAMPLINGS = st.builds(
 
 @st.composite
 def _samples(draw: st.DrawFn, *, turns: bool) -> Sample:
-    """Of one or two versions, with environment tokens between them if `turns`, perhaps."""
+    """A sample of one or two versions or, if `turns`, of up to five segments; inner ones may be the environment's."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5 if turns else 2))
     spans = list(pairwise([0, *accumulate(sizes)]))
     between = [turns and 0 < i < len(spans) - 1 and draw(st.booleans()) for i in range(len(spans))]

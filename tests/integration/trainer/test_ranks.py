@@ -7,6 +7,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,8 +20,9 @@ from tests.kit.processes import PYTHON, process, run
 from tests.kit.runs import config, replica
 from tests.kit.runs import train as train_alone
 from tests.kit.wait import WITHIN_S
+from tests.unit.trainer.golden import make_batch
 
-from .ranked import LR, STEPS
+from .ranked import FORKED_TOKENS, LR, STEPS, with_forks
 
 SIZES = (1, 2, 4)
 # AdamW divides by the root of the second moment, so rounding of a gradient near zero becomes a fraction of lr.
@@ -100,6 +102,9 @@ def test_two_ranks_train_adapters_alike_and_go_on_from_those_of_one(model: Path,
 
 def test_ranks_agree_on_the_forwards_of_episodes_with_forks(model: Path, tmp_path: Path) -> None:
     """Some episodes exceed the limit of a micro-batch and take several forwards, on one rank and not on another."""
+    rng = np.random.default_rng(0)
+    sizes = [[episode.num_tokens for episode in with_forks(make_batch(rng)).episodes()] for _ in range(STEPS)]
+    assert any(min(batch) <= FORKED_TOKENS < max(batch) for batch in sizes)
     options = ("--forked", "--gradient-checkpointing")
     alone, together = (train(tmp_path / str(size), model, size, *options) for size in (1, 3))
     first, second = (json.loads((folder / "metrics.json").read_text()) for folder in (alone, together))

@@ -1,11 +1,16 @@
-"""The constrained policy by its formula: one sequence at a time, without padding or blocks, with full logits."""
+"""The constrained policy and the estimator by their formulas: one sequence at a time, unpadded, with full logits."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
+
+from dvp_rl.contract.group import Sample
+from dvp_trainer.data.batch import Batch
+from dvp_trainer.learn.step import Learner
 
 LOG_MIN_P, TEMPERATURE = -1.0, 0.8
 
@@ -32,3 +37,34 @@ def draw(model: PreTrainedModel, prompt: list[int], length: int, seed: int) -> l
         kept = (logits / TEMPERATURE).masked_fill(logits - logits.max() < TEMPERATURE * LOG_MIN_P, -math.inf)
         tokens.append(int(torch.multinomial(torch.softmax(kept, -1), 1, generator=generator)))
     return tokens
+
+
+def exact_logprobs(oracle: PreTrainedModel, prompt: np.ndarray, sample: Sample) -> torch.Tensor:
+    """[M] of the drawn tokens, each given all that was read before it."""
+    own = (prompt if sample.prompt_ids is None else sample.prompt_ids).tolist()
+    drawn = [t for span in sample.versions for t in range(span.start, span.end)]
+    return oracle_logprobs(oracle, own, sample.token_ids.tolist())[drawn]
+
+
+def expected_gradient(
+    oracle: PreTrainedModel, batch: Batch, *, cap: float = 2.0, denominator: int | None = None
+) -> dict[str, torch.Tensor]:
+    """-1/D sum_y w A grad log pi over episodes y: sums run over the drawn tokens of all samples of y, D counts all
+    episodes unless it is given, w = exp(sum l) if <= cap else 0, A = R - mean of the others."""
+    oracle.zero_grad()
+    D = denominator or sum(len(scored.rewards) for scored in batch.groups)
+    for group in batch.groups:
+        rewards = np.array(group.rewards)
+        for i, samples in enumerate(group.group.episodes):
+            A = rewards[i] - np.delete(rewards, i).mean()
+            own = torch.cat([exact_logprobs(oracle, group.group.prompt_ids, sample) for sample in samples])
+            infer = torch.from_numpy(np.concatenate([sample.logprobs.astype(np.float64) for sample in samples]))
+            w = float((own.detach() - infer).sum().exp())
+            if bool(own.isfinite().all()) and w <= cap:
+                (-w * A * own.sum() / D).backward()
+    return {name: p.grad.clone() for name, p in oracle.named_parameters() if p.grad is not None}
+
+
+def gradient_of(learner: Learner, batch: Batch) -> dict[str, torch.Tensor]:
+    assert learner.step(batch)["optimizer/updates"] == 1
+    return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}

@@ -28,7 +28,7 @@ from dvp_trainer.report.pick import pick_completions
 from tests.kit.models import make_model, use_own_norms
 from tests.kit.records import make_scored, make_turns
 
-from .exact import LOG_MIN_P, TEMPERATURE, draw, oracle_logprobs
+from .exact import LOG_MIN_P, TEMPERATURE, draw, exact_logprobs, expected_gradient, gradient_of, oracle_logprobs
 
 VOCAB = 64
 FIRST, SECOND = [5, 9, 11], [7, 8, 12, 20, 31]
@@ -131,40 +131,6 @@ def scored(prompt: Sequence[int], episodes: Sequence[Sequence[Sample]], rewards:
     return make_scored(prompt, samples, rewards, episode_sizes=[len(episode) for episode in episodes])
 
 
-def exact_logprobs(oracle: PreTrainedModel, prompt: np.ndarray, sample: Sample) -> torch.Tensor:
-    """[M] of the drawn tokens, each given all that was read before it."""
-    own = (prompt if sample.prompt_ids is None else sample.prompt_ids).tolist()
-    drawn = [t for span in sample.versions for t in range(span.start, span.end)]
-    return oracle_logprobs(oracle, own, sample.token_ids.tolist())[drawn]
-
-
-def lengths(samples: Sequence[Sample]) -> list[int]:
-    """Numbers of tokens of each sample of the second group, prompt included."""
-    return [len(SECOND if own.prompt_ids is None else own.prompt_ids) + len(own.token_ids) for own in samples]
-
-
-def expected_gradient(oracle: PreTrainedModel, batch: Batch, *, cap: float = 2.0) -> dict[str, torch.Tensor]:
-    """-1/D sum_y w A grad log pi over episodes y: sums run over the drawn tokens of all samples of y, D counts the
-    episodes, w = exp(sum l) if <= cap else 0, A = R - mean of the others."""
-    oracle.zero_grad()
-    D = sum(len(scored.rewards) for scored in batch.groups)
-    for group in batch.groups:
-        rewards = np.array(group.rewards)
-        for i, samples in enumerate(group.group.episodes):
-            A = rewards[i] - np.delete(rewards, i).mean()
-            own = torch.cat([exact_logprobs(oracle, group.group.prompt_ids, sample) for sample in samples])
-            infer = torch.from_numpy(np.concatenate([sample.logprobs.astype(np.float64) for sample in samples]))
-            w = float((own.detach() - infer).sum().exp())
-            if bool(own.isfinite().all()) and w <= cap:
-                (-w * A * own.sum() / D).backward()
-    return {name: p.grad.clone() for name, p in oracle.named_parameters() if p.grad is not None}
-
-
-def gradient_of(learner: Learner, batch: Batch) -> dict[str, torch.Tensor]:
-    assert learner.step(batch)["optimizer/updates"] == 1
-    return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
-
-
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -263,13 +229,15 @@ def test_an_episode_above_the_limit_goes_through_the_model_in_parts(
 ) -> None:
     """First all parts without a graph, for the weight of the whole; then each with a graph of its own."""
     batch = make_batch(oracle)
-    first, second, third = lengths(batch.groups[1].group.episodes[0])
+    episode = batch.episodes()[3]
+    pairs = zip(episode.prompts, episode.samples, strict=True)
+    first, second, third = (len(prompt) + len(sample.token_ids) for prompt, sample in pairs)
     assert first + second > second + third
     learner, forwards = make_learner(micro_batch_tokens=max(first, second + third)), list[tuple[int, bool]]()
     learner.policy.register_forward_hook(
         lambda module, read, own: forwards.append((read[0].input_ids.shape[1], own.logprobs.requires_grad))
     )
-    learner.update(batch.episodes()[3:4], torch.ones(6, dtype=torch.float64), 6)
+    learner.update([episode], torch.ones(6, dtype=torch.float64), 6)
     parts = [first - 1, second - 1 + third - 1]  # the last token of a sample is not read
     assert forwards == [(size, False) for size in parts] + [(size, True) for size in parts]
 

@@ -19,7 +19,7 @@ from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import ModelSection
 from dvp_trainer.data.batch import Episode
 from dvp_trainer.learn.layout import Layout
-from dvp_trainer.learn.micro_batch import MicroBatch
+from dvp_trainer.learn.micro_batch import MicroBatch, tokens_of
 from dvp_trainer.learn.model import Policy, load_model
 from dvp_trainer.queue.feeder import mismatches
 from tests.kit.models import make_model
@@ -94,7 +94,8 @@ def one_row(sample: Sample) -> MicroBatch:
     input_ids[0, : len(tokens)] = tokens
     before = torch.arange(len(PROMPT) - 1, len(tokens) - 1)
     layout = Layout(torch.from_numpy(input_ids), torch.arange(LENGTH)[None], None, before, None)
-    return MicroBatch.collate([Episode(0, np.array(PROMPT), (sample,))], [layout])
+    episode = Episode(0, np.array(PROMPT), (sample,))
+    return MicroBatch.collate([episode], [tokens_of(episode)], [layout])
 
 
 def make_policy(model: PreTrainedModel, *, fp32_head: bool) -> Policy:

@@ -22,7 +22,7 @@ from dvp_trainer.learn.step import Learner
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
 
-from .exact import LOG_MIN_P, TEMPERATURE, draw, oracle_logprobs
+from .exact import LOG_MIN_P, TEMPERATURE, draw, expected_gradient, gradient_of, oracle_logprobs
 
 VOCAB = 64
 
@@ -74,27 +74,6 @@ def make_batch(oracle: PreTrainedModel, *, noise: float = 0.1) -> Batch:
             samples.append(make_sample(tokens, infer))
         groups.append(make_scored(prompt, samples, [1.0, 0.0, 0.5 * g], position=g))
     return Batch(tuple(groups))
-
-
-def expected_gradient(model: PreTrainedModel, batch: Batch, *, cap: float, denominator: int) -> dict[str, torch.Tensor]:
-    """-1/D sum_y w A grad log pi, w = exp(sum l) if <= cap else 0, A = R - mean of the others."""
-    model.zero_grad()
-    for scored in batch.groups:
-        rewards = np.array(scored.rewards)
-        for i, sample in enumerate(scored.group.samples):
-            A = rewards[i] - np.delete(rewards, i).mean()
-            logprobs = oracle_logprobs(model, scored.group.prompt_ids.tolist(), sample.token_ids.tolist())
-            infer = torch.from_numpy(sample.logprobs.astype(np.float64))
-            w = float((logprobs.detach() - infer).sum().exp())
-            if math.isfinite(w) and 0 < w <= cap:
-                (-w * A * logprobs.sum() / denominator).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def gradient_of(learner: Learner, batch: Batch) -> dict[str, torch.Tensor]:
-    metrics = learner.step(batch)
-    assert metrics["optimizer/updates"] == 1
-    return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

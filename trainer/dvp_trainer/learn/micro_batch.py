@@ -44,16 +44,19 @@ class MicroBatch:
     """[b, T] fields from the engine. Padding has log-prob 0, kept mass 1, kept count 1 and is inside."""
 
     @classmethod
-    def collate(cls, episodes: Sequence[Episode], layouts: Sequence[Layout]) -> MicroBatch:
+    def collate(
+        cls, episodes: Sequence[Episode], parts: Sequence[Sequence[Tokens]], layouts: Sequence[Layout]
+    ) -> MicroBatch:
+        """`parts`: the tokens of each episode's samples, which the layouts hold."""
         device = layouts[0].input_ids.device
         shape = len(episodes), max(sum(sample.num_model_tokens for sample in e.samples) for e in episodes)
         token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
         logprobs, mass, count = np.zeros(shape, np.float32), np.ones(shape, np.float32), np.ones(shape, np.int64)
-        for row, episode in enumerate(episodes):
+        for row, (episode, part) in enumerate(zip(episodes, parts, strict=True)):
             start = 0
-            for sample in episode.samples:
+            for sample, tokens in zip(episode.samples, part, strict=True):
                 cells = row, slice(start, start := start + sample.num_model_tokens)
-                token_ids[cells], mask[cells] = sample.token_ids[sample.is_model], True
+                token_ids[cells], mask[cells] = tokens.completion[tokens.is_model], True
                 logprobs[cells], mass[cells], count[cells] = sample.logprobs, sample.kept_mass, sample.kept_count
         rows = np.array([episode.index for episode in episodes])
 
@@ -147,7 +150,7 @@ def micro_batches(
             layouts = [lay_out(limit.beside, few, pad_id, device) for few in forwards]
         else:
             layouts = [fixed(few, limit.shape, device) for few in forwards]
-        yield MicroBatch.collate(episodes[some], layouts)
+        yield MicroBatch.collate(episodes[some], parts[some], layouts)
 
 
 def tokens_of(episode: Episode) -> list[Tokens]:

@@ -182,7 +182,7 @@ class Policy(torch.nn.Module):
         return head_logprobs(states, weight, bias, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
 
     def _logits(self, layout: Layout) -> Tensor:
-        """Logits at the positions in `layout.before`, of those from the first of their columns on."""
+        """Logits at the positions in `layout.before`. None are computed for the columns before the first of them."""
         width = layout.input_ids.shape[1]
         row, column = layout.before // width, layout.before % width
         first = int(column.amin()) if len(column) else width - 1
