@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import httpx
 
 from dvp_rl.client import AsyncClient, Retry
 from dvp_rl.contract.errors import DvpError, NotFoundError, RequestError
@@ -27,6 +29,7 @@ PAUSE_S = 0.15
 MOST_OPEN = 6
 PATIENCE_S = 5.0
 ONCE = Retry(tries=1)
+TURNS = 3
 LARGE_N, LARGE_TOKENS = 64, 200
 READERS = 8
 TOO_LONG = [5] * 300
@@ -77,6 +80,8 @@ class Traffic:
                 await broker.redis.sadd(broker.keys.in_flight, *(f"ended-{number}" for number in range(8)))
         for job_id in list(self.open):
             await self.look(broker, job_id)
+        if self.submitting and self._number % 4 == 0:
+            await self.play(f"episode-{self._number}")
         if self.submitting and self._number % 5 == 0:
             await self.delete(f"client-{self._number - 2 * self.system.rng.randrange(10)}")
 
@@ -94,6 +99,44 @@ class Traffic:
         if self.open.pop(job_id, None) is not None:
             self.counts["cancelled"] += 1
         await self.tell(lambda client: client.delete(job_id))
+
+    async def play(self, session_id: str) -> None:
+        """Plays an episode of TURNS turns, each call on a random replica and sent again until it is answered. Every
+        turn must be recorded once, unless the broker was wiped meanwhile."""
+        wipes, model, text = self.counts["wipes"], self.system.layout.run_id, "1+1="
+        base = f"/v1/sessions/{session_id}"
+        try:
+            await self.call("POST", "/v1/sessions", {"session_id": session_id, "sampling": {"max_tokens": 4}})
+            for turn in range(TURNS):
+                body = {"model": model, "prompt": text}
+                answer = await self.call("POST", f"{base}/v1/completions", body, {"Idempotency-Key": f"turn-{turn}"})
+                text += f"{answer['choices'][0]['text']}\n2+2="
+            found = await self.call("POST", f"{base}/finish", {"reward": 1.0})
+            await self.call("DELETE", base)
+        except RequestError as error:
+            if wipes == self.counts["wipes"]:
+                self.system.faults.append(f"session {session_id}: {error}")
+            return
+        if (found["turns"], found["reward"]) != (TURNS, 1.0) and wipes == self.counts["wipes"]:
+            self.system.faults.append(f"session {session_id}: {found['turns']} turns of {TURNS}")
+        self.counts["episodes"] += 1
+
+    async def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Asks random replicas until one has done it. Raises RequestError if it is refused for good, but a session that
+        is gone may be deleted again."""
+        while True:
+            if port := self.system.port(self.system.rng.randrange(self.system.num_replicas)):
+                with suppress(httpx.HTTPError):
+                    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=PATIENCE_S) as client:
+                        answer = await client.request(method, path, json=body, headers=headers)
+                    found: dict[str, Any] = answer.json()
+                    if answer.is_success or (method, answer.status_code) == ("DELETE", 404):
+                        return found
+                    if answer.status_code in (404, 422):
+                        raise RequestError(found["detail"])
+            await asyncio.sleep(PAUSE_S)
 
     async def large(self) -> None:
         """Lets several clients read one large result at once; each must get all of it, unless the broker is wiped."""

@@ -17,6 +17,11 @@ class Role(StrEnum):
 
 
 REPLICA = ("create_groups", "beat", "start", "expire", "renew", "commit", "fail", "release", "abandon", "leave", "swap")
+CLIENTS = (
+    *("submit_client", "delete", "read.replicas"),
+    *("session_open", "session_append", "session_finish", "session_delete"),
+)
+"""Fail points of a replica that clients' calls reach."""
 OPERATOR = ("close", "open", "health", "letters", "pending", "replay", "discard", "purge")
 AT_STOP = ("release", "abandon", "leave", "lease_release")
 """Fail points that only a process that is asked to stop reaches."""
@@ -32,7 +37,7 @@ def role_of(point: str) -> Role:
     name = point.rpartition(".")[0]
     if name in OPERATOR:
         return Role.OPERATOR
-    return Role.REPLICA if name in (*REPLICA, "submit_client", "delete", "read.replicas") else Role.TRAINER
+    return Role.REPLICA if name in (*REPLICA, *CLIENTS) else Role.TRAINER
 
 
 def is_at_stop(point: str | None) -> bool:

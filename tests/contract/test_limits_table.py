@@ -10,6 +10,7 @@ import pytest
 from dvp_rl.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
 from dvp_rl.contract.job import MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
 from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.session import IDLE_S, MAX_SESSION_BYTES
 from dvp_rl.http.connections import MAX_HEAD_BYTES, MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
 from dvp_rl.http.guard import BODY_TIMEOUT_S
 from dvp_rl.http.server import MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
@@ -84,6 +85,9 @@ def table() -> str:
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Results of POST /v1/jobs that are read concurrently", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
+        ("Turns of one session", f"{MAX_SESSION_BYTES >> 20} MiB as stored", "422"),
+        ("Sessions", "count as results, in the same limits", busy(RETRY_AFTER_MEMORY_S)),
+        ("Time without a turn of a session", f"idle_s: {IDLE_S:,.0f} s, up to {MAX_DEADLINE_S // 86_400} days", "404"),
         ("Share of one named caller in each limit answered with 429", "no more than it leaves free", "429"),
         ("Time to send an answer with samples", f"{SEND_TIMEOUT_S:.0f} s", "closed"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),

@@ -20,6 +20,7 @@ from dvp_rl.contract.group import (
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.record import Record
 from dvp_rl.contract.sampling import MAX_SEED, Sampling
+from dvp_rl.contract.session import Fork, Session, Turn
 from dvp_rl.contract.transfer import Offer, Piece, TensorSpec, TransferAnswer, TransferRequest
 from dvp_rl.contract.weights import Announcement, Manifest, WeightFile, WeightRoute
 
@@ -158,6 +159,31 @@ OFFERS = st.builds(
 )
 TRANSFER_REQUESTS = st.builds(TransferRequest, id=HEX, version=VERSIONS, receivers=st.integers(1, 64), device=TEXT)
 TRANSFER_ANSWERS = st.builds(TransferAnswer, offer=st.none() | OFFERS, error=TEXT)
+SESSIONS = st.builds(
+    Session,
+    session_id=IDS,
+    run_id=IDS,
+    sampling=SAMPLINGS,
+    chat_template_kwargs=METADATA,
+    metadata=METADATA,
+    idle_s=st.floats(0.1, 30 * 86_400),
+)
+DIGESTS = st.text("0123456789abcdef", min_size=32, max_size=32)
+TURNS = st.builds(
+    Turn,
+    turn_id=IDS,
+    parent=st.none() | st.integers(0, 2**31),
+    context_ids=st.lists(TOKENS, min_size=1, max_size=5),
+    sample=_samples(turns=False),
+    engine=ENGINES,
+    replica_id=IDS,
+    num_chars=st.integers(0, 2**40),
+    text_digest=DIGESTS,
+    request_digest=DIGESTS,
+    answer_digest=DIGESTS,
+    fork=st.none() | st.sampled_from(Fork),
+    at=st.floats(0, 2e9),
+)
 STRATEGIES: dict[type[Record], st.SearchStrategy[Record]] = {
     Sampling: SAMPLINGS,
     Job: JOBS,
@@ -165,6 +191,8 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Record]] = {
     EngineFacts: ENGINES,
     Group: GROUPS,
     DeadLetter: DEAD_LETTERS,
+    Session: SESSIONS,
+    Turn: TURNS,
     WeightFile: FILES,
     Manifest: MANIFESTS,
     Announcement: ANNOUNCEMENTS,

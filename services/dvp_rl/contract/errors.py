@@ -40,6 +40,8 @@ class RequestError(DvpError, ValueError):
     def __init__(self, message: str, errors: list[dict[str, object]] | None = None) -> None:
         super().__init__(message)
         self.errors = errors or []
+        self.code: str | None = None
+        """OpenAI's code of the error, if it has one that clients act on."""
 
     @classmethod
     def at(cls, field: str, value: object, allowed: str) -> Self:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
 from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
-from .sampling import LOG_RHO, MAX_SEED, MIN_P, Sampling
+from .sampling import LOG_RHO, MAX_SEED, MAX_STOPS, MIN_P, Sampling
+from .session import IDLE_S, SessionState
 
 MAX_PROMPT_CHARS = 4_000_000
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -52,7 +53,7 @@ class SamplingBody(Body):
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Most tokens of one sample. Less if the model's context ends before."""
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16, fail_fast=True)
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS, fail_fast=True)
     ] = ()
     """Strings that end a sample. Their tokens stay in token_ids; the text is cut before them."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=64, fail_fast=True)] = ()
@@ -223,6 +224,66 @@ class JobStatus(Body):
     """The samples of a client's job that is done; else null."""
     error: str | None = None
     """Why the job is dead; null if it is not."""
+
+
+class SessionRequest(Body):
+    """A session to be opened."""
+
+    session_id: Annotated[str, Field(pattern=JOB_ID)] | None = None
+    """Opening the same id again with the same settings is a no-op. Default: a random one."""
+    sampling: SamplingBody = SamplingBody()
+    """The policy of all turns, and the limits of those that name none."""
+    chat_template_kwargs: Metadata = Field(default_factory=dict)
+    """Arguments of the model's chat template besides messages and tools, e.g. {"enable_thinking": false}."""
+    metadata: Metadata = Field(default_factory=dict)
+    """Anything in JSON, returned with the session: at most 16 KiB, 32 levels deep, integers of 64 bits."""
+    idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
+    """Seconds without a new turn after which the session is forgotten."""
+
+
+class FinishRequest(Body):
+    """The end of an episode."""
+
+    model_config = example(reward=1.0)
+
+    reward: float | None = None
+    """What the episode earned; null if nobody knows yet."""
+
+
+class SessionBody(Body):
+    """How far a session is, and its samples once it is finished."""
+
+    model_config = example(
+        session_id="37+58-row-7",
+        state="finished",
+        turns=1,
+        branches=1,
+        drifted=0,
+        tokens=9,
+        reward=1.0,
+        metadata={"row": 7},
+        group=ANSWERED | {"job_id": "37+58-row-7"},
+    )
+
+    session_id: str
+    """Its OpenAI endpoint is /v1/sessions/{session_id}/v1."""
+    state: SessionState
+    """open: it takes turns. finished: it takes none."""
+    turns: int = 0
+    """Number of turns."""
+    branches: int = 0
+    """Number of samples that the turns make: 1 as long as no turn opened another branch."""
+    drifted: int = 0
+    """Turns that opened a branch although the client sent the recorded answer, because the chat template renders it as
+    another text than was drawn."""
+    tokens: int = 0
+    """Tokens recorded, each once: drawn ones and those of prompts, tools and users."""
+    reward: float | None = None
+    """What the client gave; null if it gave none."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """The metadata it was opened with."""
+    group: RolloutResponse | None = None
+    """In the answer of /finish the episode: one sample per branch. Else null."""
 
 
 class WeightStatus(Body):

@@ -120,8 +120,8 @@ class Keys:
 
     @property
     def client_held(self) -> str:
-        """Hash from the id of each finished client job to the bytes of its result, and from `:dead:ENTRY` to the bytes
-        of a client's dead letter; `:total` is their sum."""
+        """Hash from the id of each finished client job to the bytes of its result, and from `:dead:ENTRY` and
+        `:session:ID` to the bytes of a client's dead letter or session; `:total` is their sum."""
         return self._key("client_held")
 
     @property
@@ -132,7 +132,8 @@ class Keys:
 
     @property
     def client_expiry(self) -> str:
-        """Sorted set of the ids of finished client jobs by when their results expire (broker's clock, ms)."""
+        """Sorted set of the ids of finished client jobs, and of `:session:ID`, by when they expire (broker's clock,
+        ms)."""
         return self._key("client_expiry")
 
     @property
@@ -157,6 +158,15 @@ class Keys:
     def result(self, job_id: str) -> str:
         """The group of a finished job, kept one hour for sink `client`, else until it is acknowledged."""
         return self._key(f"result:{job_id}")
+
+    def session(self, session_id: str) -> str:
+        """Hash of one session: state, caller, data (a Session), bytes, reward, and `turn:ID` with the index of each
+        turn. It expires when nobody has used the session for its `idle_s`."""
+        return self._key(f"session:{session_id}")
+
+    def turns(self, session_id: str) -> str:
+        """List of the session's Turns. Expires with the session."""
+        return self._key(f"turns:{session_id}")
 
     def replica(self, replica_id: str) -> str:
         """Hash of one replica's heartbeat."""

@@ -14,6 +14,8 @@ LOG_RHO = -13.0
 
 MIN_P = math.exp(LOG_RHO)
 MAX_SEED = 2**63 - 1
+MAX_STOPS = 16
+"""Most stop strings of a sample."""
 
 
 class Sampling(Record):
@@ -31,7 +33,7 @@ class Sampling(Record):
     are refused for training."""
 
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=64)] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Sample i of a job draws from a stream that is a function of (seed, i). None: the job id gives the seed."""

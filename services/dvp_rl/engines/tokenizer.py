@@ -46,8 +46,25 @@ class Tokenizer:
         ids: list[int] = self.core.encode(text)
         return ids
 
+    def encode_rest(self, text: str) -> list[int]:
+        """Encodes text that follows other tokens, or that names its special tokens itself, as rendered chats do."""
+        ids: list[int] = self.core.encode(text, add_special_tokens=False)
+        return ids
+
     def encode_chat(self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """Encodes messages with the chat template, ready for the assistant's turn. `kwargs`: its further arguments.
+        """The tokens of `render`."""
+        return self.encode_rest(self.render([message.model_dump() for message in messages], kwargs))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of messages by the chat template, ready for the assistant's turn if `add_generation_prompt`.
+        `kwargs`: its further arguments. `tools`: as OpenAI describes them.
 
         Raises RequestError if the folder has no chat template, if the template has no such argument, or if it refuses
         the messages.
@@ -58,16 +75,17 @@ class Tokenizer:
                 "messages: this model's tokenizer has no chat template; send prompt or prompt_ids instead",
                 [{"field": "messages", "value": f"{len(messages)} messages", "allowed": "null for this model"}],
             )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
         self._check_arguments(template, kwargs)
         try:
-            ids = self.core.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **kwargs)
+            text: str = self.core.apply_chat_template(
+                messages, tools, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
+            )
         except Exception as error:  # noqa: BLE001 - a template is a program by the model's author
             raise RequestError(
                 f"messages: the chat template refused them: {error}",
-                [{"field": "messages", "value": [turn["role"] for turn in turns], "allowed": str(error)}],
+                [{"field": "messages", "value": [message["role"] for message in messages], "allowed": str(error)}],
             ) from None
-        return [int(i) for i in ids]
+        return text
 
     def _check_arguments(self, template: str, kwargs: Mapping[str, Any]) -> None:
         """Raises RequestError for an argument that would have no effect: Transformers drops what the template does not

@@ -90,7 +90,7 @@ class Guard:
             or self._too_large(headers)
             or self._too_many(path, name)
         )
-        app = self._app if refusal is None else respond(refusal)
+        app = self._app if refusal is None else respond(refusal, path)
         if caller not in (None, self._nobody) and refusal is None and needed is caller.scope is Scope.OPERATE:
             operators.info("%s: %s %s", caller.name, scope["method"], path[:MAX_VALUE_CHARS])
         self._in_progress += 1

@@ -10,10 +10,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from dvp_rl.contract.http import FieldError, Health, Problem
+from dvp_rl.contract.openai import OpenAIProblem
 
 from .api_tokens import Caller, Scope
 from .guard import OPEN_PATHS, needed_scope, no_token, not_loopback, out_of_scope
-from .problems import MEDIA_TYPE, NOT_JSON, broken, describe, not_declared_json
+from .problems import MEDIA_TYPE, NOT_JSON, OPENAI, broken, describe, in_openai_shape, not_declared_json
 
 SCHEMAS = "#/components/schemas/"
 PROBLEM = {"$ref": f"{SCHEMAS}Problem"}
@@ -67,7 +68,7 @@ def complete(
     its description. `busy`: the example of a 429. `models`: those that no route declares."""
     components = document.setdefault("components", {})
     components["securitySchemes"] = {"token": TOKEN}
-    wanted = [(model, "serialization") for model in (Problem, *models)]
+    wanted = [(model, "serialization") for model in (Problem, OpenAIProblem, *models)]
     _, schemas = models_json_schema(wanted, ref_template=f"{SCHEMAS}{{model}}")  # type: ignore[arg-type]
     components["schemas"] = schemas["$defs"] | components.get("schemas", {})
     for path, operations in document["paths"].items():
@@ -81,7 +82,20 @@ def complete(
             known = known | (_of_callers(method.upper(), path, scope, busy) if scope else refusals(not_loopback("a.b")))
             responses = {str(status): answer for status, answer in known.items()} | operation["responses"]
             operation["responses"] = dict(sorted(responses.items()))
+            if OPENAI.match(path):
+                operation["responses"] = {status: _openai(answer) for status, answer in operation["responses"].items()}
     return document
+
+
+def _openai(answer: dict[str, Any]) -> dict[str, Any]:
+    """A response whose problem, if it has one, has the shape of OpenAI's errors too."""
+    content = answer.get("content", {})
+    if MEDIA_TYPE not in content:
+        return answer
+    shown = content[MEDIA_TYPE] | {"schema": {"$ref": f"{SCHEMAS}{OpenAIProblem.__name__}"}}
+    if "example" in shown:
+        shown["example"] = in_openai_shape(Problem.model_validate(shown["example"])).model_dump(mode="json")
+    return answer | {"content": {MEDIA_TYPE: shown}}
 
 
 def _of_callers(method: str, path: str, scope: Scope, busy: Exception) -> Responses:

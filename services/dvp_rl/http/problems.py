@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -30,6 +31,7 @@ from dvp_rl.contract.errors import (
     WeightGoneError,
 )
 from dvp_rl.contract.http import FieldError, Problem
+from dvp_rl.contract.openai import ErrorBody, OpenAIProblem
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ MEDIA_TYPE = "application/problem+json"
 NOT_JSON = "the body is not JSON: {}"
 MAX_ERRORS = 16
 MAX_VALUE_CHARS = 200
+
+OPENAI = re.compile(r"/v1/sessions/[^/]*/v1(/|$)")
+"""Paths whose callers expect OpenAI's errors."""
 
 PHRASES = {
     400: "Malformed request",
@@ -74,22 +79,30 @@ def install(app: FastAPI, hints: Mapping[str, str]) -> None:
             items = error.errors()
             unreadable = _unreadable(request, items)
             if unreadable is None:
-                return _answer(_invalid(items, _inputs(app.openapi(), request)), {})
+                return _answer(_invalid(items, _inputs(app.openapi(), request)), {}, request.url.path)
             error = unreadable
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             error = _unrouted(request, error, app.openapi()["paths"], hints)
-        return respond(error)
+        return respond(error, request.url.path)
 
     for kind in (DvpError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handle)
 
 
-def respond(error: Exception) -> Response:
-    return _answer(*describe(error))
+def respond(error: Exception, path: str) -> Response:
+    return _answer(*describe(error), path, getattr(error, "code", None))
 
 
-def _answer(problem: Problem, headers: Mapping[str, str]) -> Response:
+def _answer(problem: Problem, headers: Mapping[str, str], path: str, code: str | None = None) -> Response:
+    """`path` of the request: below a session's endpoint the problem also has the shape of OpenAI's errors."""
+    problem = in_openai_shape(problem, code) if OPENAI.match(path) else problem
     return Response(problem.model_dump_json(), problem.status, headers, MEDIA_TYPE)
+
+
+def in_openai_shape(problem: Problem, code: str | None = None) -> OpenAIProblem:
+    param = problem.errors[0].field if problem.errors else None
+    error = ErrorBody(message=problem.detail, type=problem.title, param=param, code=code)
+    return OpenAIProblem(**dict(problem), error=error)
 
 
 def describe(error: Exception) -> tuple[Problem, dict[str, str]]:

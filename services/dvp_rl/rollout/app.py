@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 
 from dvp_rl.contract.http import (
+    FinishRequest,
     Health,
     JobAccepted,
     JobRequest,
@@ -19,13 +19,16 @@ from dvp_rl.contract.http import (
     QueueHealth,
     RolloutRequest,
     RolloutResponse,
+    SessionBody,
+    SessionRequest,
     WeightStatus,
 )
-from dvp_rl.http.api_tokens import ApiTokens, Caller, Scope
+from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.application import application
 from dvp_rl.http.counted import CountedRequests
 from dvp_rl.http.openapi import NOT_READY, refusals
 
+from . import openai
 from .answers import Streamed
 from .examples import (
     BAD_N,
@@ -33,13 +36,17 @@ from .examples import (
     HINTS,
     JOB_EXAMPLES,
     LOADING,
+    NO_IDLE,
     NO_JOB,
     NO_QUEUE,
+    NO_SESSION,
+    NO_TURN,
     NOT_GENERATED,
     NOT_LOADED,
     NOT_YOURS,
+    SESSION_EXAMPLES,
 )
-from .loops import race
+from .routes import By, Served, SessionId, as_json, served_while_connected
 from .service import Service
 
 DESCRIPTION = (
@@ -47,10 +54,7 @@ DESCRIPTION = (
     "are never drawn, and every token comes with its log-probability under exactly that policy. Rollouts are answered "
     "by this replica; jobs go through the queue, to any replica of the run."
 )
-SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT}
-CLIENT_GONE = 499
-"""Status of requests whose client disconnected. Only the metrics show it."""
-
+SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT, "/v1/sessions": Scope.ROLLOUT}
 router = APIRouter()
 
 
@@ -69,18 +73,6 @@ def create_app(service: Service, tokens: ApiTokens, max_requests: int) -> FastAP
     return app
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-def _caller(request: Request) -> str:
-    caller: Caller = request.state.caller
-    return caller.limited
-
-
-Served = Annotated[Service, Depends(_service)]
-By = Annotated[str, Depends(_caller)]
 JobId = Annotated[str, InPath(description="The job_id that POST /v1/jobs was given, or returned.")]
 
 
@@ -89,8 +81,8 @@ async def rollout(
     body: Annotated[RolloutRequest, Body(openapi_examples=EXAMPLES)], request: Request, service: Served, caller: By
 ) -> Response:
     """Samples now, on this replica. Generation stops when the client disconnects."""
-    pieces = await race(service.rollout(body, caller), _disconnected(request))
-    return Response(status_code=CLIENT_GONE) if pieces is None else Streamed(nullcontext(pieces))
+    pieces = await served_while_connected(service.rollout(body, caller), request)
+    return pieces if isinstance(pieces, Response) else Streamed(nullcontext(pieces))
 
 
 @router.post("/v1/jobs", status_code=202, response_model=JobAccepted, responses=refusals(BAD_N, NO_QUEUE))
@@ -98,7 +90,7 @@ async def submit(
     body: Annotated[JobRequest, Body(openapi_examples=JOB_EXAMPLES)], service: Served, caller: By
 ) -> Response:
     """Queues a job for any replica of the run. GET /v1/jobs/{job_id} tells when it is done."""
-    return _json(JobAccepted(job_id=await service.submit(body, caller)), status=202)
+    return as_json(JobAccepted(job_id=await service.submit(body, caller)), status=202)
 
 
 @router.get("/v1/jobs/{job_id}", response_model=JobStatus, responses=refusals(NO_JOB, NO_QUEUE))
@@ -110,38 +102,66 @@ async def job(job_id: JobId, service: Served, caller: By) -> Response:
 @router.delete("/v1/jobs/{job_id}", response_model=JobStatus, responses=refusals(NO_JOB, NOT_YOURS, NO_QUEUE))
 async def delete_job(job_id: JobId, service: Served, caller: By) -> Response:
     """Deletes the job and its result, or cancels it. Returns the state that it had."""
-    return _json(await service.delete_job(job_id, caller))
+    return as_json(await service.delete_job(job_id, caller))
+
+
+@router.post("/v1/sessions", status_code=201, response_model=SessionBody, responses=refusals(NO_IDLE, NO_QUEUE))
+async def open_session(
+    body: Annotated[SessionRequest, Body(openapi_examples=SESSION_EXAMPLES)], service: Served, caller: By
+) -> Response:
+    """Opens a session: an OpenAI endpoint at /v1/sessions/{session_id}/v1 that records each token of an episode."""
+    return as_json(await service.sessions.open(body, caller), status=201)
+
+
+@router.get("/v1/sessions/{session_id}", response_model=SessionBody, responses=refusals(NO_SESSION, NO_QUEUE))
+async def session(session_id: SessionId, service: Served, caller: By) -> Response:
+    """How far a session is."""
+    return as_json(await service.sessions.status(session_id, caller))
+
+
+@router.post(
+    "/v1/sessions/{session_id}/finish", response_model=SessionBody, responses=refusals(NO_SESSION, NO_TURN, NO_QUEUE)
+)
+async def finish_session(session_id: SessionId, body: FinishRequest, service: Served, caller: By) -> Response:
+    """Ends the episode and returns its samples. The same call again returns them again, for an hour."""
+    return Streamed(service.sessions.finish(session_id, body.reward, caller))
+
+
+@router.delete("/v1/sessions/{session_id}", response_model=SessionBody, responses=refusals(NO_SESSION, NO_QUEUE))
+async def delete_session(session_id: SessionId, service: Served, caller: By) -> Response:
+    """Deletes the session and all its turns. Returns the state that it had."""
+    return as_json(await service.sessions.delete(session_id, caller))
 
 
 @router.get("/v1/queue", response_model=QueueHealth, responses=refusals(NO_QUEUE))
 async def queue(service: Served) -> Response:
     """The state of the run's queue, and what to do about it. dvp-monitor answers the same."""
-    return _json(await service.queue())
+    return as_json(await service.queue())
 
 
 @router.get("/v1/weights", response_model=WeightStatus, responses=refusals(LOADING))
 async def weights(service: Served) -> Response:
     """The weights that this replica serves."""
-    return _json(service.weights())
+    return as_json(service.weights())
 
 
 @router.post("/v1/weights", response_model=WeightStatus, responses=refusals(NOT_LOADED, NO_QUEUE))
 async def refresh_weights(service: Served) -> Response:
     """Loads the newest announced weights now. If that fails, the old ones stay in service."""
-    return _json(await service.refresh_weights())
+    return as_json(await service.refresh_weights())
 
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Response:
     """200 while this process answers. A supervisor restarts what does not."""
-    return _json(Health(status="ok"))
+    return as_json(Health(status="ok"))
 
 
 @router.get("/readyz", response_model=Health, responses=NOT_READY)
 async def readyz(service: Served) -> Response:
     """200 if this replica can do everything it was started for, else 503 and what is missing."""
     health = service.readiness()
-    return _json(health, status=200 if health.status == "ok" else 503)
+    return as_json(health, status=200 if health.status == "ok" else 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -150,11 +170,4 @@ async def metrics(service: Served) -> Response:
     return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _json(body: BaseModel, status: int = 200) -> Response:
-    # Straight from pydantic: FastAPI would validate and copy every array once more.
-    return Response(body.model_dump_json(), status, media_type="application/json")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+router.include_router(openai.router)

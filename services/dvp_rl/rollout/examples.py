@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dvp_rl.contract.errors import EngineError, NotFoundError, RequestError, UnavailableError, WeightError
-from dvp_rl.contract.job import MAX_SAMPLES
+from dvp_rl.contract.job import MAX_DEADLINE_S, MAX_SAMPLES
 from dvp_rl.http.openapi import wrong
+from dvp_rl.transport.sessions import UNKNOWN as NO_SUCH_SESSION
 from dvp_rl.transport.submission import UNKNOWN
 
 from .service import NO_REDIS, STILL_LOADING
@@ -34,6 +35,22 @@ JOB_EXAMPLES = {
     for name, example in EXAMPLES.items()
 }
 
+SESSION_EXAMPLES: dict[str, Any] = {
+    "episode": {
+        "summary": "An episode of several turns",
+        "value": {"sampling": {"temperature": 1.0, "max_tokens": 64}, "metadata": {"row": 7}},
+    },
+}
+CHAT_EXAMPLES: dict[str, Any] = {
+    "first turn": {
+        "summary": "The first turn of a conversation",
+        "value": {"model": "default", "messages": [{"role": "user", "content": "What is 37+58?"}]},
+    },
+}
+COMPLETION_EXAMPLES: dict[str, Any] = {
+    "first turn": {"summary": "The first turn of a text", "value": {"model": "default", "prompt": "37+58="}},
+}
+
 LOADING = UnavailableError(STILL_LOADING.format("/models/qwen3"))
 NO_QUEUE = UnavailableError(NO_REDIS)
 NO_JOB = NotFoundError(UNKNOWN.format("job-1"))
@@ -41,21 +58,25 @@ BAD_N = wrong("n", 0, f"integer in [1, {MAX_SAMPLES}]")
 NOT_YOURS = RequestError(
     "job qwen3-math:000000007:0 is the trainer's; only what was submitted over HTTP can be deleted"
 )
+NO_SESSION = NotFoundError(NO_SUCH_SESSION.format("37+58-row-7"))
+NO_TURN = RequestError("session '37+58-row-7' has no turn to be finished: delete it")
+NO_IDLE = wrong("idle_s", 0, f"number in (0, {MAX_DEADLINE_S}]")
+NOT_ONLY_MIN_P = wrong("top_p", 0.9, "only 1")
 NOT_GENERATED = EngineError("4 samples took longer than 3600 s")
 NOT_LOADED = WeightError("qwen3-math:13:0f6e8d6d2a9b4c11: /weights/13: No such file or directory")
 
-OWN = "this server has its own API, not OpenAI's: POST /v1/rollouts takes {} and returns samples;"
-MESSAGES = OWN.format('{"messages": [{"role": "user", "content": "..."}]}')
-PROMPT = OWN.format('{"prompt": "..."}')
-MODELS = "GET /v1/weights names the weights that are served;"
+OPENAI = "OpenAI's routes are those of a session: POST /v1/sessions opens one, and its base_url is /v1/sessions/ID/v1;"
+CHAT = f'{OPENAI} without one, POST /v1/rollouts takes {{"messages": [{{"role": "user", "content": "..."}}]}};'
+PROMPT = f'{OPENAI} without one, POST /v1/rollouts takes {{"prompt": "..."}};'
+MODELS = f"{OPENAI} GET /v1/weights names the weights that are served;"
 HEALTH = "GET /readyz answers 200 if this replica can do its work, /healthz if its process runs;"
 HINTS = {
-    "/v1/chat/completions": MESSAGES,
-    "/chat/completions": MESSAGES,
-    "/v1/responses": MESSAGES,
-    "/responses": MESSAGES,
-    "/v1/messages": MESSAGES,
-    "/api/chat": MESSAGES,
+    "/v1/chat/completions": CHAT,
+    "/chat/completions": CHAT,
+    "/v1/responses": CHAT,
+    "/responses": CHAT,
+    "/v1/messages": CHAT,
+    "/api/chat": CHAT,
     "/v1/completions": PROMPT,
     "/completions": PROMPT,
     "/generate": PROMPT,

@@ -16,6 +16,9 @@ class Metrics:
         self.jobs = self._counter("jobs", "Queued jobs by how they ended on this replica", "outcome")
         self.samples = self._counter("samples", "Samples finished", "finish_reason")
         self.tokens = self._counter("tokens", "Tokens generated")
+        self.turns = self._counter(
+            "session_turns", "Turns of sessions, by why they opened another branch (none: they did not)", "fork"
+        )
         self.swaps = self._counter("swaps", "Weight swaps", "outcome")
         self.generate_seconds = self._histogram("generate_seconds", "Time to generate one group")
         self.swap_seconds = self._histogram("swap_seconds", "Time to fetch, verify and load one weight version")

@@ -20,6 +20,7 @@ from dvp_rl.contract.record import describe
 from dvp_rl.engines.limits import check_size
 
 from .answers import in_pieces
+from .dialogue import Dialogue, trim
 
 if TYPE_CHECKING:
     from dvp_rl.engines.protocol import Engine
@@ -38,6 +39,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, engine: Engine) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
+        self._dialogue = Dialogue(tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     async def job(self, request: RolloutRequest, run_id: str) -> Job:
@@ -81,6 +83,10 @@ class Prompts:
             yield separator + await self._in_thread(partial(self._encode_samples, stops), few)
             separator = b","
         yield b"]"
+
+    async def talk(self, function: Callable[[Dialogue], R]) -> R:
+        """Calls `function` with the dialogue, off the event loop."""
+        return await self._in_thread(function, self._dialogue)
 
     async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
         """Calls `function` off the event loop, on a single thread: the fast tokenizers are not re-entrant."""
@@ -126,8 +132,3 @@ def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
             few, num_tokens = [], 0
     if few:
         yield few
-
-
-def trim(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the first stop string in it."""
-    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -21,6 +22,7 @@ from dvp_rl.contract.job import Job
 from dvp_rl.contract.shares import EVERYBODY
 from dvp_rl.logs import LogContext
 from dvp_rl.transport.health import queue_health
+from dvp_rl.transport.sessions import SessionStore
 from dvp_rl.transport.submission import Submission
 
 from .admission import Slots
@@ -29,6 +31,7 @@ from .engine import build
 from .loops import race
 from .metrics import Metrics
 from .replica import Replica
+from .sessions import Sessions
 from .settings import RolloutSettings
 from .swap import WeightSwap
 from .uplink import Uplink
@@ -53,6 +56,7 @@ class Service:
         self._swap: WeightSwap | None = None
         self._uplink: Uplink | None = None
         self._room = Room(MAX_RESULTS_BYTES)
+        self.started_at = int(time.time())
         self._stopping = False
         self._cut_off = asyncio.Event()
 
@@ -96,11 +100,20 @@ class Service:
         """A RolloutResponse as JSON, generated on this replica without the queue. Cancelling stops the samples."""
         replica = self.replica
         job = await replica.prompts.job(request, replica.run_id)
-        with replica.slots.clients.admit(job.n, caller):
+        return replica.prompts.response(await self._draw(job, caller))
+
+    @property
+    def sessions(self) -> Sessions:
+        """Raises UnavailableError if there is no broker."""
+        return Sessions(SessionStore(self.uplink.broker), self.replica, self._room, self._draw)
+
+    async def _draw(self, job: Job, caller: str) -> Group:
+        """Generates on this replica, within the caller's limits."""
+        with self.replica.slots.clients.admit(job.n, caller):
             group = await race(self._generate(job), self._cut_off.wait())
         if group is None:
             raise UnavailableError("this replica is stopping")
-        return replica.prompts.response(group)
+        return group
 
     async def _generate(self, job: Job) -> Group:
         limit_s = self.settings.job_timeout_s

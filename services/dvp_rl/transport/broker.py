@@ -86,7 +86,8 @@ _KEYS = (
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
     *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines", "audit"),
 )
-"""Keys that every script has as constants, by the same name in capitals, besides JOB, RESULT and REPLICA (prefixes)."""
+"""Keys that every script has as constants, by the same name in capitals, besides the prefixes JOB, RESULT, REPLICA,
+SESSION and TURNS."""
 
 
 class Broker:
@@ -289,6 +290,8 @@ def _source(name: str) -> str:
         "JOB": f"'{keys.job('')}'",
         "RESULT": f"'{keys.result('')}'",
         "REPLICA": f"'{keys.replica('')}'",
+        "SESSION": f"'{keys.session('')}'",
+        "TURNS": f"'{keys.turns('')}'",
         "BOOKS": f"{{{', '.join(key.upper() for key in _KEYS)}}}",
         "REPLICA_GROUP": f"'{REPLICAS}'",
         "TRAINER_GROUP": f"'{TRAINER}'",

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from .broker import Broker
 
 SCAN_COUNT = 1_000
-TOTAL, LETTER = ":total", ":dead:"
-"""Row name of the sum, and name prefix of dead letters; neither is a job id."""
+TOTAL, LETTER, SESSION = ":total", ":dead:", ":session:"
+"""Row name of the sum, and name prefixes of dead letters and sessions; none is a job id."""
 
 
 class Held(StrEnum):
@@ -17,15 +17,16 @@ class Held(StrEnum):
     """Queued or running: the size is the most that the job may take."""
     DONE = "done"
     DEAD = "dead letter"
+    SESSION = "session"
 
 
 class ClientJob(NamedTuple):
     name: str
-    """Id of the job or of the dead letter."""
+    """Id of the job, the dead letter or the session."""
     held: Held
     num_bytes: int
     expires_s: float | None
-    """Seconds until a result expires; None for others."""
+    """Seconds until a result or an unused session expires; None for others."""
     caller: str
     """Owner of the job; "" if it was submitted without a caller name."""
 
@@ -48,7 +49,10 @@ async def client_jobs(broker: Broker) -> list[ClientJob]:
     jobs = [ClientJob(name, Held.IN_WORK, int(size), None, callers.get(name, "")) for name, size in reserved.items()]
     for name, size in held.items():
         caller = callers.get(name, "")
-        if name in ends:
+        if name.startswith(SESSION) and name in ends:
+            name, left_s = name.removeprefix(SESSION), max(0.0, ends[name] - now)
+            jobs.append(ClientJob(name, Held.SESSION, int(size), left_s, caller))
+        elif name in ends:
             jobs.append(ClientJob(name, Held.DONE, int(size), max(0.0, ends[name] - now), caller))
         elif name.startswith(LETTER):
             jobs.append(ClientJob(name.removeprefix(LETTER), Held.DEAD, int(size), None, caller))

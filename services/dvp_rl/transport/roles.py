@@ -55,9 +55,11 @@ class _Needs:
 
 _NEEDS = {
     Role.ROLLOUT: _Needs(
-        scripts="create_groups start expire renew commit release fail abandon beat leave submit_client delete health",
-        commands=f"{_CONNECTION} XREADGROUP XREAD STRLEN MULTI EXEC RPUSH BLPOP LREM",
+        scripts="create_groups start expire renew commit release fail abandon beat leave submit_client delete health "
+        "session_open session_append session_finish session_delete",
+        commands=f"{_CONNECTION} XREADGROUP XREAD STRLEN LRANGE MULTI EXEC RPUSH BLPOP LREM",
         writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfer "
+        "session turns "
         f"{_CLIENTS}",
         reads="versions closed lease uncheckpointed trainer",
         puts="transfers",  # a role that reads requests could answer them with its own weights

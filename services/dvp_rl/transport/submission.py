@@ -82,38 +82,15 @@ class Submission:
         until_ms = "" if deadline_s is None else math.ceil(1000 * deadline_s)
         args = (job.job_id, job.to_bytes(), limit, size, until_ms, caller)
         reply, taken, allowed = await self.broker.script("submit_client", *args)
+        check_admitted(reply.decode(), taken, allowed, size, caller)
         match reply.decode():
             case "backlog":
                 reason = f"{limit} jobs already wait for a replica, the most that max_queued allows"
                 raise OverloadedError(reason, RETRY_AFTER_BACKLOG_S)
-            case "closed":
-                reason = "the queue is being drained: no new jobs until dvp-queue open"
-                raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
             case "caller_backlog":
                 has = f"{taken} jobs of {caller} wait for a replica"
                 reason = f"{has}, and {allowed} places of {limit} (max_queued) are free: {RULE}"
                 raise OverloadedError(reason, RETRY_AFTER_BACKLOG_S)
-            case "memory":
-                reason = (
-                    f"the broker's memory (its maxmemory) would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for "
-                    "training"
-                )
-                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
-            case "results":
-                reason = (
-                    f"clients' jobs use or have reserved {_mib(taken)} of {_mib(allowed)} ({CLIENT_SHARE:.0%} of the "
-                    f"broker's maxmemory), and this one may take up to {_mib(size)}: delete results that were read "
-                    "(DELETE /v1/jobs/...)"
-                )
-                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
-            case "caller_results":
-                reason = (
-                    f"jobs of {caller} use or have reserved {_mib(taken)}, {_mib(allowed)} of the clients' share "
-                    f"({CLIENT_SHARE:.0%} of the broker's maxmemory) are free, and this one may take up to "
-                    f"{_mib(size)}: {RULE}; delete results that were read (DELETE /v1/jobs/...), or request "
-                    "less"
-                )
-                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case "large":
                 whose = "one caller, half of what all have together" if caller else "all clients together"
                 most = f"{_mib(allowed)} for {whose} ({CLIENT_SHARE:.0%} of the broker's maxmemory)"
@@ -172,6 +149,34 @@ class Submission:
         if result is None or (caller != EVERYBODY and whose not in (None, caller.encode())):
             raise NotFoundError(UNKNOWN.format(job_id))
         return await asyncio.to_thread(Group.from_bytes, result)
+
+
+def check_admitted(outcome: str, taken: int, allowed: int, size: int, caller: str) -> None:
+    """Raises OverloadedError if a script's outcome is one of those of client_refusal that will pass, or `closed`.
+    `size`: the bytes that were asked for."""
+    match outcome:
+        case "closed":
+            reason = "the queue is being drained: no new jobs until dvp-queue open"
+            raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
+        case "memory":
+            reason = (
+                f"the broker's memory (its maxmemory) would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"
+            )
+        case "results":
+            reason = (
+                f"clients' jobs and sessions use or have reserved {_mib(taken)} of {_mib(allowed)} ({CLIENT_SHARE:.0%} "
+                f"of the broker's maxmemory), and this may take up to {_mib(size)}: delete results that were read "
+                "(DELETE /v1/jobs/..., /v1/sessions/...)"
+            )
+        case "caller_results":
+            reason = (
+                f"jobs and sessions of {caller} use or have reserved {_mib(taken)}, {_mib(allowed)} of the clients' "
+                f"share ({CLIENT_SHARE:.0%} of the broker's maxmemory) are free, and this may take up to {_mib(size)}: "
+                f"{RULE}; delete results that were read (DELETE /v1/jobs/..., /v1/sessions/...), or request less"
+            )
+        case _:
+            return
+    raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
 
 
 def _mib(num_bytes: int) -> str:

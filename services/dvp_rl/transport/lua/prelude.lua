@@ -162,6 +162,14 @@ local function own(name, caller)
   if caller then redis.call('HSET', CLIENT_CALLERS, name, caller) end
 end
 
+-- Keeps a session for another `idle_ms` and accounts for its size. It counts like a result that clients hold.
+local function keep_session(id)
+  local idle_ms, bytes = unpack(redis.call('HMGET', SESSION .. id, 'idle_ms', 'bytes'))
+  redis.call('PEXPIRE', SESSION .. id, idle_ms)
+  redis.call('PEXPIRE', TURNS .. id, idle_ms)
+  hold(':session:' .. id, tonumber(bytes), now_ms() + idle_ms)
+end
+
 local function total(hash)
   return tonumber(redis.call('HGET', hash, ':total') or 0)
 end

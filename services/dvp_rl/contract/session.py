@@ -1,0 +1,201 @@
+"""Sessions: episodes of several turns, recorded token for token.
+
+A session is a list of turns that only grows. A turn continues the recorded text of an earlier one, or begins anew, so
+the turns form a tree. Usually it is a single path. A client that rewrites its history, or draws an answer twice, opens
+another branch, and none is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from .arrays import Int32Array
+from .group import EngineFacts, EnvironmentSpan, Group, Sample, VersionSpan
+from .job import BYTES_PER_TOKEN, JOB_ID, MAX_DEADLINE_S, MAX_GROUP_TOKENS, Metadata, Sink
+from .record import Record
+from .sampling import Sampling
+from .weights import RUN_ID
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAX_SESSION_BYTES = BYTES_PER_TOKEN * MAX_GROUP_TOKENS
+"""Most bytes of all turns of a session together, as stored: as many as a group may have."""
+DIGEST_BYTES = 16
+IDLE_S = 3600.0
+"""Default time between two turns after which a session is forgotten, in seconds."""
+
+
+class SessionState(StrEnum):
+    """How far a session is."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+
+
+class Fork(StrEnum):
+    """Why a turn opened another branch."""
+
+    REWRITTEN = "rewritten"
+    """The client sent another history than the recorded one, or drew from it again."""
+    DRIFT = "drift"
+    """The client sent the recorded answer, but the chat template renders it as another text than was drawn."""
+
+
+class Session(Record):
+    """What is fixed when a session is opened."""
+
+    session_id: Annotated[str, Field(pattern=JOB_ID)]
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    sampling: Sampling = Sampling()
+    """The policy, and the limits of turns that name none."""
+    chat_template_kwargs: Metadata = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
+    idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
+    """Seconds without a turn after which the session is forgotten."""
+
+
+class Turn(Record):
+    """What the model drew once, and what it read before that the record did not hold yet."""
+
+    turn_id: Annotated[str, Field(pattern=JOB_ID)]
+    parent: Annotated[int, Field(ge=0)] | None = None
+    """Index of the turn that this one continues; None if it begins with an empty context."""
+    context_ids: Int32Array
+    """The tokens between the parent's last one and the first drawn: the prompt of a turn without parent."""
+    sample: Sample
+    """The tokens drawn: a plain completion."""
+    engine: EngineFacts
+    replica_id: str
+    num_chars: Annotated[int, Field(ge=0)]
+    """Length of the text of all tokens up to the last one drawn, special tokens included."""
+    text_digest: str
+    """Digest of that text."""
+    request_digest: str
+    """Digest of the request. The same request sent again after a lost answer gets this turn once more."""
+    answer_digest: str
+    """Digest of the answer as the client read it, to tell Fork.DRIFT from Fork.REWRITTEN."""
+    fork: Fork | None = None
+    """None for the first turn, and for one that continues a branch."""
+    at: float
+    """Unix time in seconds at which it was drawn."""
+
+    @model_validator(mode="after")
+    def _plain(self) -> Turn:
+        if self.sample.environment or self.sample.prompt_ids is not None:
+            raise ValueError("sample: must be a plain completion: the turn has the context")
+        if self.parent is None and len(self.context_ids) == 0:
+            raise ValueError("context_ids: needs at least one token id without a parent, got 0")
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_ids) + len(self.sample.token_ids)
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def longest_beginning(turns: Sequence[Turn], text: str) -> int | None:
+    """Index of the turn with the longest recorded text that `text` begins with; of several, the newest. None if it
+    begins with none of them."""
+    digests: dict[int, str] = {}
+    hashed, end = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    for length in sorted({turn.num_chars for turn in turns if turn.num_chars <= len(text)}):
+        hashed.update(text[end:length].encode())
+        digests[length], end = hashed.hexdigest(), length
+    found = [index for index, turn in enumerate(turns) if digests.get(turn.num_chars) == turn.text_digest]
+    return max(found, key=lambda index: (turns[index].num_chars, index), default=None)
+
+
+def path(turns: Sequence[Turn], last: int | None) -> list[Turn]:
+    """The turns that turn `last` continues, oldest first, and itself; none if it is None."""
+    found: list[Turn] = []
+    while last is not None:
+        found.append(turns[last])
+        last = turns[last].parent
+    return found[::-1]
+
+
+def history(turns: Sequence[Turn]) -> NDArray[np.int32]:
+    """[L] all tokens of a path."""
+    import numpy as np
+
+    parts = [ids for turn in turns for ids in (turn.context_ids, turn.sample.token_ids)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def branches(turns: Sequence[Turn]) -> list[list[int]]:
+    """Indices of all turns, each in one branch: a turn continues its parent's branch, unless another turn did so
+    before, and opens one otherwise."""
+    found: list[list[int]] = []
+    open_at: dict[int, list[int]] = {}
+    for index, turn in enumerate(turns):
+        branch = open_at.pop(turn.parent, None) if turn.parent is not None else None
+        if branch is None:
+            branch = []
+            found.append(branch)
+        branch.append(index)
+        open_at[index] = branch
+    return found
+
+
+def episode(turns: Sequence[Turn]) -> tuple[Sample, ...]:
+    """One sample per branch, which holds each drawn token once. The first continues the prompt of the first turn."""
+    return tuple(_sample(turns, branch) for branch in branches(turns))
+
+
+def _sample(turns: Sequence[Turn], branch: Sequence[int]) -> Sample:
+    import numpy as np
+
+    first, *rest = (turns[index] for index in branch)
+    ids = [first.sample.token_ids]
+    versions, environment = list(first.sample.versions), list[EnvironmentSpan]()
+    end = len(first.sample.token_ids)
+    for turn in rest:
+        start = end + len(turn.context_ids)
+        if start > end:
+            environment.append(EnvironmentSpan(start=end, end=start))
+        versions += [
+            VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
+            for span in turn.sample.versions
+        ]
+        ids += [turn.context_ids, turn.sample.token_ids]
+        end = start + len(turn.sample.token_ids)
+    drawn = [first.sample, *(turn.sample for turn in rest)]
+    prompt = np.concatenate([history(path(turns, first.parent)), first.context_ids])
+    return Sample(
+        token_ids=np.concatenate(ids),
+        logprobs=np.concatenate([sample.logprobs for sample in drawn]),
+        kept_mass=np.concatenate([sample.kept_mass for sample in drawn]),
+        kept_count=np.concatenate([sample.kept_count for sample in drawn]),
+        finish_reason=drawn[-1].finish_reason,
+        versions=tuple(versions),
+        environment=tuple(environment),
+        prompt_ids=None if branch[0] == 0 else prompt,
+        seed=first.sample.seed,
+    )
+
+
+def group_of(session: Session, turns: Sequence[Turn]) -> Group:
+    """The finished session as a group of one episode. Raises ValueError without turns."""
+    return Group(
+        job_id=session.session_id,
+        run_id=session.run_id,
+        prompt_ids=turns[0].context_ids,
+        sampling=session.sampling,
+        samples=(samples := episode(turns)),
+        episode_sizes=(len(samples),),
+        sink=Sink.CLIENT,
+        replica_id=turns[-1].replica_id,
+        engine=turns[-1].engine,
+        metadata=session.metadata,
+        finished_at=turns[-1].at,
+    )

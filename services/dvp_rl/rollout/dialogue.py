@@ -1,0 +1,200 @@
+"""Turns of a session between what clients write and read, and the tokens that the model reads and draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.openai import ChatMessage, ChatRequest, CompletionRequest
+from dvp_rl.contract.session import Fork, Session, Turn, branches, digest, history, longest_beginning, path
+from dvp_rl.engines.tool_calls import ToolCall, ToolFormat, tool_format
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dvp_rl.engines.tokenizer import Tokenizer
+
+MAX_BLAMED = 64
+"""Most messages of which the one that a chat template refuses is searched for."""
+CONTEXT_TOKENS = 8
+"""Tokens before a turn that are decoded with it: what a token's text is can depend on those before it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads for a turn."""
+
+    text: str
+    parent: int | None
+    fork: Fork | None
+    context_ids: NDArray[np.int32]
+    """[C] the tokens that the record does not hold yet."""
+    token_ids: NDArray[np.int32]
+    """[P] all tokens: the recorded ones and `context_ids`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn as the client reads it."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return digest(json.dumps([self.content, [[call.name, call.arguments] for call in self.calls]]))
+
+
+class Dialogue:
+    """Use it from one thread at a time, like its tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt(self, session: Session, turns: Sequence[Turn], request: ChatRequest | CompletionRequest) -> Prompt:
+        """The recorded tokens of the longest beginning of the request's text that the session has, then the rest of the
+        text in tokens of its own. Raises RequestError if the chat template cannot render the request."""
+        import numpy as np
+
+        chat = isinstance(request, ChatRequest)
+        text = self._render(session, request) if isinstance(request, ChatRequest) else request.prompt
+        parent = longest_beginning(turns, text)
+        if parent is not None:
+            ids = self._tokenizer.encode_rest(text[turns[parent].num_chars :])
+        else:
+            ids = self._tokenizer.encode_rest(text) if chat else self._tokenizer.encode(text)
+        context_ids = np.asarray(ids, np.int32)
+        recorded = path(turns, parent)
+        return Prompt(
+            text=text,
+            parent=parent,
+            fork=_fork(turns, parent, request),
+            context_ids=context_ids,
+            token_ids=np.concatenate([history(recorded), context_ids]),
+        )
+
+    def drawn_text(self, read: NDArray[np.int32], drawn: NDArray[np.int32], *, special: bool = True) -> str:
+        """The text that drawn tokens add to that of the tokens read before them; `special`: special tokens included."""
+        before = read[-CONTEXT_TOKENS:].tolist()
+        text = self._tokenizer.decode(before, skip_special_tokens=not special)
+        whole = self._tokenizer.decode([*before, *drawn.tolist()], skip_special_tokens=not special)
+        if whole.startswith(text):
+            return whole[len(text) :]
+        return self._tokenizer.decode(drawn.tolist(), skip_special_tokens=not special)  # they complete a character
+
+    def answer(
+        self,
+        read: NDArray[np.int32],
+        drawn: NDArray[np.int32],
+        request: ChatRequest | CompletionRequest,
+        session: Session,
+    ) -> Answer:
+        stops = (*session.sampling.stop, *request.stops)
+        if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
+            assert self._format is not None, "its prompt could be rendered"
+            # A format may begin with a special token, which the content of an answer without calls does not show.
+            said = drawn[:-1] if drawn[-1] in self._tokenizer.eos_ids else drawn
+            content, calls = self._format.parse(trim(self.drawn_text(read, said), stops))
+            if calls:
+                return Answer(content, tuple(calls))
+        return Answer(trim(self.drawn_text(read, drawn, special=False), stops))
+
+    def pieces(self, token_ids: NDArray[np.int32]) -> list[str]:
+        return self._tokenizer.pieces(token_ids.tolist())
+
+    @cached_property
+    def _format(self) -> ToolFormat | None:
+        ends = self._tokenizer.core.convert_ids_to_tokens(sorted(self._tokenizer.eos_ids))
+        return tool_format(
+            lambda messages, tools, prompt: self._tokenizer.render(messages, {}, tools, add_generation_prompt=prompt),
+            ends,
+        )
+
+    def _render(self, session: Session, request: ChatRequest) -> str:
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None
+        if tools and self._format is None:
+            raise RequestError.at("tools", f"{len(tools)} tools", "null: this model's chat template calls none as JSON")
+        messages = [self._message(index, message) for index, message in enumerate(request.messages)]
+        kwargs = session.chat_template_kwargs
+        try:
+            return self._tokenizer.render(messages, kwargs, tools)
+        except RequestError as error:
+            blamed = self._blamed(messages, kwargs, tools, str(error)) if len(messages) <= MAX_BLAMED else None
+            if blamed is None:
+                raise
+            raise RequestError.at(f"messages.{blamed}", f"role {messages[blamed]['role']}", str(error)) from None
+
+    def _blamed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        reason: str,
+    ) -> int | None:
+        """Index of the first message with which the chat template refuses the conversation, for the same reason."""
+        for end in range(1, len(messages) + 1):
+            try:
+                self._tokenizer.render(messages[:end], kwargs, tools)
+            except RequestError as error:
+                if str(error) == reason:
+                    return end - 1
+        return None
+
+    def _message(self, index: int, message: ChatMessage) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        role = "system" if message.role == "developer" else message.role
+        given = message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        turn = {"role": role, "content": message.text, **given}
+        if message.tool_calls:
+            if self._format is None:
+                raise RequestError.at(
+                    f"messages.{index}.tool_calls", f"{len(message.tool_calls)} calls", "null for this model"
+                )
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": self._arguments(f"messages.{index}.tool_calls.{at}", call.function.arguments),
+                    },
+                }
+                for at, call in enumerate(message.tool_calls)
+            ]
+        return turn
+
+    def _arguments(self, field: str, arguments: str) -> Any:
+        """Arguments as the chat template takes them: a text that it inserts unchanged, or an object."""
+        try:
+            parsed = json.loads(arguments)
+            json.dumps(parsed, ensure_ascii=False).encode()  # a lone surrogate is no text
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise RequestError.at(f"{field}.function.arguments", repr(arguments[:80]), "a JSON object, as text")
+        return arguments if self._format and self._format.verbatim else parsed
+
+
+def _fork(turns: Sequence[Turn], parent: int | None, request: ChatRequest | CompletionRequest) -> Fork | None:
+    """Why a turn with this parent opens a branch; None if it does not."""
+    if not turns or any(branch[-1] == parent for branch in branches(turns)):
+        return None
+    if isinstance(request, CompletionRequest):
+        return Fork.REWRITTEN
+    said = next((message for message in reversed(request.messages) if message.role == "assistant"), None)
+    if said is None:
+        return Fork.REWRITTEN
+    calls = [ToolCall(call.function.name, call.function.arguments) for call in said.tool_calls or ()]
+    kept = {turn.answer_digest for turn in path(turns, parent)}
+    known = {turn.answer_digest for turn in turns} - kept
+    return Fork.DRIFT if Answer(said.text, tuple(calls)).digest in known else Fork.REWRITTEN
+
+
+def trim(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first stop string in it."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]

@@ -1,0 +1,51 @@
+"""What the routes of a replica have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request, Response
+from fastapi import Path as InPath
+from pydantic import BaseModel
+
+from dvp_rl.http.api_tokens import Caller
+
+from .loops import race
+from .service import Service
+
+T = TypeVar("T")
+
+CLIENT_GONE = 499
+"""Status of requests whose client disconnected. Only the metrics show it."""
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _caller(request: Request) -> str:
+    caller: Caller = request.state.caller
+    return caller.limited
+
+
+Served = Annotated[Service, Depends(_service)]
+By = Annotated[str, Depends(_caller)]
+SessionId = Annotated[str, InPath(description="The session_id that POST /v1/sessions was given, or returned.")]
+
+
+async def served_while_connected(work: Coroutine[Any, Any, T], request: Request) -> T | Response:
+    """The result of `work`, which is cancelled when the client disconnects; then an answer that nobody reads."""
+    done = await race(work, _disconnected(request))
+    return Response(status_code=CLIENT_GONE) if done is None else done
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def as_json(body: BaseModel, status: int = 200) -> Response:
+    # Straight from pydantic: FastAPI would validate and copy every array once more.
+    return Response(body.model_dump_json(), status, media_type="application/json")

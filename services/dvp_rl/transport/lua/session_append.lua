@@ -1,0 +1,19 @@
+#!lua
+-- Records a turn. ARGV: session id, caller or '', turn id, record, most bytes of all records. Answers {'new' or
+-- 'recorded', the index of the turn; or 'unknown', 'finished', 'full' or what client_refusal returns, and two numbers
+-- with details}.
+local id, caller, turn, data, most = unpack(ARGV)
+local hash = SESSION .. id
+local state, whose, bytes, at = unpack(redis.call('HMGET', hash, 'state', 'caller', 'bytes', 'turn:' .. turn))
+if not state or not may_see(caller, 'client', whose) then return {'unknown', 0, 0} end
+if at then return {'recorded', tonumber(at), 0} end
+if state ~= 'open' then return {state, 0, 0} end
+local more = KEY_BYTES + #data
+if bytes + more > tonumber(most) then return {'full', tonumber(bytes), tonumber(most)} end
+local refusal, taken, allowed = client_refusal(more, caller)
+if refusal then return {refusal, taken, allowed} end
+local before = redis.call('RPUSH', TURNS .. id, data) - 1
+redis.call('HSET', hash, 'turn:' .. turn, before, 'bytes', bytes + more)
+keep_session(id)
+count('turns')
+return {'new', before, 0}
