@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from itertools import accumulate
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Request, Response
+from fastapi import APIRouter, Body, Depends, Header, Request, Response
 from pydantic import BaseModel
 
 from dvp_rl.contract.openai import (
@@ -53,36 +54,38 @@ TURN = refusals(NO_SESSION, NOT_ONLY_MIN_P, NOT_GENERATED, NO_QUEUE)
 SENT: dict[str, Any] = {"content": {STREAM: {}}, "description": "The turn, or events if stream is true."}
 
 
+Take = Callable[[ChatRequest | CompletionRequest], Awaitable[Taken | Response]]
+
+
+def _take(
+    session_id: SessionId, request: Request, service: Served, caller: By, key: Key = "", retries: Retries = 0
+) -> Take:
+    """A function that takes the turn which a body asks for, unless the client disconnects."""
+
+    def take(body: ChatRequest | CompletionRequest) -> Awaitable[Taken | Response]:
+        turn = service.sessions.turn(session_id, body, caller, key=key, again=retries > 0)
+        return served_while_connected(turn, request)
+
+    return take
+
+
 @router.post("/chat/completions", response_model=ChatCompletion, responses={200: SENT, **TURN})
 async def chat_completion(
-    session_id: SessionId,
-    body: Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)],
-    request: Request,
-    service: Served,
-    caller: By,
-    key: Key = "",
-    retries: Retries = 0,
+    body: Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)], take: Annotated[Take, Depends(_take)]
 ) -> Response:
     """A turn of a conversation. Tokens that the session has recorded are never tokenised again."""
-    turn = service.sessions.turn(session_id, body, caller, key=key, again=retries > 0)
-    taken = await served_while_connected(turn, request)
-    return _chat(taken, body) if isinstance(taken, Taken) else taken
+    taken = await take(body)
+    return taken if isinstance(taken, Response) else _chat(taken, body)
 
 
 @router.post("/completions", response_model=TextCompletion, responses={200: SENT, **TURN})
 async def completion(
-    session_id: SessionId,
     body: Annotated[CompletionRequest, Body(openapi_examples=COMPLETION_EXAMPLES)],
-    request: Request,
-    service: Served,
-    caller: By,
-    key: Key = "",
-    retries: Retries = 0,
+    take: Annotated[Take, Depends(_take)],
 ) -> Response:
     """A turn that continues a text. Tokens that the session has recorded are never tokenised again."""
-    turn = service.sessions.turn(session_id, body, caller, key=key, again=retries > 0)
-    taken = await served_while_connected(turn, request)
-    return _completion(taken, body) if isinstance(taken, Taken) else taken
+    taken = await take(body)
+    return taken if isinstance(taken, Response) else _completion(taken, body)
 
 
 @router.get("/models", response_model=Models, responses=refusals(NO_SESSION, NO_QUEUE))
