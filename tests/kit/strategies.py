@@ -179,7 +179,6 @@ TURNS = st.builds(
     replica_id=IDS,
     num_chars=st.integers(0, 2**40),
     text_digest=DIGESTS,
-    request_digest=DIGESTS,
     answer_digest=DIGESTS,
     fork=st.none() | st.sampled_from(Fork),
     at=st.floats(0, 2e9),

@@ -160,8 +160,8 @@ class Keys:
         return self._key(f"result:{job_id}")
 
     def session(self, session_id: str) -> str:
-        """Hash of one session: state, caller, data (a Session), bytes, reward, and `turn:ID` with the index of each
-        turn. It expires when nobody has used the session for its `idle_s`."""
+        """Hash of one session: state, caller, nonce, data (a Session), bytes, reward, and `turn:ID` with the index
+        of each turn. It expires when nobody has used the session for its `idle_s`."""
         return self._key(f"session:{session_id}")
 
     def turns(self, session_id: str) -> str:

@@ -62,10 +62,11 @@ class ChatMessage(Lenient):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks. `developer` is another name of `system`."""
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)] | None,
-        Field(max_length=MAX_PROMPT_CHARS),
-    ] = None
+    content: (
+        Annotated[str, Field(max_length=MAX_PROMPT_CHARS)]
+        | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
+        | None
+    ) = None
     """What is said."""
     name: Annotated[str, Field(max_length=256)] | None = None
     """Name of the speaker, for templates that show it."""
@@ -132,7 +133,7 @@ class ResponseFormat(Body):
 class Turned(Body):
     """What both kinds of turns have in common."""
 
-    model: str
+    model: Annotated[str, Field(max_length=256)]
     """The run's id, as `GET .../models` names it."""
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Most tokens of the answer. Default: the session's sampling.max_tokens. Less if the context ends before."""

@@ -65,6 +65,7 @@ class Turn(Record):
     """What the model drew once, and what it read before that the record did not hold yet."""
 
     turn_id: Annotated[str, Field(pattern=JOB_ID)]
+    """A digest of the request and its key if the client gave one, so that a repeated request has the same."""
     parent: Annotated[int, Field(ge=0)] | None = None
     """Index of the turn that this one continues; None if it begins with an empty context."""
     context_ids: Int32Array
@@ -77,8 +78,6 @@ class Turn(Record):
     """Length of the text of all tokens up to the last one drawn, special tokens included."""
     text_digest: str
     """Digest of that text."""
-    request_digest: str
-    """Digest of the request. The same request sent again after a lost answer gets this turn once more."""
     answer_digest: str
     """Digest of the answer as the client read it, to tell Fork.DRIFT from Fork.REWRITTEN."""
     fork: Fork | None = None
@@ -145,6 +144,14 @@ def branches(turns: Sequence[Turn]) -> list[list[int]]:
         branch.append(index)
         open_at[index] = branch
     return found
+
+
+def num_read(turns: Sequence[Turn]) -> int:
+    """Number of tokens of all samples of the episode with their prompts: a branch repeats what it shares."""
+    lengths: list[int] = []
+    for turn in turns:
+        lengths.append(turn.num_tokens + (0 if turn.parent is None else lengths[turn.parent]))
+    return sum(lengths[branch[-1]] for branch in branches(turns))
 
 
 def episode(turns: Sequence[Turn]) -> tuple[Sample, ...]:

@@ -69,13 +69,13 @@ class Tokenizer:
         Raises RequestError if the folder has no chat template, if the template has no such argument, or if it refuses
         the messages.
         """
-        template, kwargs = self.chat_template, self.chat_template_kwargs if kwargs is None else kwargs
-        if template is None:
+        kwargs = self.chat_template_kwargs if kwargs is None else kwargs
+        if self.chat_template is None:
             raise RequestError(
                 "messages: this model's tokenizer has no chat template; send prompt or prompt_ids instead",
                 [{"field": "messages", "value": f"{len(messages)} messages", "allowed": "null for this model"}],
             )
-        self._check_arguments(template, kwargs)
+        self.check_arguments(kwargs)
         try:
             text: str = self.core.apply_chat_template(
                 messages, tools, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
@@ -87,13 +87,13 @@ class Tokenizer:
             ) from None
         return text
 
-    def _check_arguments(self, template: str, kwargs: Mapping[str, Any]) -> None:
+    def check_arguments(self, kwargs: Mapping[str, Any]) -> None:
         """Raises RequestError for an argument that would have no effect: Transformers drops what the template does not
         read, and takes what has the name of an argument of its own."""
         if not kwargs:
             return
         try:
-            known = self.template_arguments(template)
+            known = self.template_arguments(self.chat_template or "")
         except (TemplateError, RecursionError) as error:
             raise RequestError(f"chat_template_kwargs: the chat template cannot be read: {error}") from None
         for name in kwargs.keys() - known:

@@ -245,6 +245,8 @@ def _node(schema: Schema, path: Sequence[str | int]) -> Schema:
 def _words(node: Mapping[str, Any]) -> str:
     low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
     kind = node.get("type", "")
+    if "const" in node or "enum" in node:
+        return f"only {' or '.join(map(_short, node.get('enum', [node.get('const')])))}"
     if low is not None and low == high:
         return f"only {low}"
     if low is not None or high is not None:

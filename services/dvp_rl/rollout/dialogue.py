@@ -56,6 +56,10 @@ class Dialogue:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    def check(self, session: Session) -> None:
+        """Raises RequestError if the chat template has no such arguments."""
+        self._tokenizer.check_arguments(session.chat_template_kwargs)
+
     def prompt(self, session: Session, turns: Sequence[Turn], request: ChatRequest | CompletionRequest) -> Prompt:
         """The recorded tokens of the longest beginning of the request's text that the session has, then the rest of the
         text in tokens of its own. Raises RequestError if the chat template cannot render the request."""
@@ -172,7 +176,7 @@ class Dialogue:
         """Arguments as the chat template takes them: a text that it inserts unchanged, or an object."""
         try:
             parsed = json.loads(arguments)
-            json.dumps(parsed, ensure_ascii=False).encode()  # a lone surrogate is no text
+            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # a lone surrogate is no text
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):

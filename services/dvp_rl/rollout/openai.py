@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Header, Request, Response
+from fastapi import Path as InPath
 from pydantic import BaseModel
 
 from dvp_rl.contract.openai import (
@@ -39,14 +40,10 @@ router = APIRouter(prefix="/v1/sessions/{session_id}/v1")
 
 Key = Annotated[
     str,
-    Header(alias="idempotency-key", max_length=256, description="The same request with the same key is drawn once."),
-]
-Retries = Annotated[
-    int,
     Header(
-        alias="x-stainless-retry-count",
-        ge=0,
-        description="Set by OpenAI's clients. Above 0: if the request was recorded before, its answer is sent again.",
+        alias="idempotency-key",
+        max_length=256,
+        description="The same request with the same key is recorded once, and answered alike.",
     ),
 ]
 STREAM = "text/event-stream"
@@ -57,13 +54,11 @@ SENT: dict[str, Any] = {"content": {STREAM: {}}, "description": "The turn, or ev
 Take = Callable[[ChatRequest | CompletionRequest], Awaitable[Taken | Response]]
 
 
-def _take(
-    session_id: SessionId, request: Request, service: Served, caller: By, key: Key = "", retries: Retries = 0
-) -> Take:
+def _take(session_id: SessionId, request: Request, service: Served, caller: By, key: Key = "") -> Take:
     """A function that takes the turn which a body asks for, unless the client disconnects."""
 
     def take(body: ChatRequest | CompletionRequest) -> Awaitable[Taken | Response]:
-        turn = service.sessions.turn(session_id, body, caller, key=key, again=retries > 0)
+        turn = service.sessions.turn(session_id, body, caller, key)
         return served_while_connected(turn, request)
 
     return take
@@ -91,10 +86,18 @@ async def completion(
 @router.get("/models", response_model=Models, responses=refusals(NO_SESSION, NO_QUEUE))
 async def models(session_id: SessionId, service: Served, caller: By) -> Response:
     """The model of the session: the run whose weights this replica serves."""
-    await service.sessions.status(session_id, caller)
-    replica = service.replica
-    model = Model(id=replica.run_id, created=service.started_at, max_model_len=replica.engine.context_length)
-    return as_json(Models(data=(model,)))
+    return as_json(Models(data=(await service.sessions.model(session_id, caller),)))
+
+
+@router.get("/models/{model}", response_model=Model, responses=refusals(NO_SESSION, NO_QUEUE))
+async def model(
+    session_id: SessionId,
+    model: Annotated[str, InPath(description="The run's id.")],
+    service: Served,
+    caller: By,
+) -> Response:
+    """The model of the session, if that is its name."""
+    return as_json(await service.sessions.model(session_id, caller, model))
 
 
 def _chat(taken: Taken, request: ChatRequest) -> Response:

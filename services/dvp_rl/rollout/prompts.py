@@ -121,12 +121,12 @@ class Prompts:
 
 
 def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Batches of samples with at least PIECE_TOKENS tokens each; the last batch may have fewer."""
+    """Batches of samples with at least PIECE_TOKENS tokens each, own prompts too; the last batch may have fewer."""
     few: list[Sample] = []
     num_tokens = 0
     for sample in samples:
         few.append(sample)
-        num_tokens += len(sample.token_ids)
+        num_tokens += len(sample.token_ids) + (0 if sample.prompt_ids is None else len(sample.prompt_ids))
         if num_tokens >= PIECE_TOKENS:
             yield few
             few, num_tokens = [], 0

@@ -105,7 +105,7 @@ class Service:
     @property
     def sessions(self) -> Sessions:
         """Raises UnavailableError if there is no broker."""
-        return Sessions(SessionStore(self.uplink.broker), self.replica, self._room, self._draw)
+        return Sessions(SessionStore(self.uplink.broker), self.replica, self._room, self._draw, self.started_at)
 
     async def _draw(self, job: Job, caller: str) -> Group:
         """Generates on this replica, within the caller's limits."""

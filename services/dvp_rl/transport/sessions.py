@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import secrets
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dvp_rl.contract.errors import NotFoundError, RequestError
@@ -26,8 +28,8 @@ class Recorded(NamedTuple):
     state: SessionState
     reward: float | None
     turns: list[Turn]
-    num_bytes: int
-    """Size of all turns as stored."""
+    nonce: str
+    """Differs from that of a session that was deleted and opened again."""
 
 
 class SessionStore:
@@ -40,18 +42,20 @@ class SessionStore:
         """Opens a session. Opening it again with the same settings changes nothing. Raises OverloadedError if clients
         hold too much of the broker's memory, RequestError if the id is taken."""
         data = session.to_bytes()
-        args = (session.session_id, data, caller, math.ceil(1000 * session.idle_s))
+        args = (session.session_id, data, caller, math.ceil(1000 * session.idle_s), secrets.token_hex(8))
         reply, taken, allowed = await self.broker.script("session_open", *args)
         outcome = reply.decode()
         check_admitted(outcome, taken, allowed, len(data), caller)
         return SessionState.OPEN if outcome == "new" else SessionState(outcome)
 
-    async def append(self, session_id: str, turn: Turn, *, caller: str = EVERYBODY) -> tuple[int, bool]:
-        """Records a turn. Returns its index and True; if one with its id is recorded, the index of that and False.
-        Raises NotFoundError, RequestError
+    async def append(self, recorded: Recorded, turn: Turn, *, caller: str = EVERYBODY) -> tuple[int, bool]:
+        """Records a turn of the session as it was read. Returns its index and True; if one with its id is recorded, the
+        index of that and False. Raises NotFoundError, also if the session was opened anew since, RequestError
         if the session is finished or as large as it may be, OverloadedError as `open`."""
         data = turn.to_bytes()
-        args = (session_id, caller, turn.turn_id, data, MAX_SESSION_BYTES)
+        session_id, parent = recorded.session.session_id, turn.parent
+        follows = ("", "") if parent is None else (parent, recorded.turns[parent].turn_id)
+        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, MAX_SESSION_BYTES)
         reply, number, allowed = await self.broker.script("session_append", *args)
         outcome = reply.decode()
         check_admitted(outcome, number, allowed, len(data), caller)
@@ -73,17 +77,17 @@ class SessionStore:
             raise NotFoundError(UNKNOWN.format(session_id))
         keys = self.broker.keys
         async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
-            both.hmget(keys.session(session_id), "data", "state", "caller", "reward")
+            both.hmget(keys.session(session_id), "data", "state", "caller", "reward", "nonce")
             both.lrange(keys.turns(session_id), 0, -1)
-            (data, state, whose, reward), turns = await both.execute()
+            (data, state, whose, reward, nonce), turns = await both.execute()
         if data is None or (caller != EVERYBODY and whose != caller.encode()):
             raise NotFoundError(UNKNOWN.format(session_id))
         return Recorded(
             Session.from_bytes(data),
             SessionState(state.decode()),
             float(reward) if reward else None,
-            await asyncio.to_thread(lambda: [Turn.from_bytes(turn) for turn in turns]),
-            sum(map(len, turns)),
+            await asyncio.to_thread(_decoded, turns),
+            nonce.decode(),
         )
 
     async def finish(self, session_id: str, reward: float | None, *, caller: str = EVERYBODY) -> None:
@@ -102,3 +106,12 @@ class SessionStore:
         if state == "unknown":
             raise NotFoundError(UNKNOWN.format(session_id))
         return SessionState(state)
+
+
+def _decoded(records: Sequence[bytes]) -> list[Turn]:
+    """Raises RequestError for a record that is no turn, or continues none that was recorded before it."""
+    turns = [Turn.from_bytes(record) for record in records]
+    for index, turn in enumerate(turns):
+        if turn.parent is not None and turn.parent >= index:
+            raise RequestError(f"Turn: parent: {turn.parent}, of turn {index}")
+    return turns

@@ -19,6 +19,7 @@ import pytest
 
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
+from dvp_rl.rollout import sessions
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.results import ClientJob, Held, client_jobs
@@ -37,6 +38,7 @@ ADD: dict[str, Any] = {
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 NO_OBJECT = {"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}
+JSON = {"Content-Type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
@@ -218,9 +220,8 @@ def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) 
         first = session.chat([USER], extra_headers={"Idempotency-Key": "a"})
         assert session.chat([USER], extra_headers={"Idempotency-Key": "a"}) == first
         assert session.chat([USER], extra_headers={"Idempotency-Key": "b"}) != first
-        third = session.chat([USER])
-        assert session.chat([USER], extra_headers={"x-stainless-retry-count": "1"}) == third
-        assert session.finish()["turns"] == 3
+        assert session.chat([USER]) != session.chat([USER]), "without a key, each request draws"
+        assert session.finish()["turns"] == 4
         assert session.chat([USER], extra_headers={"Idempotency-Key": "a"}) == first, "after the end, too"
 
 
@@ -245,14 +246,15 @@ def test_turns_at_once_are_all_recorded(replica: ReplicaProcess) -> None:
         ({"top_p": 0.9}, "top_p", "only 1"),
         ({"presence_penalty": 0.5}, "presence_penalty", "only 0"),
         ({"n": 2}, "n", "only 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", ""),
-        ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", 'only "text"'),
+        ({"tool_choice": "required"}, "tool_choice", 'only "auto" or "none"'),
         ({"top_logprobs": 3}, "top_logprobs", "only 0"),
         ({"logit_bias": {"5": 1}}, "logit_bias", ""),
         ({"extra_body": {"min_p": 0.1}}, "min_p", "only null"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex", "only the fields"),
         ({"stop": [str(i) for i in range(17)]}, "stop", ""),
         ({"tools": [NO_OBJECT]}, "tools.0.function", "object"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "only true"),
         ({"messages": [{"role": "alien", "content": "1"}]}, "messages.0.role", ""),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", ""),
     ],
@@ -275,10 +277,16 @@ def test_refusals_name_what_is_wrong(replica: ReplicaProcess) -> None:
         with pytest.raises(openai.UnprocessableEntityError) as full:
             session.chat([long])
         assert (full.value.code, full.value.param) == ("context_length_exceeded", "messages")
+        assert session.openai.models.retrieve(session.model).max_model_len == 256  # type: ignore[attr-defined]
+        with pytest.raises(openai.NotFoundError, match="has only"):
+            session.openai.models.retrieve("gpt")
         with pytest.raises(openai.NotFoundError, match="has only"):
             session.openai.chat.completions.create(model="gpt", messages=[USER])
         with pytest.raises(openai.UnprocessableEntityError, match="calls none"):
             session.chat([USER], tools=[ADD])
+        half = rb'{"model": "a", "messages": [{"role": "user", "content": "\ud800"}]}'
+        answer = session.http.post(f"{session.base_url}/chat/completions", content=half, headers=JSON)
+        assert (answer.status_code, "messages.0.content" in answer.json()["error"]["message"]) == (422, True)
         assert "delete it" in web.problem(session.post("finish"), 422).detail
         session.chat([USER])
         session.finish(1.0)
@@ -298,6 +306,25 @@ def test_a_session_is_opened_once(replica: ReplicaProcess) -> None:
             assert again.status()["turns"] == 1
         answer = session.http.post("/v1/sessions", json={"session_id": "once"})
         assert "exists with other settings" in web.problem(answer, 422).detail
+
+
+def test_what_no_turn_could_use_opens_no_session(replica: ReplicaProcess) -> None:
+    answer = httpx.post(f"{replica.url}/v1/sessions", json={"chat_template_kwargs": {"enable_thinkin": False}})
+    assert "did you mean enable_thinking?" in web.problem(answer, 422).detail
+
+
+def test_a_session_has_a_limit_on_what_its_branches_repeat(
+    monkeypatch: pytest.MonkeyPatch, model: Path, broker_url: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_GROUP_TOKENS", 200)
+    args = ["--model", str(model), "--engine", "fake", "--redis-url", broker_url, "--run-id", "limited"]
+    with ReplicaThread(tmp_path, *args) as limited, opened(limited, sampling={"max_tokens": 4}) as session:
+        asked = {"role": "user", "content": "1" * 48}
+        for _ in range(3):
+            session.chat([asked])
+        with pytest.raises(openai.UnprocessableEntityError, match="at most 200 allowed: finish it"):
+            session.chat([asked])
+        assert session.finish()["branches"] == 3
 
 
 def test_an_idle_session_is_forgotten(replica: ReplicaProcess) -> None:

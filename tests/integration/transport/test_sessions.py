@@ -34,7 +34,6 @@ def turn(name: str, *, num_tokens: int = 2, parent: int | None = None) -> Turn:
         replica_id="replica",
         num_chars=1,
         text_digest=digest("a"),
-        request_digest=digest("b"),
         answer_digest=digest("c"),
         at=0.0,
     )
@@ -49,9 +48,13 @@ def session(store: SessionStore, name: str = "one", **settings: object) -> Sessi
     return Session(session_id=name, run_id=store.broker.run_id, **settings)  # type: ignore[arg-type]
 
 
+async def append(store: SessionStore, turn: Turn) -> tuple[int, bool]:
+    return await store.append(await store.read("one"), turn)
+
+
 async def fill(store: SessionStore) -> None:
     for number in range(1_000):
-        await store.append("one", turn(f"turn-{number}", num_tokens=4_096))
+        await append(store, turn(f"turn-{number}", num_tokens=4_096))
 
 
 async def held(store: SessionStore) -> int:
@@ -61,40 +64,39 @@ async def held(store: SessionStore) -> int:
 async def test_a_turn_is_recorded_once_and_in_order(store: SessionStore) -> None:
     await store.open(session(store))
     turns = [turn("a"), turn("b", parent=0), turn("c", parent=1)]
-    assert [await store.append("one", each) for each in turns] == [(0, True), (1, True), (2, True)]
-    assert await store.append("one", turns[1]) == (1, False)
+    assert [await append(store, each) for each in turns] == [(0, True), (1, True), (2, True)]
+    assert await append(store, turns[1]) == (1, False)
     recorded = await store.read("one")
     assert recorded.turns == turns
     assert recorded.session == session(store)
     assert (recorded.state, recorded.reward) == (SessionState.OPEN, None)
-    assert recorded.num_bytes == sum(len(each.to_bytes()) for each in turns)
 
 
 async def test_an_end_is_final(store: SessionStore) -> None:
     await store.open(session(store))
     with pytest.raises(RequestError, match="no turn"):
         await store.finish("one", 1.0)
-    await store.append("one", turn("a"))
+    await append(store, turn("a"))
     for _ in range(2):
         await store.finish("one", 0.25)
     with pytest.raises(RequestError, match=r"was finished with reward 0\.25"):
         await store.finish("one", None)
     with pytest.raises(RequestError, match="takes no more turns"):
-        await store.append("one", turn("b"))
-    assert await store.append("one", turn("a")) == (0, False), "what was recorded before stays"
+        await append(store, turn("b"))
+    assert await append(store, turn("a")) == (0, False), "what was recorded before stays"
     assert (await store.read("one")).reward == 0.25
     assert await store.open(session(store)) is SessionState.FINISHED
 
 
 async def test_what_is_gone_takes_nothing_and_leaves_nothing(store: SessionStore) -> None:
     await store.open(session(store))
-    await store.append("one", turn("a"))
+    await append(store, turn("a"))
     assert await held(store) > 0
     assert await store.delete("one") is SessionState.OPEN
     assert await held(store) == 0
     for call in (
         store.read("one"),
-        store.append("one", turn("b")),
+        append(store, turn("b")),
         store.finish("one", 1.0),
         store.delete("one"),
         store.read("no id at all"),
@@ -103,6 +105,29 @@ async def test_what_is_gone_takes_nothing_and_leaves_nothing(store: SessionStore
         with pytest.raises(NotFoundError, match="never opened"):
             await call
     assert not [key async for key in store.broker.redis.scan_iter(store.broker.keys.turns("*"))]
+
+
+async def test_a_turn_is_recorded_only_in_the_session_that_was_read(store: SessionStore) -> None:
+    await store.open(session(store))
+    await append(store, turn("a"))
+    read = await store.read("one")
+    await store.delete("one")
+    await store.open(session(store))
+    with pytest.raises(NotFoundError):
+        await store.append(read, turn("b"))
+    await append(store, turn("c"))
+    anew = await store.read("one")
+    broken = anew._replace(turns=[turn("a")])  # as after a broker that lost its last writes
+    with pytest.raises(NotFoundError):
+        await store.append(broken, turn("b", parent=0))
+    assert (await store.read("one")).turns == [turn("c")]
+
+
+async def test_a_turn_that_continues_itself_is_no_turn(store: SessionStore) -> None:
+    await store.open(session(store))
+    await store.broker.redis.rpush(store.broker.keys.turns("one"), turn("a", parent=0).to_bytes())
+    with pytest.raises(RequestError, match="parent: 0, of turn 0"):
+        await store.read("one")
 
 
 async def test_an_idle_session_expires_with_its_memory(store: SessionStore) -> None:
@@ -123,9 +148,9 @@ async def test_an_idle_session_expires_with_its_memory(store: SessionStore) -> N
 async def test_a_session_has_a_size_limit(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSION_BYTES", 4_000)
     await store.open(session(store))
-    await store.append("one", turn("a"))
+    await append(store, turn("a"))
     with pytest.raises(RequestError, match="at most 4000 allowed: finish it"):
-        await store.append("one", turn("b", num_tokens=200))
+        await append(store, turn("b", num_tokens=200))
     assert len((await store.read("one")).turns) == 1
 
 
@@ -140,16 +165,16 @@ async def test_sessions_leave_the_trainer_its_memory(own_broker: EmbeddedBroker,
         assert await held(store) <= 4 * 2**20
         await store.delete("one")
         await store.open(session(store))
-        await store.append("one", turn("a", num_tokens=4_096))
+        await append(store, turn("a", num_tokens=4_096))
 
 
 async def test_a_closed_queue_opens_no_session_and_a_purge_removes_them(store: SessionStore) -> None:
     await store.open(session(store))
-    await store.append("one", turn("a"))
+    await append(store, turn("a"))
     await store.broker.script("close", "for a test", "a test")
     with pytest.raises(OverloadedError, match="drained"):
         await store.open(session(store, "other"))
-    assert await store.append("one", turn("b")) == (1, True), "an episode that has begun goes on"
+    assert await append(store, turn("b")) == (1, True), "an episode that has begun goes on"
     await purge_run(store.broker, by="a test", force=True)
     with pytest.raises(NotFoundError):
         await store.read("one")

@@ -148,7 +148,6 @@ class Player:
             replica_id="replica-0",
             num_chars=len(prompt.text) + len(drawn),
             text_digest=digest(prompt.text + drawn),
-            request_digest=digest(request.model_dump_json()),
             answer_digest=answer.digest,
             fork=prompt.fork,
             at=float(index),

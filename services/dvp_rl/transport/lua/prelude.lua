@@ -164,9 +164,10 @@ end
 
 -- Keeps a session for another `idle_ms` and accounts for its size. It counts like a result that clients hold.
 local function keep_session(id)
-  local idle_ms, bytes = unpack(redis.call('HMGET', SESSION .. id, 'idle_ms', 'bytes'))
+  local idle_ms, bytes, caller = unpack(redis.call('HMGET', SESSION .. id, 'idle_ms', 'bytes', 'caller'))
   redis.call('PEXPIRE', SESSION .. id, idle_ms)
   redis.call('PEXPIRE', TURNS .. id, idle_ms)
+  redis.call('HSET', CLIENT_CALLERS, ':session:' .. id, caller)
   hold(':session:' .. id, tonumber(bytes), now_ms() + idle_ms)
 end
 

@@ -1,11 +1,14 @@
 #!lua
--- Records a turn. ARGV: session id, caller or '', turn id, record, most bytes of all records. Answers {'new' or
--- 'recorded', the index of the turn; or 'unknown', 'finished', 'full' or what client_refusal returns, and two numbers
--- with details}.
-local id, caller, turn, data, most = unpack(ARGV)
+-- Records a turn. ARGV: session id, caller or '', nonce of the session that was read, index and id of the turn's parent
+-- or '', turn id, record, most bytes of all records. Answers {'new' or 'recorded', the index of the turn; or 'unknown',
+-- 'finished', 'full' or what client_refusal returns, and two numbers with details}.
+local id, caller, nonce, parent, parent_id, turn, data, most = unpack(ARGV)
 local hash = SESSION .. id
-local state, whose, bytes, at = unpack(redis.call('HMGET', hash, 'state', 'caller', 'bytes', 'turn:' .. turn))
-if not state or not may_see(caller, 'client', whose) then return {'unknown', 0, 0} end
+local state, whose, opened, bytes, at =
+  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'bytes', 'turn:' .. turn))
+-- Since it was read, the session may have been deleted and opened again, or the broker may have lost its last writes.
+local known = parent == '' or redis.call('HGET', hash, 'turn:' .. parent_id) == parent
+if not state or not may_see(caller, 'client', whose) or opened ~= nonce or not known then return {'unknown', 0, 0} end
 if at then return {'recorded', tonumber(at), 0} end
 if state ~= 'open' then return {state, 0, 0} end
 local more = KEY_BYTES + #data
