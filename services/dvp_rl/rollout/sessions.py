@@ -93,7 +93,8 @@ class Sessions:
         recorded = await self._store.read(session_id, caller=caller)
         session, turns = recorded.session, recorded.turns
         self._check(session, request)
-        turn_id = digest(f"{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
+        # Its seed too, unless the session has one: sessions with the same keys must not draw alike.
+        turn_id = digest(f"{recorded.nonce}\n{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
         known = [turn.turn_id for turn in turns]
         if turn_id in known:
             return await self._taken(recorded, known.index(turn_id), request)

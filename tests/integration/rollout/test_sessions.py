@@ -225,6 +225,15 @@ def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) 
         assert session.chat([USER], extra_headers={"Idempotency-Key": "a"}) == first, "after the end, too"
 
 
+def test_sessions_with_the_same_key_draw_their_own(replica: ReplicaProcess) -> None:
+    drawn = []
+    for _ in range(2):
+        with opened(replica, sampling={"max_tokens": 32}) as session:
+            session.chat([USER], extra_headers={"Idempotency-Key": "turn-0"})
+            drawn.append(session.finish()["group"]["samples"][0]["token_ids"])
+    assert drawn[0] != drawn[1]
+
+
 def test_turns_at_once_are_all_recorded(replica: ReplicaProcess) -> None:
     with opened(replica, sampling={"max_tokens": 6, "seed": SEED}) as session:
         first = session.chat([USER]).choices[0].message
