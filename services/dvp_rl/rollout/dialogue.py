@@ -65,21 +65,21 @@ class Dialogue:
         text in tokens of its own. Raises RequestError if the chat template cannot render the request."""
         import numpy as np
 
-        chat = isinstance(request, ChatRequest)
-        text = self._render(session, request) if isinstance(request, ChatRequest) else request.prompt
-        parent = longest_beginning(turns, text)
-        if parent is not None:
-            ids = self._tokenizer.encode_rest(text[turns[parent].num_chars :])
+        encode = self._tokenizer.encode_rest
+        if isinstance(request, ChatRequest):
+            text = self._render(session, request)
         else:
-            ids = self._tokenizer.encode_rest(text) if chat else self._tokenizer.encode(text)
-        context_ids = np.asarray(ids, np.int32)
-        recorded = path(turns, parent)
+            text, encode = request.prompt, self._tokenizer.encode
+        parent, rest = longest_beginning(turns, text), text
+        if parent is not None:
+            rest, encode = text[turns[parent].num_chars :], self._tokenizer.encode_rest
+        context_ids = np.asarray(encode(rest), np.int32)
         return Prompt(
             text=text,
             parent=parent,
             fork=_fork(turns, parent, request),
             context_ids=context_ids,
-            token_ids=np.concatenate([history(recorded), context_ids]),
+            token_ids=np.concatenate([history(path(turns, parent)), context_ids]),
         )
 
     def drawn_text(self, read: NDArray[np.int32], drawn: NDArray[np.int32], *, special: bool = True) -> str:

@@ -31,7 +31,7 @@ from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S, until
 
 SEED = 3
-"""With it, the model draws neither special tokens nor its end in the turns of the tests below."""
+"""A seed with which the model draws neither special tokens nor its end in the turns of the tests below."""
 USER = {"role": "user", "content": "1+1"}
 ADD: dict[str, Any] = {
     "type": "function",
@@ -199,20 +199,26 @@ def test_a_rewritten_history_opens_a_branch(replica: ReplicaProcess) -> None:
 def test_any_replica_goes_on_after_one_died(
     model: Path, broker_url: str, shared_run_id: str, replica: ReplicaProcess, tmp_path: Path
 ) -> None:
-    args = ["--model", str(model), "--redis-url", broker_url, "--run-id", shared_run_id, "--threads", "1"]
-    with ReplicaProcess(tmp_path / "other", *args) as other:
-        with opened(other, sampling={"max_tokens": 4, "seed": SEED}) as session:
-            first = session.chat([USER]).choices[0].message
-            with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(session.chat, [USER, first, USER], max_tokens=100_000)
-                until(lambda: web.get(f"{other.url}/metrics").text.find("in_flight_samples 1.0") >= 0)
-                os.kill(other.pid, SIGKILL)
-                with pytest.raises(openai.APIConnectionError):
-                    asked.result(WITHIN_S)
-        base_url = f"{replica.url}/v1/sessions/{session.id}/v1"
-        with openai.OpenAI(base_url=base_url, api_key="none", timeout=WITHIN_S) as client:
-            answer = client.chat.completions.create(model=session.model, messages=[USER, first, USER])
+    args = ["--model", str(model), "--redis-url", broker_url, "--run-id", shared_run_id]
+    args += ["--engine", "fake", "--fake.service-time-s", "600"]
+    with opened(replica, sampling={"max_tokens": 4, "seed": SEED}) as session:
+        first = session.chat([USER]).choices[0].message
+        base_url = f"/v1/sessions/{session.id}/v1"
+        with (
+            ReplicaProcess(tmp_path / "other", *args) as other,
+            openai.OpenAI(base_url=other.url + base_url, api_key="none", max_retries=0) as client,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            ask = client.chat.completions.create
+            asked = pool.submit(ask, model=session.model, messages=[USER, first, USER])
+            until(lambda: "in_flight_samples 1.0" in web.get(f"{other.url}/metrics").text)
+            os.kill(other.pid, SIGKILL)
+            with pytest.raises(openai.APIConnectionError):
+                asked.result(WITHIN_S)
+        answer = session.chat([USER, first, USER])
+        body = session.finish()
     assert answer.model_extra["recording"] == {"turn": 1, "parent": 0, "fork": None}
+    assert (body["turns"], body["branches"]) == (2, 1)
 
 
 def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) -> None:
