@@ -32,6 +32,12 @@ from tests.kit.wait import WITHIN_S, until_async
 from tests.kit.web import problem
 
 
+@pytest.fixture
+def broker_url(own_broker: EmbeddedBroker) -> str:
+    """A broker without the runs of other tests: the list of runs has a limit."""
+    return own_broker.url
+
+
 async def test_other_runs_of_the_broker(staged: Rig, broker_url: str, tmp_path: Path) -> None:
     other = f"{staged.run_id}-2"
     (tmp_path / other).mkdir()

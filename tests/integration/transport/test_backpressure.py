@@ -97,7 +97,7 @@ async def test_clients_leave_the_trainer_its_memory_and_get_answers(own_broker: 
         await cancel([watching])
 
         assert {retry_after_s for _, retry_after_s in flood.reasons} == {RETRY_AFTER_MEMORY_S}
-        assert all(reason.startswith("clients' jobs use or have reserved") for reason, _ in flood.reasons)
+        assert all(reason.startswith("clients' jobs and sessions use or have reserved") for reason, _ in flood.reasons)
         assert flood.peak < MEMORY_SHARE * MAXMEMORY, "the trainer's jobs would have been refused"
         # Every admitted job ended once, with its result.
         assert flood.outcomes.keys() == flood.admitted | {job.job_id for job in train}

@@ -349,7 +349,9 @@ async def test_results_of_clients_have_their_share_of_the_memory(own_broker: Emb
             await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         async def refused(job: Job) -> None:
-            with pytest.raises(OverloadedError, match=r"clients' jobs use or have reserved .* of 3\.8 MiB \(25% of"):
+            with pytest.raises(
+                OverloadedError, match=r"clients' jobs and sessions use or have reserved .* of 3\.8 MiB \(25% of"
+            ):
                 await rig.submission.submit_client(job, limit=NO_LIMIT)
 
         await refused(jobs[2])
@@ -487,8 +489,8 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
 
         await submit("a0", "alice")
         message = (
-            r"^jobs of alice use or have reserved 1\.5 MiB, 3\.8 MiB of the clients' share \(25% of the broker's "
-            r"maxmemory\) are free, and this one may take up to 1\.5 MiB"
+            r"^jobs and sessions of alice use or have reserved 1\.5 MiB, 3\.8 MiB of the clients' share \(25% of the "
+            r"broker's maxmemory\) are free, and this may take up to 1\.5 MiB"
         )
         with pytest.raises(OverloadedError, match=message):
             await submit("a1", "alice")
@@ -501,7 +503,7 @@ async def test_a_caller_leaves_as_much_memory_as_it_takes(own_broker: EmbeddedBr
         await replica.fail(other, "boom", fatal=True)
         letters = DeadLetters(broker)
         assert await letters.replay(await letters.page()) == [Outcome.REPLAYED]
-        with pytest.raises(OverloadedError, match=r"^jobs of bob use"):
+        with pytest.raises(OverloadedError, match=r"^jobs and sessions of bob use"):
             await submit("b1", "bob")
         # An expired result counts for nobody.
         before = await broker.redis.hget(broker.keys.client_callers, ":bytes:alice")
