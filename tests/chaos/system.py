@@ -239,10 +239,20 @@ class System:
             self.counts["trainers that woke up in time"] += 1
             for other in self.children:
                 other.replaced = False
+        elif child.role is Role.TRAINER and code == 2 and (woken := self.woken_instead_of(child)):
+            self.counts["trainers overtaken by one that woke up"] += 1
+            woken.replaced = False
         elif child.role is Role.TRAINER and code == 2 and (reason := self.named_trouble(child)):
             self.counts[f"trainers that ended by name: {reason}"] += 1
         else:
             self.faults.append(f"{child.slot} ended with exit code {code}:\n  " + "\n  ".join(child.last_words))
+
+    def woken_instead_of(self, child: Child) -> Child | None:
+        """The trainer that was replaced by `child` and woke up just when the lease of `child` had run out, as in an
+        outage of the broker. It goes on, and `child` gives up."""
+        if "another trainer took over" not in "".join(child.last_words):
+            return None
+        return next((other for other in self.children if other.replaced and not other.stopped), None)
 
     def named_trouble(self, child: Child) -> str | None:
         """The trouble that the last line of the log names, if there was any trouble during the process's life."""
