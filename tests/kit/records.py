@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from dvp_rl.contract.completions import Completion, Fate
 from dvp_rl.contract.group import EngineFacts, EnvironmentSpan, FinishReason, Group, Sample, VersionSpan
 from dvp_rl.contract.job import Job, Sink, job_id
 from dvp_rl.contract.sampling import Sampling
+from dvp_rl.contract.session import Turn, digest
 from dvp_trainer.data.batch import ScoredGroup
 
 RUN = "unit"
@@ -42,6 +44,32 @@ def make_sample(
         finish_reason=finish,
         versions=(VersionSpan(version=f"{run_id}:{seq}:ab", start=0, end=T),),
         seed=1,
+    )
+
+
+def make_episodes(run_id: str, position: int = 0, *, n: int = 2, sink: Sink = Sink.TRAIN, **fields: Any) -> Job:
+    """A job whose n episodes a harness plays."""
+    job = make_job(run_id, position, n=n, sink=sink)
+    return Job.model_validate(job.model_dump() | {"prompt_ids": (), "task": {"row": position}} | fields)
+
+
+def make_turn(
+    name: str, *, num_tokens: int = 2, parent: int | None = None, run_id: str = RUN, seq: int = 1, **fields: Any
+) -> Turn:
+    return Turn.model_validate(
+        {
+            "turn_id": name,
+            "parent": parent,
+            "context_ids": [1],
+            "sample": make_sample([2] * num_tokens, [-1.0] * num_tokens, run_id=run_id, seq=seq),
+            "engine": EngineFacts(name="fake", version="1", dtype="float32"),
+            "replica_id": "replica",
+            "num_chars": 1,
+            "text_digest": digest("a"),
+            "answer_digest": digest("c"),
+            "at": 0.0,
+        }
+        | fields
     )
 
 

@@ -157,7 +157,7 @@ class DataSection(Section):
 class RewardSection(Section):
     name: Annotated[str, AfterValidator(partial(choice_or_hook, RewardName))]
     """`math`, `exact_match`, `arithmetic`, or `module:function` importable from the working directory, in this
-    project's form or TRL's, plain or async."""
+    project's form or TRL's, plain or async. `given`: a harness rewards every episode (episodes.harness)."""
     workers: Positive = 1
     """Processes that compute rewards."""
     timeout_s: Seconds = 10.0
@@ -174,6 +174,15 @@ class RewardSection(Section):
     mask: no gradient. drop: no gradient, and no part in the baseline of the others."""
     overlong_buffer: NonNegative = 0
     """Number of tokens before max_tokens over which the soft penalty grows from 0 to -1 (DAPO)."""
+
+
+class EpisodesSection(Section):
+    """Episodes of several turns, played by a harness over HTTP: POST /v1/episodes on any replica."""
+
+    harness: bool = False
+    """Each prompt is a task of `sampling.n` episodes, which a harness plays and rewards. Replicas only draw turns."""
+    idle_s: Seconds = 600.0
+    """Longest time between two turns of an episode, in seconds; then it is given to another harness."""
 
 
 class SamplingSection(Section):
@@ -411,6 +420,7 @@ class TrainSettings(Settings):
     broker: BrokerSection = BrokerSection()
     data: DataSection
     reward: RewardSection
+    episodes: EpisodesSection = EpisodesSection()
     sampling: SamplingSection = SamplingSection()
     batch: BatchSection = BatchSection()
     correction: CorrectionSection = CorrectionSection()
@@ -443,6 +453,8 @@ class TrainSettings(Settings):
                 )
         if self.deterministic and self.up.replicas > 1:
             raise ValueError(f"deterministic needs up.replicas = 1, got {self.up.replicas}")
+        if self.reward.name == RewardName.GIVEN and not self.episodes.harness:
+            raise ValueError("reward.name is 'given', but nobody gives rewards: episodes.harness is false")
         self._check_gpus_of_sglang()
         if self.batch.updates > self.batch.groups:
             raise ValueError(

@@ -11,6 +11,7 @@ class RewardName(StrEnum):
     MATH = "math"
     EXACT_MATCH = "exact_match"
     ARITHMETIC = "arithmetic"
+    GIVEN = "given"
 
 
 class OnError(StrEnum):

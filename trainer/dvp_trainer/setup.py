@@ -30,7 +30,7 @@ from .config import EvalSettings, TrainSettings
 from .data.prompts import Prompts
 from .data.rendering import (
     TRIAL_ROWS,
-    PromptTokens,
+    Asked,
     compare_data,
     open_heldout,
     open_tokenizer,
@@ -174,14 +174,16 @@ async def _assemble(
             sender = Sender(lambda: publisher.announced, Transfers(broker), settings.weights, settings.model.device)
         with patient("publishing the weights"):
             await publisher.publish(progress.weight_steps, after=progress.seq)
-        tokens = PromptTokens(prompts, tokenizer)
         evaluator = None
         if heldout and heldout_scorer:
-            evaluator = Evaluator(settings, heldout, heldout_scorer, submission, groups, publisher, fence)
+            asked = Asked(heldout, tokenizer, settings.episodes)
+            evaluator = Evaluator(settings, asked, heldout_scorer, submission, groups, publisher, fence)
         yield Run(
             settings=settings,
             learner=learner,
-            feeder=Feeder(settings, tokens, scorer, submission, groups, publisher, fence),
+            feeder=Feeder(
+                settings, Asked(prompts, tokenizer, settings.episodes), scorer, submission, groups, publisher, fence
+            ),
             publisher=publisher,
             sender=sender,
             evaluator=evaluator,
@@ -338,7 +340,7 @@ def record_start(run: Run, *, up: bool) -> Start:
         up=up,
         model=learner.base_digest,
         chat_template=run.publisher.chat_template,
-        roles=run.feeder.prompts.row(0).roles,
+        roles=run.feeder.asked.row(0).roles,
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)

@@ -35,19 +35,19 @@ class NoBrokerError(ConfigError):
 
 
 class RequestError(DvpError, ValueError):
-    """`errors`: one `{"field", "value", "allowed"}` per offending field, as in the problem document."""
+    """`errors`: one `{"field", "value", "allowed"}` per offending field, as in the problem document. `code`: OpenAI's
+    code of the error, if it has one that clients act on."""
 
-    def __init__(self, message: str, errors: list[dict[str, object]] | None = None) -> None:
+    def __init__(self, message: str, errors: list[dict[str, object]] | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.errors = errors or []
-        self.code: str | None = None
-        """OpenAI's code of the error, if it has one that clients act on."""
+        self.code = code
 
     @classmethod
-    def at(cls, field: str, value: object, allowed: str) -> Self:
+    def at(cls, field: str, value: object, allowed: str, code: str | None = None) -> Self:
         """The error of one field."""
         error: dict[str, object] = {"field": field, "value": value, "allowed": allowed}
-        return cls(f"{field}: got {value}, allowed: {allowed}", [error])
+        return cls(f"{field}: got {value}, allowed: {allowed}", [error], code)
 
 
 class GroupMismatchError(RequestError):

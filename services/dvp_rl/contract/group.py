@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -165,19 +166,54 @@ class Group(Record):
     """Episode by episode, in the order in which they were drawn."""
     episode_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """[n] number of samples of each episode; empty if every episode has one."""
+    rewards: tuple[float | None, ...] = ()
+    """[n] what a harness gave each episode, None if nothing; empty if no harness played them."""
     sink: Sink
     replica_id: str
+    """Which drew the last turn."""
     engine: EngineFacts
+    """Likewise."""
+    engines: tuple[EngineFacts, ...] = ()
+    """The others, if turns were drawn by engines that differ."""
     metadata: Metadata = Field(default_factory=dict)
     generate_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds from the request to the engine to the last token; for a client's job, waits for slots included."""
+    """Seconds from the request to the engine to the last token; for a client's job, waits for slots included; for
+    episodes, of the longest, from its first turn to its last."""
     finished_at: float = 0.0
 
     @model_validator(mode="after")
     def _divided(self) -> Group:
         if self.episode_sizes and sum(self.episode_sizes) != len(self.samples):
             raise ValueError(f"episode_sizes {list(self.episode_sizes)} do not add up to {len(self.samples)} samples")
+        if self.rewards and len(self.rewards) != len(self.episode_sizes or self.samples):
+            raise ValueError(f"rewards has {len(self.rewards)} values, but there are {len(self.episodes)} episodes")
         return self
+
+    @classmethod
+    def joined(cls, groups: Sequence[Group]) -> Group:
+        """The episodes of a job, of which each is a group of its own, as one group."""
+        first, last = groups[0], max(groups, key=lambda group: group.finished_at)
+        engines = dict.fromkeys(facts for group in groups for facts in (group.engine, *group.engines))
+        samples = []
+        for group in groups:
+            same = group.prompt_ids.tobytes() == first.prompt_ids.tobytes()
+            for sample in group.samples:
+                own = sample.prompt_ids if same else sample.continues(group.prompt_ids)
+                samples.append(sample.model_copy(update={"prompt_ids": own}))
+        return cls(
+            **{
+                name: getattr(first, name)
+                for name in ("job_id", "run_id", "prompt_ids", "sampling", "sink", "metadata")
+            },
+            samples=tuple(samples),
+            episode_sizes=tuple(size for group in groups for size in group.episode_sizes),
+            rewards=tuple(reward for group in groups for reward in group.rewards),
+            replica_id=last.replica_id,
+            engine=last.engine,
+            engines=tuple(facts for facts in engines if facts != last.engine),
+            generate_s=max(group.generate_s for group in groups),
+            finished_at=last.finished_at,
+        )
 
     @property
     def episodes(self) -> list[tuple[Sample, ...]]:

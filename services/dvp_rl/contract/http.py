@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
-from .job import JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata
+from .job import IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata, Sink
 from .sampling import LOG_RHO, MAX_SEED, MAX_STOPS, MIN_P, Sampling
-from .session import IDLE_S, SessionState
+from .session import SessionState
 
 MAX_PROMPT_CHARS = 4_000_000
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_FIELDS = 64
+MAX_EPISODE_WAIT_S = 60.0
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # The lists in answers. "5" or true among their numbers is an error.
@@ -247,7 +248,51 @@ class FinishRequest(Body):
     model_config = example(reward=1.0)
 
     reward: float | None = None
-    """What the episode earned; null if nobody knows yet."""
+    """What the episode earned; null if nobody knows yet. The trainer's reward function then scores its own episodes."""
+    truncated: bool = False
+    """Whether the episode was cut off: by the context, a number of turns, or a time limit. The trainer then treats it
+    like a sample that max_tokens cut off (reward.overlong)."""
+
+
+class EpisodeRequest(Body):
+    """An episode to be taken."""
+
+    model_config = example(wait_s=20)
+
+    wait_s: Annotated[float, Field(ge=0, le=MAX_EPISODE_WAIT_S)] = 20.0
+    """Longest wait for an episode, in seconds; then the answer is empty (204)."""
+
+
+class EpisodeBody(Body):
+    """An episode of a training run, for the caller to play in a session. Finish it with a reward, or delete it."""
+
+    model_config = example(
+        session_id="0f6bb5c68d9d4e0f",
+        job_id="demo:000000007:0",
+        index=0,
+        n=8,
+        sink="train",
+        task={"row": 7, "prompt": "What is 37+58?", "answer": "95", "columns": {}},
+        sampling={"log_min_p": -13.0, "temperature": 1.0, "max_tokens": 64, "stop": [], "stop_token_ids": []},
+        idle_s=600.0,
+    )
+
+    session_id: str
+    """Its OpenAI endpoint is /v1/sessions/{session_id}/v1."""
+    job_id: str
+    """The job whose n episodes make a group."""
+    index: int
+    """Which of them this is, from 0."""
+    n: int
+    """Number of episodes of the job. Others may be played at the same time, by anyone."""
+    sink: Sink
+    """train: the trainer learns from it. eval: it measures a held-out score."""
+    task: dict[str, Any]
+    """The row of the data set: its number (row), prompt (text or messages), answer, and all other columns."""
+    sampling: dict[str, Any]
+    """The policy of all turns, and the limits of those that name none."""
+    idle_s: float
+    """Seconds without a new turn after which the episode is given to another caller."""
 
 
 class SessionBody(Body):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import msgpack
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from .arrays import Int32Array
 from .record import Record
@@ -19,28 +20,35 @@ MAX_GROUP_TOKENS = 4 * 1024 * 1024
 """Most tokens of all samples of one job: 64 MiB as a group, while Redis allows 512 MiB per value."""
 MAX_METADATA_BYTES = 16 * 1024
 MAX_METADATA_DEPTH = 32
+MAX_TASK_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Size of one token in a msgpack group: id, log-prob, kept mass, kept count."""
 OVERHEAD_BYTES = 1024
 """Upper bound of what a sample takes besides its tokens (up to ten weight versions), and a group besides its job."""
 MAX_DEADLINE_S = 30 * 86_400
 """Longest deadline of a client's job, in seconds after its submission."""
+IDLE_S = 3600.0
+"""Default time between two turns after which a session is forgotten, in seconds."""
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata, if JSON and msgpack can both carry it: finite numbers, 64-bit integers, text without lone
-    surrogates, and neither too deep nor too large. Raises ValueError if not."""
-    if _depth(metadata, MAX_METADATA_DEPTH) > MAX_METADATA_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_METADATA_DEPTH} levels")
-    try:
-        size = len(json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode())
-        msgpack.packb(metadata)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"must be plain JSON: {error}") from None
-    if size > MAX_METADATA_BYTES:
-        raise ValueError(f"{size} bytes as JSON, at most {MAX_METADATA_BYTES} allowed")
-    return metadata
+def _plain(most: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A function that returns an object if JSON and msgpack can both carry it: finite numbers, 64-bit integers, text
+    without lone surrogates, not too deep and at most `most` bytes of JSON. It raises ValueError if not."""
+
+    def check(given: dict[str, Any]) -> dict[str, Any]:
+        if _depth(given, MAX_METADATA_DEPTH) > MAX_METADATA_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_METADATA_DEPTH} levels")
+        try:
+            size = len(json.dumps(given, allow_nan=False, ensure_ascii=False).encode())
+            msgpack.packb(given)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"must be plain JSON: {error}") from None
+        if size > most:
+            raise ValueError(f"{size} bytes as JSON, at most {most} allowed")
+        return given
+
+    return check
 
 
 def _depth(value: Any, most: int) -> int:
@@ -51,8 +59,11 @@ def _depth(value: Any, most: int) -> int:
     return 1 + max((_depth(item, most - 1) for item in inner), default=0)
 
 
-Metadata = Annotated[dict[str, Any], AfterValidator(_plain)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_plain(MAX_METADATA_BYTES))]
 """Opaque JSON that goes with a job and comes back with its group."""
+check_task = _plain(MAX_TASK_BYTES)
+Task = Annotated[dict[str, Any], AfterValidator(check_task)]
+"""What a harness needs to play an episode: JSON that only the trainer and the harness understand."""
 
 
 class Sink(StrEnum):
@@ -73,11 +84,16 @@ class JobState(StrEnum):
 
 
 class Job(Record):
-    """One prompt, n samples. Ends exactly once: as a Group or a dead letter or, if a client's, cancelled or overdue."""
+    """One prompt, n samples; or one task, n episodes, which a harness plays in sessions. Ends exactly once: as a Group
+    or a dead letter or, if a client's, cancelled or overdue."""
 
     job_id: Annotated[str, Field(pattern=JOB_ID)]
     run_id: Annotated[str, Field(pattern=RUN_ID)]
     prompt_ids: Int32Array
+    """Empty if there is a task: the harness writes the prompts."""
+    task: Task | None = None
+    idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
+    """Seconds without a new turn after which an episode is given to another harness."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     sampling: Sampling = Sampling()
     sink: Sink
@@ -94,12 +110,19 @@ class Job(Record):
         sample = BYTES_PER_TOKEN * self.sampling.max_tokens + OVERHEAD_BYTES
         return len(self.to_bytes()) + OVERHEAD_BYTES + self.n * sample
 
-    @field_validator("prompt_ids")
-    @classmethod
-    def _prompt(cls, prompt_ids: Int32Array) -> Int32Array:
-        if len(prompt_ids) == 0 or prompt_ids.min() < 0:
-            raise ValueError(f"needs at least one token id, all >= 0, got {len(prompt_ids)}")
-        return prompt_ids
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes that a harness has to play; 0 if the replicas sample on their own."""
+        return 0 if self.task is None else self.n
+
+    @model_validator(mode="after")
+    def _prompted(self) -> Job:
+        num = len(self.prompt_ids)
+        if self.task is not None and (num or self.sink is Sink.CLIENT):
+            raise ValueError(f"a task needs the trainer's job without prompt_ids, got {num} ids, sink {self.sink}")
+        if self.task is None and (num == 0 or self.prompt_ids.min() < 0):
+            raise ValueError(f"prompt_ids needs at least one token id, all >= 0, got {num}")
+        return self
 
     @model_validator(mode="after")
     def _trainable(self) -> Job:

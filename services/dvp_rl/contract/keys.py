@@ -44,6 +44,12 @@ class Keys:
         return self._key("evals")
 
     @property
+    def episodes(self) -> str:
+        """Sorted set of the episodes that are to be played, as JOB_ID/INDEX, by when a harness may take them (broker's
+        clock, ms): while one has it, when its session will have been idle for too long."""
+        return self._key("episodes")
+
+    @property
     def dead(self) -> str:
         """Stream of dead letters, each with its job."""
         return self._key("dead")
@@ -152,16 +158,22 @@ class Keys:
 
     def job(self, job_id: str) -> str:
         """Hash of one job: state, sink, its entry in the stream (for sink `client`: client_entry, and caller),
-        deliveries, error, letter. Submissions are deduplicated by it."""
+        deliveries, error, letter; for episodes: data (the Job), num, left, idle_ms, and session:INDEX and
+        deliveries:INDEX of each. Submissions are deduplicated by it."""
         return self._key(f"job:{job_id}")
 
     def result(self, job_id: str) -> str:
         """The group of a finished job, kept one hour for sink `client`, else until it is acknowledged."""
         return self._key(f"result:{job_id}")
 
+    def played(self, job_id: str) -> str:
+        """Hash of a job's finished episodes by index, each a Group, until they are acknowledged."""
+        return self._key(f"played:{job_id}")
+
     def session(self, session_id: str) -> str:
-        """Hash of one session: state, caller, nonce, data (a Session), bytes, reward, and `turn:ID` with the index
-        of each turn. It expires when nobody has used the session for its `idle_s`."""
+        """Hash of one session: state, caller, nonce, data (a Session), bytes, reward, numbers of turns, branches,
+        drifted and tokens, and `turn:ID` with the index of each turn. For an episode also job and index, and until it
+        is finished `episode` (the Job) instead of data. It expires when nobody has used it for its `idle_s`."""
         return self._key(f"session:{session_id}")
 
     def turns(self, session_id: str) -> str:

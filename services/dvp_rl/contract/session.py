@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, model_validator
 
 from .arrays import Int32Array
-from .group import EngineFacts, EnvironmentSpan, Group, Sample, VersionSpan
-from .job import BYTES_PER_TOKEN, JOB_ID, MAX_DEADLINE_S, MAX_GROUP_TOKENS, Metadata, Sink
+from .group import EngineFacts, EnvironmentSpan, FinishReason, Group, Sample, VersionSpan
+from .job import BYTES_PER_TOKEN, IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_GROUP_TOKENS, Job, Metadata, Sink
 from .record import Record
-from .sampling import Sampling
+from .sampling import MAX_SEED, Sampling
 from .weights import RUN_ID
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 MAX_SESSION_BYTES = BYTES_PER_TOKEN * MAX_GROUP_TOKENS
 """Most bytes of all turns of a session together, as stored: as many as a group may have."""
 DIGEST_BYTES = 16
-IDLE_S = 3600.0
-"""Default time between two turns after which a session is forgotten, in seconds."""
 
 
 class SessionState(StrEnum):
@@ -49,16 +47,33 @@ class Fork(StrEnum):
 
 
 class Session(Record):
-    """What is fixed when a session is opened."""
+    """What is fixed when a session is opened, by a client or, for an episode of a job, by the trainer."""
 
     session_id: Annotated[str, Field(pattern=JOB_ID)]
     run_id: Annotated[str, Field(pattern=RUN_ID)]
+    sink: Sink = Sink.CLIENT
+    """Who gets the episode."""
+    min_seq: Annotated[int, Field(ge=0)] = 0
+    """Oldest weight seq that may draw a turn."""
     sampling: Sampling = Sampling()
     """The policy, and the limits of turns that name none."""
     chat_template_kwargs: Metadata = Field(default_factory=dict)
     metadata: Metadata = Field(default_factory=dict)
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
     """Seconds without a turn after which the session is forgotten."""
+
+    @classmethod
+    def of(cls, job: Job, index: int, session_id: str) -> Session:
+        """The session in which episode `index` of a job is played."""
+        sampling, seed = job.sampling, job.sampling.seed
+        if seed is not None:
+            # Not that of sample `index`: turns draw from streams (seed, turn), which would be equal in two episodes.
+            seed = int(digest(f"{seed}:episode:{index}")[:16], 16) & MAX_SEED
+        return cls(
+            session_id=session_id,
+            **{name: getattr(job, name) for name in ("run_id", "sink", "min_seq", "metadata", "idle_s")},
+            sampling=sampling.model_copy(update={"seed": seed}),
+        )
 
 
 class Turn(Record):
@@ -191,18 +206,35 @@ def _sample(turns: Sequence[Turn], branch: Sequence[int]) -> Sample:
     )
 
 
-def group_of(session: Session, turns: Sequence[Turn]) -> Group:
-    """The finished session as a group of one episode. Raises ValueError without turns."""
+def group_of(
+    session: Session,
+    turns: Sequence[Turn],
+    *,
+    job_id: str | None = None,
+    reward: float | None = None,
+    truncated: bool = False,
+) -> Group:
+    """The finished session as a group of one episode. Raises ValueError without turns.
+
+    `job_id`: the job's, if it is one of its episodes. `truncated`: the episode was cut off, so that it counts like a
+    sample which max_tokens cut off.
+    """
+    *samples, last = episode(turns)
+    if truncated:
+        last = last.model_copy(update={"finish_reason": FinishReason.LENGTH})
     return Group(
-        job_id=session.session_id,
+        job_id=job_id or session.session_id,
         run_id=session.run_id,
         prompt_ids=turns[0].context_ids,
         sampling=session.sampling,
-        samples=(samples := episode(turns)),
-        episode_sizes=(len(samples),),
-        sink=Sink.CLIENT,
+        samples=(*samples, last),
+        episode_sizes=(len(samples) + 1,),
+        rewards=() if session.sink is Sink.CLIENT else (reward,),
+        sink=session.sink,
         replica_id=turns[-1].replica_id,
         engine=turns[-1].engine,
+        engines=tuple({turn.engine: None for turn in turns[:-1] if turn.engine != turns[-1].engine}),
         metadata=session.metadata,
+        generate_s=max(0.0, turns[-1].at - turns[0].at),
         finished_at=turns[-1].at,
     )

@@ -153,10 +153,10 @@ def _find_call(turn: str, name: str, at: int = 0) -> tuple[int, int, tuple[str, 
     for brace in re.finditer(r"\{", turn[at:]):
         start = at + brace.start()
         try:
-            members, end = _JSON.raw_decode(turn, start)
-        except ValueError:
+            members, end = _read_object(turn, start)
+        except (ValueError, RecursionError):
             continue
-        key = {json.dumps(value): key for key, value in members.items()}
+        key = {json.dumps(json.loads(value)): key for key, value in members.items()}
         name_key, arguments_key = key.get(json.dumps(name)), key.get('{"probe_key": 1}')
         id_key = key.get('"abcdefghi"') or key.get('"ihgfedcba"')
         return (start, end, (name_key, arguments_key, id_key)) if name_key and arguments_key else None
@@ -205,4 +205,4 @@ def _read_object(text: str, at: int) -> tuple[dict[str, str], int]:
         mark = _NEXT.match(text, end)
     if mark is None:
         raise ValueError("no JSON object: it isn't closed")
-    return members, mark.end()
+    return members, mark.end(1)

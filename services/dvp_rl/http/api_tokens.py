@@ -39,13 +39,17 @@ class Scope(StrEnum):
     """The queue, the monitor's page, metrics."""
     ROLLOUT = "rollout"
     """READ, plus samples and jobs."""
+    HARNESS = "harness"
+    """ROLLOUT, plus episodes of the training run: what their rewards are worth, the model becomes."""
     WEIGHTS = "weights"
     """Files of published weights."""
     OPERATE = "operate"
     """Everything."""
 
     def includes(self, other: Scope) -> bool:
-        return other is self or self is Scope.OPERATE or (self, other) == (Scope.ROLLOUT, Scope.READ)
+        ladder = (Scope.READ, Scope.ROLLOUT, Scope.HARNESS)
+        below = self in ladder and other in ladder and ladder.index(other) < ladder.index(self)
+        return other is self or self is Scope.OPERATE or below
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Caller:
     def limited(self) -> str:
         """The name that the caller's limits apply to, or EVERYBODY if it has none of its own: replicas share a token of
         scope `weights`, and without tokens all callers count as one."""
-        return self.name if self.scope in (Scope.READ, Scope.ROLLOUT) else EVERYBODY
+        return self.name if self.scope in (Scope.READ, Scope.ROLLOUT, Scope.HARNESS) else EVERYBODY
 
 
 class ApiTokens:

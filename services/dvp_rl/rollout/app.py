@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, FastAPI, Request, Response
+from fastapi import APIRouter, Body, FastAPI, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from dvp_rl.contract.http import (
+    EpisodeBody,
+    EpisodeRequest,
     FinishRequest,
     Health,
     JobAccepted,
@@ -27,6 +29,7 @@ from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.application import application
 from dvp_rl.http.counted import CountedRequests
 from dvp_rl.http.openapi import NOT_READY, refusals
+from dvp_rl.transport.jobs import MAX_ERROR_CHARS
 
 from . import openai
 from .answers import Streamed
@@ -46,7 +49,7 @@ from .examples import (
     NOT_YOURS,
     SESSION_EXAMPLES,
 )
-from .routes import By, Served, SessionId, as_json, served_while_connected
+from .routes import By, Key, Served, SessionId, as_json, served_while_connected
 from .service import Service
 
 DESCRIPTION = (
@@ -54,7 +57,12 @@ DESCRIPTION = (
     "are never drawn, and every token comes with its log-probability under exactly that policy. Rollouts are answered "
     "by this replica; jobs go through the queue, to any replica of the run."
 )
-SCOPES = {"/v1/rollouts": Scope.ROLLOUT, "/v1/jobs": Scope.ROLLOUT, "/v1/sessions": Scope.ROLLOUT}
+SCOPES = {
+    "/v1/rollouts": Scope.ROLLOUT,
+    "/v1/jobs": Scope.ROLLOUT,
+    "/v1/sessions": Scope.ROLLOUT,
+    "/v1/episodes": Scope.HARNESS,
+}
 router = APIRouter()
 
 
@@ -73,6 +81,14 @@ def create_app(service: Service, tokens: ApiTokens, max_requests: int) -> FastAP
     return app
 
 
+NO_EPISODE: dict[int | str, dict[str, Any]] = {204: {"description": "No episode waits to be played."}}
+Why = Annotated[
+    str,
+    Query(
+        max_length=MAX_ERROR_CHARS,
+        description="Why an episode of a training run cannot be played. After max_deliveries errors its job is dead.",
+    ),
+]
 JobId = Annotated[str, InPath(description="The job_id that POST /v1/jobs was given, or returned.")]
 
 
@@ -123,14 +139,27 @@ async def session(session_id: SessionId, service: Served, caller: By) -> Respons
     "/v1/sessions/{session_id}/finish", response_model=SessionBody, responses=refusals(NO_SESSION, NO_TURN, NO_QUEUE)
 )
 async def finish_session(session_id: SessionId, body: FinishRequest, service: Served, caller: By) -> Response:
-    """Ends the episode and returns its samples. The same call again returns them again, for an hour."""
-    return Streamed(service.sessions.finish(session_id, body.reward, caller))
+    """Ends the episode and returns its samples. The same call again returns them again, for an hour. Samples of a
+    training run go to the trainer instead."""
+    return Streamed(service.sessions.finish(session_id, body, caller))
 
 
 @router.delete("/v1/sessions/{session_id}", response_model=SessionBody, responses=refusals(NO_SESSION, NO_QUEUE))
-async def delete_session(session_id: SessionId, service: Served, caller: By) -> Response:
-    """Deletes the session and all its turns. Returns the state that it had."""
-    return as_json(await service.sessions.delete(session_id, caller))
+async def delete_session(session_id: SessionId, service: Served, caller: By, error: Why = "") -> Response:
+    """Deletes the session and all its turns. Returns the state that it had. An episode of a training run that is not
+    finished is given to the next caller who asks for one."""
+    return as_json(await service.sessions.delete(session_id, error, caller))
+
+
+@router.post("/v1/episodes", response_model=EpisodeBody, responses=NO_EPISODE | refusals(NO_QUEUE))
+async def take_episode(body: EpisodeRequest, request: Request, service: Served, caller: By, key: Key = "") -> Response:
+    """Takes an episode of the training run: a session for the caller to play, finish and reward."""
+
+    async def take() -> Response:
+        taken = await service.sessions.take(body.wait_s, caller, key)
+        return Response(status_code=204) if taken is None else as_json(taken)
+
+    return await served_while_connected(take(), request)
 
 
 @router.get("/v1/queue", response_model=QueueHealth, responses=refusals(NO_QUEUE))

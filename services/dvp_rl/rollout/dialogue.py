@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from dvp_rl.contract.group import Group
     from dvp_rl.engines.tokenizer import Tokenizer
 
 MAX_BLAMED = 64
@@ -44,6 +45,8 @@ class Answer:
 
     content: str
     calls: tuple[ToolCall, ...] = ()
+    pieces: tuple[str, ...] = ()
+    """Texts of the drawn tokens, if the client asked for their log-probs."""
 
     @property
     def digest(self) -> str:
@@ -91,6 +94,24 @@ class Dialogue:
             return whole[len(text) :]
         return self._tokenizer.decode(drawn.tolist(), skip_special_tokens=not special)  # they complete a character
 
+    def turn(self, turn_id: str, prompt: Prompt, group: Group, answer: Answer) -> Turn:
+        """The record of a turn: the only sample of `group`, which was drawn after the prompt."""
+        (sample,) = group.samples
+        text = prompt.text + self.drawn_text(prompt.token_ids, sample.token_ids)
+        return Turn(
+            turn_id=turn_id,
+            parent=prompt.parent,
+            context_ids=prompt.context_ids,
+            sample=sample,
+            engine=group.engine,
+            replica_id=group.replica_id,
+            num_chars=len(text),
+            text_digest=digest(text),
+            answer_digest=answer.digest,
+            fork=prompt.fork,
+            at=group.finished_at,
+        )
+
     def answer(
         self,
         read: NDArray[np.int32],
@@ -98,18 +119,18 @@ class Dialogue:
         request: ChatRequest | CompletionRequest,
         session: Session,
     ) -> Answer:
+        """What the client is told of tokens that were drawn after the tokens `read`."""
         stops = (*session.sampling.stop, *request.stops)
+        wants_pieces = request.logprobs not in (None, False)
+        pieces = tuple(self._tokenizer.pieces(drawn.tolist())) if wants_pieces else ()
         if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
             assert self._format is not None, "its prompt could be rendered"
             # A format may begin with a special token, which the content of an answer without calls does not show.
             said = drawn[:-1] if drawn[-1] in self._tokenizer.eos_ids else drawn
             content, calls = self._format.parse(trim(self.drawn_text(read, said), stops))
             if calls:
-                return Answer(content, tuple(calls))
-        return Answer(trim(self.drawn_text(read, drawn, special=False), stops))
-
-    def pieces(self, token_ids: NDArray[np.int32]) -> list[str]:
-        return self._tokenizer.pieces(token_ids.tolist())
+                return Answer(content, tuple(calls), pieces)
+        return Answer(trim(self.drawn_text(read, drawn, special=False), stops), pieces=pieces)
 
     @cached_property
     def _format(self) -> ToolFormat | None:

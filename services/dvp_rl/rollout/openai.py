@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from itertools import accumulate
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Header, Request, Response
+from fastapi import APIRouter, Body, Depends, Request, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel
 
@@ -33,19 +33,11 @@ from dvp_rl.contract.openai import (
 from dvp_rl.http.openapi import refusals
 
 from .examples import CHAT_EXAMPLES, COMPLETION_EXAMPLES, NO_QUEUE, NO_SESSION, NOT_GENERATED, NOT_ONLY_MIN_P
-from .routes import By, Served, SessionId, as_json, served_while_connected
+from .routes import By, Key, Served, SessionId, as_json, served_while_connected
 from .sessions import Taken
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/v1")
 
-Key = Annotated[
-    str,
-    Header(
-        alias="idempotency-key",
-        max_length=256,
-        description="The same request with the same key is recorded once, and answered alike.",
-    ),
-]
 STREAM = "text/event-stream"
 TURN = refusals(NO_SESSION, NOT_ONLY_MIN_P, NOT_GENERATED, NO_QUEUE)
 SENT: dict[str, Any] = {"content": {STREAM: {}}, "description": "The turn, or events if stream is true."}
@@ -114,7 +106,7 @@ def _chat(taken: Taken, request: ChatRequest) -> Response:
     )
     logprobs = [
         TokenLogprob(token=piece, logprob=logprob, bytes=list(piece.encode()))
-        for piece, logprob in zip(taken.pieces, sample.logprobs.tolist(), strict=request.logprobs is True)
+        for piece, logprob in zip(answer.pieces, sample.logprobs.tolist(), strict=request.logprobs is True)
     ]
     choice = ChatChoice(
         message=message,
@@ -133,9 +125,9 @@ def _chat(taken: Taken, request: ChatRequest) -> Response:
 
 
 def _completion(taken: Taken, request: CompletionRequest) -> Response:
-    sample, pieces = taken.turn.sample, taken.pieces
+    sample, pieces = taken.turn.sample, taken.answer.pieces
     offsets = [0, *accumulate(map(len, pieces))][: len(pieces)]
-    logprobs = TextLogprobs(tokens=pieces, token_logprobs=sample.logprobs.tolist(), text_offset=offsets)
+    logprobs = TextLogprobs(tokens=list(pieces), token_logprobs=sample.logprobs.tolist(), text_offset=offsets)
     choice = TextChoice(
         text=taken.answer.content,
         finish_reason=sample.finish_reason.value,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request, Response
+from fastapi import Depends, Header, Request, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel
 
@@ -32,6 +32,14 @@ def _caller(request: Request) -> str:
 
 Served = Annotated[Service, Depends(_service)]
 By = Annotated[str, Depends(_caller)]
+Key = Annotated[
+    str,
+    Header(
+        alias="idempotency-key",
+        max_length=256,
+        description="The same request with the same key is carried out once, and answered alike.",
+    ),
+]
 SessionId = Annotated[str, InPath(description="The session_id that POST /v1/sessions was given, or returned.")]
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dvp_rl.contract.errors import EngineError, UnavailableError
+from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import (
     Health,
@@ -18,7 +18,7 @@ from dvp_rl.contract.http import (
     RolloutRequest,
     WeightStatus,
 )
-from dvp_rl.contract.job import Job
+from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.shares import EVERYBODY
 from dvp_rl.logs import LogContext
 from dvp_rl.transport.health import queue_health
@@ -105,11 +105,19 @@ class Service:
     @property
     def sessions(self) -> Sessions:
         """Raises UnavailableError if there is no broker."""
-        return Sessions(SessionStore(self.uplink.broker), self.replica, self._room, self._draw, self.started_at)
+        return Sessions(
+            SessionStore(self.uplink.broker),
+            self.replica,
+            self._room,
+            self._draw,
+            self.started_at,
+            self.settings.max_deliveries,
+        )
 
     async def _draw(self, job: Job, caller: str) -> Group:
-        """Generates on this replica, within the caller's limits."""
-        with self.replica.slots.clients.admit(job.n, caller):
+        """Generates on this replica, within the caller's limits unless it is for the trainer."""
+        slots = self.replica.slots
+        with slots.clients.admit(job.n, caller) if job.sink is Sink.CLIENT else slots.training.hold(job.n):
             group = await race(self._generate(job), self._cut_off.wait())
         if group is None:
             raise UnavailableError("this replica is stopping")
@@ -119,7 +127,11 @@ class Service:
         limit_s = self.settings.job_timeout_s
         try:
             async with asyncio.timeout(limit_s):
+                if job.sink is not Sink.CLIENT and self._swap is not None:
+                    await self._swap.reach(job.min_seq)
                 return await self.replica.generate(job, limit_s)
+        except WeightError as error:
+            raise UnavailableError(f"the weights that this turn needs are not loaded: {error}") from error
         except TimeoutError:
             raise EngineError(f"{job.n} samples took longer than {limit_s:.0f} s") from None
 

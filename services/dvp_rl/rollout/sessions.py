@@ -11,20 +11,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dvp_rl.contract.errors import NotFoundError, RequestError
-from dvp_rl.contract.group import Group, Sample
-from dvp_rl.contract.http import SessionBody, SessionRequest
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.http import EpisodeBody, FinishRequest, SessionBody, SessionRequest
 from dvp_rl.contract.job import BYTES_PER_TOKEN, MAX_GROUP_TOKENS, Job, Sink
 from dvp_rl.contract.openai import ChatRequest, CompletionRequest, Model
 from dvp_rl.contract.sampling import MAX_STOPS
 from dvp_rl.contract.session import (
-    Fork,
     Session,
     SessionState,
     Turn,
-    branches,
     digest,
     group_of,
     history,
@@ -32,13 +29,15 @@ from dvp_rl.contract.session import (
     path,
 )
 from dvp_rl.engines.seeds import alone
-from dvp_rl.transport.sessions import ENDED, Recorded, SessionStore
+from dvp_rl.transport.sessions import ENDED, Recorded, SessionStore, Summary
 
-from .answers import Room, in_pieces
-from .dialogue import Answer, Prompt
+from .answers import Room, in_pieces, null
+from .dialogue import Answer, Dialogue, Prompt
 from .loops import outlast
 from .replica import Replica
 
+POLL_S = 0.5
+"""Time between two looks for an episode, in seconds."""
 PATIENCE_S = 60.0
 """Longest wait of a drawn turn for a broker that is away, in seconds."""
 CONTEXT_FULL = "context_length_exceeded"
@@ -54,8 +53,6 @@ class Taken:
     turn: Turn
     num_prompt_tokens: int
     answer: Answer
-    pieces: list[str]
-    """Texts of the drawn tokens; empty unless they were asked for."""
 
 
 class Sessions:
@@ -66,13 +63,15 @@ class Sessions:
         room: Room,
         generate: Callable[[Job, str], Awaitable[Group]],
         started_at: int,
+        most_deliveries: int,
     ) -> None:
-        """`generate`: draws for a caller, within its limits."""
+        """`generate`: draws for a caller, within its limits. `most_deliveries`: of an episode, before its job dies."""
         self._started_at = started_at
         self._store = store
         self._replica = replica
         self._room = room
         self._generate = generate
+        self._most_deliveries = most_deliveries
 
     async def open(self, request: SessionRequest, caller: str) -> SessionBody:
         """Raises RequestError, OverloadedError."""
@@ -86,6 +85,32 @@ class Sessions:
             await self._replica.prompts.talk(lambda dialogue: dialogue.check(session))
         state = await self._store.open(session, caller=caller)
         return SessionBody(session_id=session.session_id, state=state, metadata=session.metadata)
+
+    async def take(self, wait_s: float, caller: str, key: str) -> EpisodeBody | None:
+        """The next episode that is to be played; None if there is none within `wait_s`. `key`: as in `turn`. Raises
+        OverloadedError, UnavailableError."""
+        session_id = digest(f"{caller}\n{key}") if key else uuid.uuid4().hex
+        deadline = time.monotonic() + wait_s
+        while True:
+            taken = await self._store.take(session_id, most_deliveries=self._most_deliveries, caller=caller)
+            left_s = deadline - time.monotonic()
+            if taken is not None or left_s <= 0:
+                break
+            await asyncio.sleep(min(POLL_S, left_s))
+        if taken is None:
+            return None
+        job = taken.job
+        assert job.task is not None, "only jobs with a task have episodes"
+        return EpisodeBody(
+            session_id=session_id,
+            job_id=job.job_id,
+            index=taken.index,
+            n=job.n,
+            sink=job.sink,
+            task=job.task,
+            sampling=job.sampling.model_dump(mode="json", exclude={"seed"}),
+            idle_s=job.idle_s,
+        )
 
     async def turn(self, session_id: str, request: ChatRequest | CompletionRequest, caller: str, key: str) -> Taken:
         """Draws and records a turn. `key`: the client's name of this request, or "": the same request with the same key
@@ -103,35 +128,24 @@ class Sessions:
         prompt = await self._replica.prompts.talk(lambda dialogue: dialogue.prompt(session, turns, request))
         job = self._job(turn_id, session, turns, prompt, request)
         group = await self._generate(job, caller)
-        (sample,) = group.samples
-        answer, pieces = await self._told(prompt.token_ids, sample, request, session)
-        text = prompt.text + await self._replica.prompts.talk(
-            lambda dialogue: dialogue.drawn_text(prompt.token_ids, sample.token_ids)
-        )
-        turn = Turn(
-            turn_id=turn_id,
-            parent=prompt.parent,
-            context_ids=prompt.context_ids,
-            sample=sample,
-            engine=group.engine,
-            replica_id=group.replica_id,
-            num_chars=len(text),
-            text_digest=digest(text),
-            answer_digest=answer.digest,
-            fork=prompt.fork,
-            at=group.finished_at,
-        )
+
+        def told(dialogue: Dialogue) -> tuple[Answer, Turn]:
+            (sample,) = group.samples
+            answer = dialogue.answer(prompt.token_ids, sample.token_ids, request, session)
+            return answer, dialogue.turn(turn_id, prompt, group, answer)
+
+        answer, turn = await self._replica.prompts.talk(told)
         index, new = await outlast(
             f"session {session_id}", lambda: self._store.append(recorded, turn, caller=caller), PATIENCE_S
         )
         if not new:  # by a replica that had seemed to be dead
             return await self._taken(await self._store.read(session_id, caller=caller), index, request)
         self._replica.metrics.turns.labels(prompt.fork or "none").inc()
-        return Taken(session, index, turn, len(prompt.token_ids), answer, pieces)
+        return Taken(session, index, turn, len(prompt.token_ids), answer)
 
     async def model(self, session_id: str, caller: str, name: str | None = None) -> Model:
         """The session's only model. Raises NotFoundError."""
-        await self._store.read(session_id, caller=caller)
+        await self._store.status(session_id, caller=caller)
         run_id, length = self._replica.run_id, self._replica.engine.context_length
         self._check_model(run_id if name is None else name)
         return Model(id=run_id, created=self._started_at, max_model_len=length)
@@ -161,9 +175,7 @@ class Sessions:
         if room < 1:
             field = "messages" if isinstance(request, ChatRequest) else "prompt"
             allowed = f"at most {context - 1}: a context of {context} less one for the answer"
-            error = RequestError.at(field, f"{len(prompt.token_ids)} tokens", allowed)
-            error.code = CONTEXT_FULL
-            raise error
+            raise RequestError.at(field, f"{len(prompt.token_ids)} tokens", allowed, CONTEXT_FULL)
         sampling = session.sampling
         stop = tuple(dict.fromkeys((*sampling.stop, *request.stops)))
         if len(stop) > MAX_STOPS:
@@ -180,7 +192,8 @@ class Sessions:
             run_id=session.run_id,
             prompt_ids=prompt.token_ids,
             sampling=sampling.model_copy(update={"max_tokens": limit, "stop": stop}),
-            sink=Sink.CLIENT,
+            sink=session.sink,
+            min_seq=session.min_seq,
             submitted_at=time.time(),
         )
         if request.seed is not None:
@@ -191,51 +204,60 @@ class Sessions:
         session, turns = recorded.session, recorded.turns
         turn = turns[index]
         read = np.concatenate([history(path(turns, turn.parent)), turn.context_ids])
-        return Taken(session, index, turn, len(read), *await self._told(read, turn.sample, request, session))
-
-    async def _told(
-        self, read: NDArray[np.int32], sample: Sample, request: ChatRequest | CompletionRequest, session: Session
-    ) -> tuple[Answer, list[str]]:
-        """What the client is told of a sample that followed the tokens `read`, and the texts of its tokens if it asked
-        for log-probs."""
-        with_logprobs = request.logprobs not in (None, False)
-        return await self._replica.prompts.talk(
-            lambda dialogue: (
-                dialogue.answer(read, sample.token_ids, request, session),
-                dialogue.pieces(sample.token_ids) if with_logprobs else [],
-            )
+        answer = await self._replica.prompts.talk(
+            lambda dialogue: dialogue.answer(read, turn.sample.token_ids, request, session)
         )
+        return Taken(session, index, turn, len(read), answer)
 
     async def status(self, session_id: str, caller: str) -> SessionBody:
         """Raises NotFoundError."""
-        return _body(await self._store.read(session_id, caller=caller))
+        return _body(await self._store.status(session_id, caller=caller))
 
     @asynccontextmanager
-    async def finish(self, session_id: str, reward: float | None, caller: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Ends the session. A SessionBody with its samples, as JSON. Raises NotFoundError, RequestError if it was
-        finished with another reward, OverloadedError if too many results are being read."""
-        await self._store.finish(session_id, reward, caller=caller)
-        recorded = await self._store.read(session_id, caller=caller)
+    async def finish(self, session_id: str, request: FinishRequest, caller: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Ends the session. A SessionBody as JSON, with its samples unless they are the trainer's. Raises
+        NotFoundError, RequestError if it was finished with another reward, OverloadedError if too many results are
+        being read."""
+        recorded = await self._ended(session_id, request, caller)
+        body = _body(await self._store.status(session_id, caller=caller))
+        if recorded.job_id is not None:
+            yield in_pieces(body, "group", null())
+            return
         async with self._room.hold(BYTES_PER_TOKEN * num_read(recorded.turns), caller):
-            group = await asyncio.to_thread(group_of, recorded.session, recorded.turns)
-            yield in_pieces(_body(recorded), "group", self._replica.prompts.response(group))
+            group = await asyncio.to_thread(_group, recorded, request)
+            yield in_pieces(body, "group", self._replica.prompts.response(group))
 
-    async def delete(self, session_id: str, caller: str) -> SessionBody:
+    async def _ended(self, session_id: str, request: FinishRequest, caller: str) -> Recorded:
+        """Ends the session and returns it, with all its turns unless it is an episode of a job."""
+        while True:
+            recorded = await self._store.read(session_id, caller=caller)
+            group = None
+            if recorded.job_id is not None and recorded.turns:
+                group = await asyncio.to_thread(_group, recorded, request)
+            if await self._store.finish(recorded, request.reward, group, caller=caller):
+                return recorded
+
+    async def delete(self, session_id: str, error: str, caller: str) -> SessionBody:
         """Returns the session as it was. Raises NotFoundError."""
-        recorded = await self._store.read(session_id, caller=caller)
-        await self._store.delete(session_id, caller=caller)
-        return _body(recorded)
+        summary = await self._store.status(session_id, caller=caller)
+        await self._store.delete(session_id, error, most_deliveries=self._most_deliveries, caller=caller)
+        return _body(summary)
 
 
-def _body(recorded: Recorded) -> SessionBody:
-    turns = recorded.turns
+def _group(recorded: Recorded, request: FinishRequest) -> Group:
+    return group_of(
+        recorded.session,
+        recorded.turns,
+        job_id=recorded.job_id,
+        reward=request.reward,
+        truncated=request.truncated,
+    )
+
+
+def _body(summary: Summary) -> SessionBody:
+    session = summary.session
     return SessionBody(
-        session_id=recorded.session.session_id,
-        state=recorded.state,
-        turns=len(turns),
-        branches=len(branches(turns)),
-        drifted=sum(turn.fork is Fork.DRIFT for turn in turns),
-        tokens=sum(turn.num_tokens for turn in turns),
-        reward=recorded.reward,
-        metadata=recorded.session.metadata,
+        session_id=session.session_id,
+        metadata=session.metadata if session.sink is Sink.CLIENT else {},
+        **{name: getattr(summary, name) for name in ("state", "reward", "turns", "branches", "drifted", "tokens")},
     )

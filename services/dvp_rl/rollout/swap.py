@@ -69,7 +69,7 @@ class WeightSwap:
             await self.change()
 
     async def reach(self, seq: int) -> None:
-        """Returns when `follow` has loaded weights of at least `seq`. The caller bounds the wait.
+        """Returns when `follow` has loaded weights of at least `seq` that may draw. The caller bounds the wait.
 
         Raises WeightError if the newest version cannot be loaded; `follow` keeps trying.
         """
@@ -77,6 +77,7 @@ class WeightSwap:
             if self._error is not None and self._newest is not None and self._newest.seq >= seq:
                 raise WeightError(self._error)
             await self.change()
+        await self.wait_allowed()
 
     async def refresh(self, registry: WeightRegistry) -> WeightStatus:
         """Loads the newest version now. Raises WeightError, UnavailableError."""

@@ -176,7 +176,6 @@ class Worker:
             try:
                 async with asyncio.timeout(patience):
                     await self._swap.reach(job.min_seq)
-                    await self._swap.wait_allowed()
             except TimeoutError:
                 reason = self._swap.status.error or "none was announced"
                 raise EngineError(f"no weights new enough within {patience:.0f} s: {reason}") from None

@@ -82,12 +82,12 @@ MAX_CALLS = 64
 many more requests at once, and its own work must find a connection, too."""
 
 _KEYS = (
-    *("jobs", "client_jobs", "groups", "evals", "dead", "versions"),
+    *("jobs", "client_jobs", "groups", "evals", "episodes", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
     *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines", "audit"),
 )
-"""Keys that every script has as constants, by the same name in capitals, besides the prefixes JOB, RESULT, REPLICA,
-SESSION and TURNS."""
+"""Keys that every script has as constants, by the same name in capitals, besides the prefixes JOB, RESULT, PLAYED,
+REPLICA, SESSION and TURNS."""
 
 
 class Broker:
@@ -289,6 +289,7 @@ def _source(name: str) -> str:
         **{key.upper(): f"'{getattr(keys, key)}'" for key in _KEYS},
         "JOB": f"'{keys.job('')}'",
         "RESULT": f"'{keys.result('')}'",
+        "PLAYED": f"'{keys.played('')}'",
         "REPLICA": f"'{keys.replica('')}'",
         "SESSION": f"'{keys.session('')}'",
         "TURNS": f"'{keys.turns('')}'",

@@ -110,7 +110,7 @@ class GroupQueue:
         deliveries: list[Delivery] = []
         async for entry_id, fields, data in self._with_data([e for e in entries if e[0] not in inbox.delivered]):
             try:
-                item = DeadLetter.from_bytes(data) if fields.get(b"kind") == b"dead" else Group.from_bytes(data)
+                item = DeadLetter.from_bytes(data[0]) if fields.get(b"kind") == b"dead" else _group(data)
             except RequestError as error:
                 logger.warning("entry %s of the %s stream is not a group: %s", entry_id, inbox.sink, error)
                 await self.broker.script("bury_group", self._fence, inbox.stream, entry_id, f"not a group: {error}")
@@ -119,15 +119,23 @@ class GroupQueue:
         inbox.delivered.update(delivery.entry_id for delivery in deliveries)
         return deliveries
 
-    async def _with_data(self, entries: Sequence[Entry]) -> AsyncIterator[tuple[str, dict[bytes, bytes], bytes]]:
-        """Each entry with its record, which is in the entry itself or, for a group, in a key beside the stream."""
+    async def _with_data(self, entries: Sequence[Entry]) -> AsyncIterator[tuple[str, dict[bytes, bytes], list[bytes]]]:
+        """Each entry with its records: one that is in the entry itself or, for a group, in a key beside the stream; of
+        episodes that a harness played, one for each."""
+        keys = self.broker.keys
         for page in _pages(entries):
-            prefix = self.broker.keys.result("").encode()
-            names = [prefix + fields.get(b"id", b"") for _, fields in page if b"size" in fields]
-            async with self.broker.call():
-                groups: Iterator[Any] = iter(await self.broker.redis.mget(names) if names else ())
+            async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as calls:
+                for _, fields in page:
+                    job_id = fields.get(b"id", b"").decode(errors="replace")
+                    if fields.get(b"kind") == b"episodes":
+                        calls.hgetall(keys.played(job_id))
+                    elif b"size" in fields:
+                        calls.get(keys.result(job_id))
+                groups: Iterator[Any] = iter(await calls.execute())
             for entry_id, fields in page:
-                yield entry_id, fields, (next(groups) if b"size" in fields else fields.get(b"data")) or b""
+                found = next(groups) if b"size" in fields else fields.get(b"data")
+                records = [found[index] for index in sorted(found, key=int)] if isinstance(found, dict) else [found]
+                yield entry_id, fields, [record or b"" for record in records]
 
     def look_again(self) -> None:
         """Makes the next `read` look for entries that were read but never delivered, even if the counts agree."""
@@ -159,6 +167,14 @@ class GroupQueue:
         counts jobs that have ended. Must not run while jobs are being submitted."""
         gone: int = await self.broker.script("recount", self._fence, *outstanding)
         return gone
+
+
+def _group(records: Sequence[bytes]) -> Group:
+    """Raises RequestError."""
+    groups = [Group.from_bytes(record) for record in records]
+    if not groups:
+        raise RequestError("Group: none of its episodes is there")
+    return Group.joined(groups) if groups[0].rewards else groups[0]
 
 
 def _pages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

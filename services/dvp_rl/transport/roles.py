@@ -56,10 +56,10 @@ class _Needs:
 _NEEDS = {
     Role.ROLLOUT: _Needs(
         scripts="create_groups start expire renew commit release fail abandon beat leave submit_client delete health "
-        "session_open session_append session_finish session_delete",
+        "session_open session_append session_finish session_delete episode_take",
         commands=f"{_CONNECTION} XREADGROUP XREAD STRLEN LRANGE MULTI EXEC RPUSH BLPOP LREM",
         writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfer "
-        "session turns "
+        "episodes played session turns "
         f"{_CLIENTS}",
         reads="versions closed lease uncheckpointed trainer",
         puts="transfers",  # a role that reads requests could answer them with its own weights
@@ -67,15 +67,15 @@ _NEEDS = {
     Role.TRAINER: _Needs(
         scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle "
         "acknowledge restore recount next_seq announce pin beat_trainer health pending sweep",
-        commands=f"{_CONNECTION} HMGET PTTL XREADGROUP MGET SMEMBERS MULTI EXEC RPUSH BLPOP",
-        writes="jobs client_jobs groups evals dead in_flight uncheckpointed counters versions seq pinned lease fence "
-        f"replicas trainer job result replica transfers transfer {_CLIENTS}",
+        commands=f"{_CONNECTION} HMGET HGETALL PTTL ZCARD ZCOUNT XREADGROUP GET SMEMBERS MULTI EXEC RPUSH BLPOP",
+        writes="jobs client_jobs groups evals episodes dead in_flight uncheckpointed counters versions seq pinned "
+        f"lease fence replicas trainer job result played session turns replica transfers transfer {_CLIENTS}",
         reads="backlogs closed",
     ),
     Role.MONITOR: _Needs(
         scripts="health letters replay discard",
         commands=f"{_CONNECTION} EXISTS SCAN",
-        writes=f"jobs client_jobs groups evals dead in_flight counters job audit {_CLIENTS}",
+        writes=f"jobs client_jobs groups evals episodes dead in_flight counters job audit {_CLIENTS}",
         reads="versions closed fence uncheckpointed replicas replica trainer backlogs",
     ),
     Role.OPERATOR: _Needs(

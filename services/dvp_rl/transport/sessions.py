@@ -7,14 +7,17 @@ import math
 import re
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from dvp_rl.contract.errors import NotFoundError, RequestError
-from dvp_rl.contract.job import JOB_ID
-from dvp_rl.contract.session import MAX_SESSION_BYTES, Session, SessionState, Turn
+from dvp_rl.contract.group import Group
+from dvp_rl.contract.job import JOB_ID, Job
+from dvp_rl.contract.session import MAX_SESSION_BYTES, Fork, Session, SessionState, Turn
 from dvp_rl.contract.shares import EVERYBODY
 
 from .broker import Broker
+from .jobs import MAX_ERROR_CHARS
 from .submission import check_admitted
 
 UNKNOWN = "session {!r}: never opened, deleted, or not used for longer than its idle_s; a finished one is kept an hour"
@@ -26,10 +29,34 @@ class Recorded(NamedTuple):
 
     session: Session
     state: SessionState
-    reward: float | None
     turns: list[Turn]
+    """None are left of an episode that is finished."""
     nonce: str
     """Differs from that of a session that was deleted and opened again."""
+    job_id: str | None = None
+    """The job's, if this is one of its episodes."""
+
+
+class Summary(NamedTuple):
+    """A session without its turns."""
+
+    session: Session
+    state: SessionState
+    reward: float | None
+    turns: int
+    branches: int
+    drifted: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode that a harness has taken."""
+
+    session: Session
+    job: Job
+    index: int
+    """Which of the job's n episodes it is, from 0."""
 
 
 class SessionStore:
@@ -55,7 +82,8 @@ class SessionStore:
         data = turn.to_bytes()
         session_id, parent = recorded.session.session_id, turn.parent
         follows = ("", "") if parent is None else (parent, recorded.turns[parent].turn_id)
-        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, MAX_SESSION_BYTES)
+        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES)
+        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts)
         reply, number, allowed = await self.broker.script("session_append", *args)
         outcome = reply.decode()
         check_admitted(outcome, number, allowed, len(data), caller)
@@ -71,38 +99,79 @@ class SessionStore:
                 )
         return number, outcome == "new"
 
+    async def take(self, session_id: str, *, most_deliveries: int, caller: str = EVERYBODY) -> Episode | None:
+        """Gives the caller the next episode that is to be played, in a session with this id; None if there is none. The
+        same id again returns the same episode, until it is finished. An episode that was given before and then left
+        alone, or failed, `most_deliveries` times makes its job a dead letter. Raises NotFoundError if the id is taken,
+        OverloadedError if the broker's memory is full."""
+        args = (session_id, caller, secrets.token_hex(8), most_deliveries)
+        reply = await self.broker.script("episode_take", *args)
+        match reply:
+            case []:
+                return None
+            case [b"unknown"]:
+                raise NotFoundError(UNKNOWN.format(session_id))
+        _, index, data = reply
+        job = Job.from_bytes(data)
+        return Episode(Session.of(job, index, session_id), job, index)
+
+    async def status(self, session_id: str, *, caller: str = EVERYBODY) -> Summary:
+        """Raises NotFoundError."""
+        names = ("reward", "turns", "branches", "drifted", "tokens")
+        session, state, _, (reward, *counts), _ = await self._look(session_id, names, caller)
+        return Summary(session, state, float(reward) if reward else None, *(int(count or 0) for count in counts))
+
     async def read(self, session_id: str, *, caller: str = EVERYBODY) -> Recorded:
         """Raises NotFoundError."""
+        session, state, job_id, (nonce,), turns = await self._look(session_id, ("nonce",), caller, turns=True)
+        return Recorded(session, state, await asyncio.to_thread(_decoded, turns), nonce.decode(), job_id)
+
+    async def _look(
+        self, session_id: str, names: Sequence[str], caller: str, *, turns: bool = False
+    ) -> tuple[Session, SessionState, str | None, list[Any], list[bytes]]:
+        """A session, its state, the id of its job, more fields, and the records of its turns."""
         if not re.fullmatch(JOB_ID, session_id):
             raise NotFoundError(UNKNOWN.format(session_id))
         keys = self.broker.keys
-        async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
-            both.hmget(keys.session(session_id), "data", "state", "caller", "reward", "nonce")
-            both.lrange(keys.turns(session_id), 0, -1)
-            (data, state, whose, reward, nonce), turns = await both.execute()
-        if data is None or (caller != EVERYBODY and whose != caller.encode()):
+        always = ("data", "episode", "index", "job", "state", "caller")
+        async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as calls:
+            calls.hmget(keys.session(session_id), *always, *names)
+            if turns:
+                calls.lrange(keys.turns(session_id), 0, -1)
+            (data, episode, index, job, state, whose, *fields), *records = await calls.execute()
+        if state is None or (caller != EVERYBODY and whose != caller.encode()):
             raise NotFoundError(UNKNOWN.format(session_id))
-        return Recorded(
-            Session.from_bytes(data),
-            SessionState(state.decode()),
-            float(reward) if reward else None,
-            await asyncio.to_thread(_decoded, turns),
-            nonce.decode(),
-        )
+        session = Session.from_bytes(data) if data else Session.of(Job.from_bytes(episode), int(index), session_id)
+        job_id = None if job is None else job.decode()
+        return session, SessionState(state.decode()), job_id, fields, records[0] if turns else []
 
-    async def finish(self, session_id: str, reward: float | None, *, caller: str = EVERYBODY) -> None:
-        """Ends a session that has turns. The same again changes nothing. Raises NotFoundError, or RequestError if it
-        has no turn or was finished with another reward."""
-        given = "" if reward is None else repr(reward)
-        match (await self.broker.script("session_finish", session_id, caller, given)).decode():
+    async def finish(
+        self, recorded: Recorded, reward: float | None, group: Group | None, *, caller: str = EVERYBODY
+    ) -> bool:
+        """Ends a session that has turns; False if it has other turns than those that were read. The same again changes
+        nothing. `group`: for an episode of a job, that episode alone; the last one to be finished completes the job.
+
+        Raises NotFoundError, or RequestError if the session has no turn or was finished with another reward.
+        """
+        given, session = "" if reward is None else repr(reward), recorded.session
+        args = (session.session_id, caller, recorded.nonce, len(recorded.turns), given)
+        records = ("", "") if group is None else (session.to_bytes(), group.to_bytes())
+        match (await self.broker.script("session_finish", *args, *records)).decode():
             case "unknown":
-                raise NotFoundError(UNKNOWN.format(session_id))
+                raise NotFoundError(UNKNOWN.format(session.session_id))
             case "empty":
-                raise RequestError(f"session {session_id!r} has no turn to be finished: delete it")
+                raise RequestError(f"session {session.session_id!r} has no turn to be finished: delete it")
+            case "changed":
+                return False
+        return True
 
-    async def delete(self, session_id: str, *, caller: str = EVERYBODY) -> SessionState:
-        """Deletes a session with its turns and returns the state that it had. Raises NotFoundError."""
-        state = (await self.broker.script("session_delete", session_id, caller)).decode()
+    async def delete(
+        self, session_id: str, error: str = "", *, most_deliveries: int = 1, caller: str = EVERYBODY
+    ) -> SessionState:
+        """Deletes a session with its turns and returns the state that it had. Raises NotFoundError. An episode that is
+        not finished is given to the next who asks; with an `error`, that counts as a delivery, as in `take`."""
+        args = (session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries)
+        state = (await self.broker.script("session_delete", *args)).decode()
         if state == "unknown":
             raise NotFoundError(UNKNOWN.format(session_id))
         return SessionState(state)

@@ -14,7 +14,7 @@ from dvp_rl.contract.group import Group
 from dvp_rl.contract.job import JOB_ID, MAX_DEADLINE_S, Job, JobState, Sink, own_prefix
 from dvp_rl.contract.shares import EVERYBODY, RULE
 
-from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RETRY_AFTER_MEMORY_S, Broker
+from .broker import CLIENT_MEMORY_SHARE, CLIENT_SHARE, RESULT_SHARE, RETRY_AFTER_MEMORY_S, Broker
 
 RETRY_AFTER_BACKLOG_S = 2.0
 RETRY_AFTER_CLOSED_S = 30.0
@@ -61,9 +61,9 @@ class Submission:
         return outcomes
 
     async def _submit(self, jobs: Sequence[Job], fence: int, limit: int) -> list[Submitted]:
-        triples = [(job.job_id, job.sink, job.to_bytes()) for job in jobs]
+        rows = [(job.job_id, job.sink, job.to_bytes(), job.num_episodes, math.ceil(1000 * job.idle_s)) for job in jobs]
         try:
-            reply = await self.broker.script("submit", fence, limit, *(x for three in triples for x in three))
+            reply = await self.broker.script("submit", fence, limit, *(part for row in rows for part in row))
         except OverloadedError:
             return [Submitted.REFUSED] * len(jobs)
         return [Submitted(outcome.decode()) for outcome in reply]
@@ -128,10 +128,10 @@ class Submission:
         keys = self.broker.keys
         # No transaction: Redis refuses it when its memory is full, even if it only reads.
         async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as both:
-            both.hgetall(keys.job(job_id))
+            both.hmget(keys.job(job_id), names := ("state", "sink", "caller", "error"))
             both.strlen(keys.result(job_id))
             stored, num_bytes = await both.execute()
-        fields = {name.decode(): value.decode() for name, value in stored.items()}
+        fields = {name: value.decode() for name, value in zip(names, stored, strict=True) if value is not None}
         has_result = fields.get("sink") == Sink.CLIENT and fields.get("state") == JobState.DONE
         others = caller != EVERYBODY and (fields.get("sink") != Sink.CLIENT or fields.get("caller", caller) != caller)
         if "state" not in fields or others or (has_result and not num_bytes):
@@ -158,6 +158,8 @@ def check_admitted(outcome: str, taken: int, allowed: int, size: int, caller: st
         case "closed":
             reason = "the queue is being drained: no new jobs until dvp-queue open"
             raise OverloadedError(reason, RETRY_AFTER_CLOSED_S)
+        case "crowded":
+            reason = f"the broker's memory (its maxmemory) is {RESULT_SHARE:.0%} full, the rest is for finished groups"
         case "memory":
             reason = (
                 f"the broker's memory (its maxmemory) would be {CLIENT_MEMORY_SHARE:.0%} full, the rest is for training"

@@ -21,7 +21,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from dvp_rl.contract.errors import RequestError
-from dvp_rl.contract.group import EngineFacts, FinishReason, Sample, VersionSpan
+from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
+from dvp_rl.contract.job import Sink
 from dvp_rl.contract.openai import ChatRequest, CompletionRequest
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.session import Fork, Session, Turn, branches, digest, episode, group_of, history, path
@@ -128,7 +129,6 @@ class Player:
         """`check`: whether all text is that of its tokens, as it is unless a turn ends within a character."""
         prompt = self.dialogue.prompt(self.session, self.turns, request)
         index, drawn_ids = len(self.turns), np.asarray(ids, np.int32)
-        drawn = self.dialogue.drawn_text(prompt.token_ids, drawn_ids)
         answer = self.dialogue.answer(prompt.token_ids, drawn_ids, request, self.session)
         sample = Sample(
             token_ids=drawn_ids,
@@ -139,19 +139,18 @@ class Player:
             versions=(VersionSpan(version=f"run:{index}:weights", start=0, end=len(ids)),),
             seed=0,
         )
-        turn = Turn(
-            turn_id=f"turn-{index}",
-            parent=prompt.parent,
-            context_ids=prompt.context_ids,
-            sample=sample,
-            engine=EngineFacts(name="player", version="1", dtype="float32"),
+        group = Group(
+            job_id="job",
+            run_id=RUN,
+            prompt_ids=prompt.token_ids,
+            sampling=self.session.sampling,
+            samples=(sample,),
+            sink=Sink.CLIENT,
             replica_id="replica-0",
-            num_chars=len(prompt.text) + len(drawn),
-            text_digest=digest(prompt.text + drawn),
-            answer_digest=answer.digest,
-            fork=prompt.fork,
-            at=float(index),
+            engine=EngineFacts(name="player", version="1", dtype="float32"),
+            finished_at=float(index),
         )
+        turn = self.dialogue.turn(f"turn-{index}", prompt, group, answer)
         if check:
             self.check_turn(turn, prompt)
         self.turns.append(turn)

@@ -7,18 +7,19 @@ import logging
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 
 from dvp_rl.contract.errors import ConfigError, RequestError
+from dvp_rl.contract.job import check_task
 from dvp_rl.contract.shape import Shape
 from dvp_rl.engines.context import model_context
 from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer, template_variables
-from dvp_trainer.config import TrainSettings
+from dvp_trainer.config import EpisodesSection, TrainSettings
 
-from .prompts import Layout, Order, Prompts, Row, load_prompts
+from .prompts import Layout, Order, Prompts, Row, as_json, load_prompts
 from .rewards import needs_answer
 
 if TYPE_CHECKING:
@@ -161,13 +162,40 @@ def encode_prompt(tokenizer: Tokenizer, row: Row, source: str) -> NDArray[np.int
     return np.array(ids, np.int32)
 
 
-class PromptTokens:
-    """Rows of the data set and their token ids, by position."""
+class Asked:
+    """Rows of the data set, and what a job asks for one."""
 
-    def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
-        self.row, self.fingerprint = prompts.row_at, prompts.fingerprint
-        self._tokenizer, self._source = tokenizer, prompts.source
-        self.token_ids = lru_cache(maxsize=65_536)(self._token_ids)
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, episodes: EpisodesSection) -> None:
+        self.prompts, self.fingerprint, self.row = prompts, prompts.fingerprint, prompts.row_at
+        self._tokenizer, self._episodes = tokenizer, episodes
+        self._token_ids = lru_cache(maxsize=65_536)(self._encode)
 
-    def _token_ids(self, position: int) -> NDArray[np.int32]:
-        return encode_prompt(self._tokenizer, self.row(position), self._source)
+    def at(self, position: int) -> dict[str, Any]:
+        """Fields of the job for the row at a position. Raises ConfigError."""
+        if self._episodes.harness:
+            return self._task(self.row(position))
+        return {"prompt_ids": self._token_ids(position)}
+
+    def of(self, row: Row) -> dict[str, Any]:
+        """Fields of the job for a row. Raises ConfigError."""
+        if self._episodes.harness:
+            return self._task(row)
+        return {"prompt_ids": encode_prompt(self._tokenizer, row, self.prompts.source)}
+
+    def _task(self, row: Row) -> dict[str, Any]:
+        return {"prompt_ids": (), "task": task_of(row, self.prompts.source), "idle_s": self._episodes.idle_s}
+
+    def _encode(self, position: int) -> NDArray[np.int32]:
+        return encode_prompt(self._tokenizer, self.row(position), self.prompts.source)
+
+
+def task_of(row: Row, source: str) -> dict[str, Any]:
+    """A row as the harness that plays it gets it. What JSON lacks becomes text, and NaN null. Raises ConfigError if it
+    is no Unicode text or too large."""
+    prompt = row.prompt if isinstance(row.prompt, str) else [message.model_dump() for message in row.prompt]
+    text = json.dumps(row.extra, default=as_json)
+    columns = json.loads(text, parse_constant=lambda name: None)
+    try:
+        return check_task({"row": row.index, "prompt": prompt, "answer": row.answer, "columns": columns})
+    except ValueError as error:
+        raise ConfigError(f"{source}: row {row.index} cannot be sent to a harness: {error}") from None

@@ -65,6 +65,11 @@ def math(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str
     return float(result == gold or _same_mathematics(gold, result))
 
 
+def given(completion: str, answer: str | None, /, *, prompt: str, extra: dict[str, Any]) -> float:
+    """Fails: only episodes that their harness did not reward are scored."""
+    raise ValueError("the harness finished the episode without a reward")
+
+
 def stated_result(completion: str) -> str | None:
     r"""The result stated by the last `\boxed{...}` (braces balanced) or `Answer: ...` (without surrounding `$`),
     whichever comes later; None if there is none. The result of `Answer:` may follow on a later line, and both word and
@@ -116,12 +121,13 @@ NAMED: dict[str, Reward] = {
     RewardName.MATH: math,
     RewardName.EXACT_MATCH: exact_match,
     RewardName.ARITHMETIC: arithmetic,
+    RewardName.GIVEN: given,
 }
 
 
 def needs_answer(name: str) -> bool:
-    """True for built-in rewards, which need an answer in every row; a user's own function decides for itself."""
-    return name in NAMED
+    """True for built-in rewards that compare with the row's answer; a user's own function decides for itself."""
+    return name in NAMED and name != RewardName.GIVEN
 
 
 def resolve_reward(name: str) -> Callable[..., Any]:

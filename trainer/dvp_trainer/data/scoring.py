@@ -10,7 +10,7 @@ from dvp_rl.contract.group import Group
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_rl.hooks import is_hook
 from dvp_trainer.config import RewardSection
-from dvp_trainer.options import Overlong
+from dvp_trainer.options import Overlong, RewardName
 
 from .batch import ScoredGroup
 from .prompts import Row
@@ -31,10 +31,15 @@ class Scorer:
         """Numbers of completions that await their rewards, and of their groups."""
 
     async def score(self, group: Group, row: Row) -> ScoredGroup:
-        """The group with its rewards; a failed one counts as 0. An episode gets the reward of its last sample.
+        """The group with its rewards; a failed one counts as 0. An episode gets what its harness gave it, or else the
+        reward of its last sample.
 
         Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
+        given = group.rewards
+        if given and None not in given:
+            rewards = [reward for reward in given if reward is not None]
+            return ScoredGroup(group, self._shaped(group, rewards), staleness=0, arrived=arrived)
         token_ids = [last.token_ids.tolist() for *_, last in group.episodes]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
         self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
@@ -43,9 +48,13 @@ class Scorer:
         finally:
             self.num_waiting, self.num_groups = self.num_waiting - len(completions), self.num_groups - 1
         self._failures.look_at(row, completions, results)
+        rewards = [
+            result.value or 0.0 if reward is None else reward
+            for reward, result in zip(given or [None] * len(results), results, strict=True)
+        ]
         return ScoredGroup(
             group=group,
-            rewards=self._shaped(group, [result.value or 0.0 for result in results]),
+            rewards=self._shaped(group, rewards),
             staleness=0,
             num_failed=sum(result.value is None for result in results),
             reward_s=sum(result.seconds for result in results),
@@ -64,6 +73,8 @@ class Scorer:
     async def try_on(self, rows: Sequence[Row], n: int) -> None:
         """Scores each row's answer as if it were a completion. TRL's form gets a group of `n`, in which every other
         text is empty. Raises ConfigError if every reward fails; warns if empty completions would get no less."""
+        if self._rules.name == RewardName.GIVEN:
+            return
         num, source = 1 if self._pool.form is Form.OWN else n, self._failures.source
         answers = [(row.answer or "").encode(errors="replace").decode() for row in rows]
         requests, results = await self._try(rows, [([answer, ""] * num)[:num] for answer in answers])

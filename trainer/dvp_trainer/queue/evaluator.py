@@ -12,11 +12,11 @@ from dvp_rl.contract.errors import UnavailableError
 from dvp_rl.contract.group import DeadLetter, FinishReason
 from dvp_rl.contract.job import Job, Sink, own_prefix
 from dvp_rl.transport.groups import Delivery, GroupQueue
-from dvp_rl.transport.pending import who_holds
+from dvp_rl.transport.pending import who_holds, who_plays
 from dvp_rl.transport.submission import Submission
 from dvp_trainer.config import TrainSettings
-from dvp_trainer.data.prompts import Prompts, Row
-from dvp_trainer.data.rendering import encode_prompt
+from dvp_trainer.data.prompts import Row
+from dvp_trainer.data.rendering import Asked
 from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.publish.publisher import Publisher
 
@@ -32,14 +32,14 @@ class Evaluator:
     def __init__(
         self,
         settings: TrainSettings,
-        prompts: Prompts,
+        asked: Asked,
         scorer: Scorer,
         submission: Submission,
         groups: GroupQueue,
         publisher: Publisher,
         fence: int,
     ) -> None:
-        self.settings, self.prompts, self.scorer = settings, prompts, scorer
+        self.settings, self.asked, self.scorer = settings, asked, scorer
         self._submission, self._groups, self._publisher, self._fence = submission, groups, publisher, fence
         self._number = 0
 
@@ -49,7 +49,7 @@ class Evaluator:
         Raises UnavailableError if the groups do not all arrive within evaluate.timeout_s.
         """
         self._number += 1
-        rows = {self._job_id(row): row for row in islice(self.prompts, self.settings.evaluate.limit)}
+        rows = {self._job_id(row): row for row in islice(self.asked.prompts, self.settings.evaluate.limit)}
         await self._submit(rows)
         rewards: list[tuple[float, ...]] = []
         truncated: list[bool] = []
@@ -79,7 +79,8 @@ class Evaluator:
 
     async def _recheck(self, rows: Mapping[str, Row]) -> None:
         """Announces and submits again after silence: the broker may have been wiped or may have refused the jobs."""
-        whom = await who_holds(self._groups.broker, rows)
+        broker = self._groups.broker
+        whom = await (who_plays(broker) if self.settings.episodes.harness else who_holds(broker, rows))
         logger.info("still waiting for %d held-out groups: %s", len(rows), whom)
         await self._publisher.announce_again()
         self._groups.look_again()
@@ -97,7 +98,7 @@ class Evaluator:
         return Job(
             job_id=id,
             run_id=settings.run_id,
-            prompt_ids=encode_prompt(self.scorer.tokenizer, row, self.prompts.source),
+            **self.asked.of(row),
             n=settings.evaluate.n,
             # The same seed at every evaluation, so that only the weights change the score.
             sampling=settings.evaluate.to_sampling(settings.sampling, seed=row.index),

@@ -20,6 +20,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +33,11 @@ from dvp_rl.contract.group import DeadLetter, Group, LogprobKind
 from dvp_rl.contract.job import Job, Sink, job_id, job_position
 from dvp_rl.contract.sampling import MAX_SEED
 from dvp_rl.transport.groups import Delivery, GroupQueue
-from dvp_rl.transport.pending import who_holds
+from dvp_rl.transport.pending import who_holds, who_plays
 from dvp_rl.transport.submission import Submission, Submitted
 from dvp_trainer.config import ModelSection, TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup
-from dvp_trainer.data.rendering import PromptTokens
+from dvp_trainer.data.rendering import Asked
 from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.publish.publisher import Publisher
 from dvp_trainer.resume.checkpoint import Progress
@@ -60,14 +61,14 @@ class Feeder:
     def __init__(
         self,
         settings: TrainSettings,
-        prompts: PromptTokens,
+        asked: Asked,
         scorer: Scorer,
         submission: Submission,
         groups: GroupQueue,
         publisher: Publisher,
         fence: int,
     ) -> None:
-        self.settings, self.prompts, self.scorer = settings, prompts, scorer
+        self.settings, self.asked, self.scorer = settings, asked, scorer
         self.submission, self.groups, self.publisher, self.fence = submission, groups, publisher, fence
         self.submitted = Ledger(settings.out_dir / SUBMITTED)
         self.consumed = Ledger(settings.out_dir / CONSUMED)
@@ -115,7 +116,7 @@ class Feeder:
             "outstanding": tuple(self.books.outstanding),
             "submitted_length": self.submitted.length,
             "consumed_length": self.consumed.length,
-            "data_fingerprint": self.prompts.fingerprint,
+            "data_fingerprint": self.asked.fingerprint,
         }
 
     def close(self) -> None:
@@ -236,7 +237,7 @@ class Feeder:
         return Job(
             job_id=id,
             run_id=settings.run_id,
-            prompt_ids=self.prompts.token_ids(position),
+            **self.asked.at(position),
             n=settings.sampling.n,
             # Independent of the attempt, so that a regenerated sample differs only by its weights.
             sampling=settings.sampling.to_sampling(int.from_bytes(seed[:8]) & MAX_SEED),
@@ -285,7 +286,7 @@ class Feeder:
             await self._finish([item.job_id], Outcome.REFUSED)
             return
         with tracing.span("reward", [item.metadata]):
-            scored = await self.scorer.score(item, self.prompts.row(position))
+            scored = await self.scorer.score(item, self.asked.row(position))
         self._scored.put_nowait(scored)
 
     def _tell_of_leftovers(self, facts: str) -> None:
@@ -333,7 +334,8 @@ class Feeder:
     async def _waits_for(self) -> str:
         missing, found = self.books.missing(), [self.scorer.waiting()]
         if missing or not found[0]:
-            whom = await who_holds(self.groups.broker, missing)
+            broker = self.groups.broker
+            whom = await (who_plays(broker) if self.settings.episodes.harness else who_holds(broker, missing))
             found.append(f"{len(missing)} of {len(self.books.outstanding)} jobs in flight have no group: {whom}")
         return "; ".join(filter(None, found))
 
@@ -356,22 +358,34 @@ class Feeder:
         self._room.set()
 
 
-FROM_JOB = {"prompt_ids", "samples", "sampling.log_min_p", "sampling.temperature"}
+FROM_JOB = {"prompt_ids", "samples", "rewards", "sampling.log_min_p", "sampling.temperature"}
 """Differences that show that the group was made for another job, or by a replica that ignores jobs."""
 
 
 def mismatches(group: Group, job: Job, model: ModelSection) -> dict[str, str]:
     """How the group differs from what the job requested and from what the trainer can train on, by field."""
-    same_dtype = group.engine.dtype == model.compute_dtype != "float32"
-    expected = {
+    expected: dict[str, tuple[object, object]] = {
         "run_id": (group.run_id, job.run_id),
-        "prompt_ids": (_fingerprint(group.prompt_ids), _fingerprint(job.prompt_ids)),
         "samples": (len(group.episodes), job.n),
-        "engine.logprob_kind": (group.engine.logprob_kind, LogprobKind.CONSTRAINED),
-        "engine.fp32_head": (group.engine.fp32_head, model.fp32_head if same_dtype else group.engine.fp32_head),
+        "rewards": (len(group.rewards), job.num_episodes),
         "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),
         "sampling.temperature": (np.float32(group.sampling.temperature), np.float32(job.sampling.temperature)),
     }
+    if job.task is None:
+        expected["prompt_ids"] = _fingerprint(group.prompt_ids), _fingerprint(job.prompt_ids)
+    wrong = _differences(expected)
+    for engine in (group.engine, *group.engines):
+        same_dtype = engine.dtype == model.compute_dtype != "float32"
+        wrong |= _differences(
+            {
+                "engine.logprob_kind": (engine.logprob_kind, LogprobKind.CONSTRAINED),
+                "engine.fp32_head": (engine.fp32_head, model.fp32_head if same_dtype else engine.fp32_head),
+            }
+        )
+    return wrong
+
+
+def _differences(expected: Mapping[str, tuple[object, object]]) -> dict[str, str]:
     return {
         name: f"{name} is {got!s:.80}, expected {want!s:.80}" for name, (got, want) in expected.items() if got != want
     }

@@ -8,7 +8,7 @@ for i = 3, #ARGV, 2 do
   redis.call('XDEL', ARGV[2], entry)
   -- A broker that was wiped or lost its last writes may have reported the job in another entry.
   if (redis.call('HGET', JOB .. id, 'told') or entry) == entry then
-    redis.call('UNLINK', RESULT .. id)
+    redis.call('UNLINK', RESULT .. id, PLAYED .. id)
     redis.call('SREM', IN_FLIGHT, id)
     redis.call('SREM', UNCHECKPOINTED, id)
     redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)

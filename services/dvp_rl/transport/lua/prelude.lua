@@ -87,7 +87,36 @@ local function queue(sink)
   return sink == 'client' and CLIENT_JOBS or JOBS
 end
 
-local function enqueue(job_id, sink, data, at)
+-- Removes an episode's session, if it has one.
+local function end_session(job_id, index)
+  local session = redis.call('HGET', JOB .. job_id, 'session:' .. index)
+  if not session then return end
+  redis.call('HDEL', JOB .. job_id, 'session:' .. index)
+  redis.call('UNLINK', SESSION .. session, TURNS .. session)
+end
+
+local function episode_name(job_id, index)
+  return string.format('%s/%04d', job_id, index)
+end
+
+-- Ends the episodes of a job, played or not. It has none if replicas sample it on their own.
+local function end_episodes(job_id)
+  for index = 0, (redis.call('HGET', JOB .. job_id, 'num') or 0) - 1 do
+    redis.call('ZREM', EPISODES, episode_name(job_id, index))
+    end_session(job_id, index)
+  end
+  redis.call('UNLINK', PLAYED .. job_id)
+end
+
+-- `num`: number of episodes that a harness has to play, each for up to `idle_ms` without a turn; 0 or nil if replicas
+-- sample the job on their own.
+local function enqueue(job_id, sink, data, at, num, idle_ms)
+  if (tonumber(num) or 0) > 0 then
+    redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink, 'data', data, 'num', num, 'left', num,
+      'idle_ms', idle_ms)
+    for index = 0, num - 1 do redis.call('ZADD', EPISODES, at, episode_name(job_id, index)) end
+    return
+  end
   local entry = redis.call('XADD', queue(sink), '*', 'kind', 'job', 'id', job_id, 'sink', sink, 'data', data, 'at', at)
   -- Not 'entry': an older version takes that for an entry of JOBS, where the same id may be another job's.
   local where = sink == 'client' and 'client_entry' or 'entry'
@@ -162,11 +191,17 @@ local function own(name, caller)
   if caller then redis.call('HSET', CLIENT_CALLERS, name, caller) end
 end
 
--- Keeps a session for another `idle_ms` and accounts for its size. It counts like a result that clients hold.
+-- Keeps a session for another `idle_ms` and accounts for its size. A client's counts like a result that clients hold;
+-- an episode of the trainer's is taken by another harness then.
 local function keep_session(id)
-  local idle_ms, bytes, caller = unpack(redis.call('HMGET', SESSION .. id, 'idle_ms', 'bytes', 'caller'))
+  local idle_ms, bytes, caller, job, index =
+    unpack(redis.call('HMGET', SESSION .. id, 'idle_ms', 'bytes', 'caller', 'job', 'index'))
   redis.call('PEXPIRE', SESSION .. id, idle_ms)
   redis.call('PEXPIRE', TURNS .. id, idle_ms)
+  if job then
+    redis.call('ZADD', EPISODES, 'XX', now_ms() + idle_ms, episode_name(job, index))
+    return
+  end
   redis.call('HSET', CLIENT_CALLERS, ':session:' .. id, caller)
   hold(':session:' .. id, tonumber(bytes), now_ms() + idle_ms)
 end
@@ -218,6 +253,7 @@ local function client_refusal(bytes, caller)
 end
 
 -- Ends a job that never becomes a group: writes the dead letter, the tombstone for the trainer and the state at once.
+-- `stream` is nil for episodes, which no stream holds.
 local function bury(stream, id, fields, message, replica_id)
   local job_id, now = fields.id or '', now_ms()
   -- The trainer must be able to decode the tombstone, whatever was written into the entry.
@@ -234,18 +270,38 @@ local function bury(stream, id, fields, message, replica_id)
     tombstone = redis.call('XADD', inbox(sink), '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter, 'at', now)
   end
   local buried = redis.call('XADD', DEAD, '*', 'kind', 'dead', 'id', job_id, 'sink', sink, 'data', letter,
-    'job', fields.data or '', 'tombstone', tombstone, 'at', now)
+    'job', fields.data or '', 'num', fields.num or 0,
+    'idle_ms', fields.idle_ms or 0, 'tombstone', tombstone, 'at', now)
   count('dead')
-  drop(stream, id)
+  if stream then drop(stream, id) end
   if job_id == '' then return end
   redis.call('HSET', hash, 'state', 'dead', 'sink', sink, 'error', message, 'told', tombstone, 'letter', buried)
   redis.call('SREM', IN_FLIGHT, job_id)
+  end_episodes(job_id)
   if sink == 'client' then
     own(':dead:' .. buried, redis.call('HGET', CLIENT_CALLERS, job_id))
     hold(':dead:' .. buried, KEY_BYTES + #(fields.data or ''))
     redis.call('EXPIRE', hash, RESULT_TTL_S)
   end
   reserve(job_id, 0)
+end
+
+-- Counts a failed delivery of an episode. After too many its job is dead, with its other episodes. True if it is.
+local function fail_episode(job_id, index, message, most, holder)
+  local hash = JOB .. job_id
+  end_session(job_id, index)
+  local deliveries = redis.call('HINCRBY', hash, 'deliveries:' .. index, 1)
+  if deliveries < tonumber(most) then
+    count('redelivered')
+    redis.call('ZADD', EPISODES, now_ms(), episode_name(job_id, index))
+    return false
+  end
+  local fields = fields_of(redis.call('HGETALL', hash))
+  fields.id = job_id
+  redis.call('HSET', hash, 'deliveries', deliveries)
+  bury(nil, nil, fields, 'episode ' .. index .. ': ' .. message, holder)
+  redis.call('HDEL', hash, 'data', 'num')
+  return true
 end
 
 -- Whether a dead letter can be replayed: 'open' (yes), 'no_job', 'again' (a job with the same id was submitted since)

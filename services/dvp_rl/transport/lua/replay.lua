@@ -20,9 +20,10 @@ for i = 2, #ARGV, 3 do
     if letter.tombstone ~= '' then drop(inbox(letter.sink), letter.tombstone) end
     redis.call('XDEL', DEAD, entry)
     redis.call('HDEL', hash, 'deliveries', 'error', 'letter')
+    for index = 0, (letter.num or 0) - 1 do redis.call('HDEL', hash, 'deliveries:' .. index) end
     redis.call('HSET', hash, 'replayed', entry)
     redis.call('PERSIST', hash)
-    enqueue(id, letter.sink, letter.job, now_ms())
+    enqueue(id, letter.sink, letter.job, now_ms(), letter.num, letter.idle_ms)
     if letter.sink == 'client' then
       local caller = redis.call('HGET', CLIENT_CALLERS, ':dead:' .. entry)
       if caller then redis.call('HSET', hash, 'caller', caller) end

@@ -1,9 +1,17 @@
 #!lua flags=allow-oom
--- Deletes a session and its turns. ARGV: session id, caller or ''. Answers the state that it had, or 'unknown'.
-local id, caller = unpack(ARGV)
-local state, whose = unpack(redis.call('HMGET', SESSION .. id, 'state', 'caller'))
+-- Deletes a session and its turns. An episode that is not finished may be taken again at once; after too many errors its
+-- job is dead. ARGV: session id, caller or '', error of the episode or '', most deliveries. Answers the state that the
+-- session had, or 'unknown'.
+local id, caller, message, most = unpack(ARGV)
+local state, whose, job, index = unpack(redis.call('HMGET', SESSION .. id, 'state', 'caller', 'job', 'index'))
 if not state or not may_see(caller, 'client', whose) then return 'unknown' end
 redis.call('UNLINK', SESSION .. id, TURNS .. id)
-hold(':session:' .. id, 0)
-if state == 'open' then count('sessions_deleted') end
+if not job then
+  hold(':session:' .. id, 0)
+elseif state == 'open' and message ~= '' then
+  fail_episode(job, index, message, most, caller)
+elseif state == 'open' then
+  redis.call('HDEL', JOB .. job, 'session:' .. index)
+  redis.call('ZADD', EPISODES, 'XX', now_ms(), episode_name(job, index))
+end
 return state

@@ -1,16 +1,35 @@
 #!lua flags=allow-oom
--- Ends a session; its record is kept like a client's result. ARGV: session id, caller or '', reward or ''. Answers the
--- state that it had, 'unknown' or 'empty' (it has no turn).
-local id, caller, reward = unpack(ARGV)
+-- Ends a session. A client's is kept like a result; that of an episode becomes part of its job's group. ARGV: session id,
+-- caller or '', nonce of the session that was read, number of turns that were read, reward or ''; for an episode the
+-- Session, and the Group of it alone. Answers the state that it had, 'unknown', 'empty' (it has no turn) or 'changed' (it has more turns).
+local id, caller, nonce, turns, reward, session, group = unpack(ARGV)
 local hash = SESSION .. id
-local state, whose, given = unpack(redis.call('HMGET', hash, 'state', 'caller', 'reward'))
-if not state or not may_see(caller, 'client', whose) then return 'unknown' end
-if state == 'finished' and given ~= reward then
+local state, whose, opened, given, recorded, job, index =
+  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'reward', 'turns', 'job', 'index'))
+if not state or not may_see(caller, 'client', whose) or opened ~= nonce then return 'unknown' end
+if state == 'finished' then
+  if given == reward then return state end
   return redis.error_reply('CONFLICT session ' .. id .. ' was finished with ' .. (given == '' and 'no reward' or 'reward ' .. given))
-elseif state == 'open' then
-  if redis.call('EXISTS', TURNS .. id) == 0 then return 'empty' end
-  redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'idle_ms', 1000 * RESULT_TTL_S)
-  keep_session(id)
-  count('sessions_finished')
 end
+if not recorded then return 'empty' end
+if recorded ~= turns then return 'changed' end
+redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'idle_ms', 1000 * RESULT_TTL_S)
+keep_session(id)
+if not job then return state end
+
+redis.call('UNLINK', TURNS .. id)
+redis.call('HSET', hash, 'data', session)
+redis.call('HDEL', hash, 'episode')
+redis.call('ZREM', EPISODES, episode_name(job, index))
+redis.call('HDEL', JOB .. job, 'session:' .. index)
+redis.call('HSET', PLAYED .. job, index, group)
+if redis.call('HINCRBY', JOB .. job, 'left', -1) > 0 then return state end
+local size, sink = 0, redis.call('HGET', JOB .. job, 'sink')
+for _, part in ipairs(redis.call('HVALS', PLAYED .. job)) do size = size + #part end
+local told = redis.call('XADD', inbox(sink), '*',
+  'kind', 'episodes', 'id', job, 'sink', sink, 'size', size, 'at', now_ms())
+redis.call('HSET', JOB .. job, 'state', 'done', 'told', told)
+redis.call('HDEL', JOB .. job, 'data', 'num')
+count('committed')
+redis.call('HSET', COUNTERS, 'committed_at', now_ms())
 return state

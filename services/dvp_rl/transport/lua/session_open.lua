@@ -18,5 +18,4 @@ if refusal then return {refusal, taken, allowed} end
 redis.call('HSET', hash, 'state', 'open', 'caller', caller, 'data', data, 'idle_ms', idle_ms, 'bytes', bytes, 'nonce', nonce)
 own(':session:' .. id, caller)
 keep_session(id)
-count('sessions_opened')
 return {'new', taken, allowed}

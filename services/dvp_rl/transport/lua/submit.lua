@@ -1,12 +1,13 @@
 #!lua
 -- Admits jobs of the trainer. No allow-oom: admission must stop when the memory is full.
--- ARGV: fence, limit of train jobs in flight, then (job id, sink, data) for each. Answers an outcome for each.
+-- ARGV: fence, limit of train jobs in flight, then (job id, sink, data, number of episodes that a harness plays, ms
+-- that one may be idle) for each. Answers an outcome for each.
 local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local room, full = ARGV[2] - redis.call('SCARD', IN_FLIGHT), memory_full() or closed()
 local outcomes, now = {}, now_ms()
-for i = 3, #ARGV, 3 do
-  local id, sink, data = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+for i = 3, #ARGV, 5 do
+  local id, sink, data, num, idle_ms = unpack(ARGV, i, i + 4)
   local outcome = redis.call('HGET', JOB .. id, 'state')
   if not outcome or forgotten(id, sink) then
     -- After a resume on a wiped broker, the set already counts jobs that the stream lost.
@@ -15,8 +16,9 @@ for i = 3, #ARGV, 3 do
       outcome = 'refused'
     else
       outcome = 'new'
+      end_episodes(id)
       redis.call('DEL', JOB .. id)
-      enqueue(id, sink, data, now)
+      enqueue(id, sink, data, now, num, idle_ms)
       count('submitted')
       if sink == 'train' then
         redis.call('SADD', IN_FLIGHT, id)

@@ -1,0 +1,221 @@
+"""Episodes of a training run over HTTP: taken, played through an OpenAI endpoint, finished, given back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dvp_rl.contract.group import DeadLetter, Group
+from dvp_rl.contract.job import Job
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.groups import GroupQueue
+from dvp_rl.transport.lease import TrainerLease
+from dvp_rl.transport.results import client_jobs
+from dvp_rl.transport.submission import Submission
+from tests.integration.engines.oracle import Oracle
+from tests.integration.rollout.test_sessions import check_logprobs
+from tests.kit import web
+from tests.kit.harness import Harness
+from tests.kit.records import make_episodes
+from tests.kit.replicas import ReplicaProcess, ReplicaThread
+from tests.kit.wait import WITHIN_S, until_async
+
+BLOCK_MS = 500
+
+
+class Trainer:
+    """The trainer's side of the queue."""
+
+    def __init__(self, broker: Broker, fence: int) -> None:
+        self.broker = broker
+        self.fence = fence
+        self.groups = GroupQueue(broker, fence=fence)
+
+    async def submit(self, *jobs: Job) -> None:
+        await Submission(self.broker).submit(jobs, fence=self.fence, limit=10**6)
+
+    async def receive(self) -> Group | DeadLetter:
+        (delivery,) = await until_async(lambda: self.groups.read(9, BLOCK_MS))
+        return delivery.item
+
+
+@pytest.fixture
+async def trainer(broker: Broker) -> AsyncIterator[Trainer]:
+    lease = TrainerLease(broker, "test")
+    async with lease.held() as fence:
+        yield Trainer(broker, fence)
+
+
+@pytest.fixture
+def args(model: Path, broker_url: str, run_id: str) -> list[str]:
+    return ["--model", str(model), "--redis-url", broker_url, "--run-id", run_id]
+
+
+class Caller:
+    """Calls of a harness; each blocks."""
+
+    def __init__(self, url: str, token: str = "none") -> None:
+        headers = {"Authorization": f"Bearer {token}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=WITHIN_S, trust_env=False)
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def ask(self, wait_s: float = 0, **headers: str) -> httpx.Response:
+        return self._http.post("/v1/episodes", json={"wait_s": wait_s}, headers=headers)
+
+    def take(self, **headers: str) -> dict[str, Any]:
+        answer = self.ask(WITHIN_S / 10, **headers)
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    def say(self, session_id: str, prompt: str = "1+1=") -> httpx.Response:
+        model = self._http.get(f"/v1/sessions/{session_id}/v1/models").json()["data"][0]["id"]
+        return self._http.post(f"/v1/sessions/{session_id}/v1/completions", json={"model": model, "prompt": prompt})
+
+    def finish(self, session_id: str, **body: Any) -> httpx.Response:
+        return self._http.post(f"/v1/sessions/{session_id}/finish", json=body)
+
+    def status(self, session_id: str) -> httpx.Response:
+        return self._http.get(f"/v1/sessions/{session_id}")
+
+    def delete(self, session_id: str, **query: str) -> httpx.Response:
+        return self._http.delete(f"/v1/sessions/{session_id}", params=query)
+
+    def open(self) -> httpx.Response:
+        return self._http.post("/v1/sessions", json={})
+
+
+@pytest.fixture
+def caller(args: list[str], tmp_path: Path) -> Iterator[Caller]:
+    """A caller of a replica with the fake engine."""
+    with (
+        ReplicaThread(tmp_path, *args, "--engine", "fake", "--max-deliveries", "2") as replica,
+        Caller(replica.url) as client,
+    ):
+        yield client
+
+
+async def test_an_episode_goes_from_the_trainer_to_the_trainer(
+    args: list[str], tmp_path: Path, trainer: Trainer, run_id: str, model: Path
+) -> None:
+    sampling = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
+    job = make_episodes(run_id, n=3, task={"prompt": "2+2=", "answer": "4"}, sampling=sampling)
+    with ReplicaProcess(tmp_path / "replica", *args, "--threads", "1") as replica:
+        await trainer.submit(job)
+        harness = Harness([replica.url])
+        for _ in range(3):
+            assert harness.play_one()
+        assert not harness.play_one(wait_s=0)
+    found = await trainer.receive()
+    assert isinstance(found, Group)
+    assert (found.job_id, found.rewards, len(found.episodes)) == (job.job_id, (0.0,) * 3, 3)
+    oracle = Oracle(model)
+    for (sample,) in found.episodes:
+        prompt = sample.continues(found.prompt_ids).tolist()
+        check_logprobs(oracle, prompt, sample.model_dump(), temperature=0.7)
+        assert len(sample.environment) == 1, "two turns"
+    first, second, third = (sample.token_ids.tolist() for sample in found.samples)
+    assert first != second != third != first, "each draws from a stream of its own"
+
+
+async def test_what_an_episode_is_told(caller: Caller, trainer: Trainer, run_id: str) -> None:
+    assert caller.ask().status_code == 204
+    await trainer.submit(make_episodes(run_id, n=2, task={"row": 7, "prompt": "1+1="}, sampling={"max_tokens": 9}))
+    body = caller.take()
+    session_id = body["session_id"]
+    assert (body["index"], body["n"], body["sink"], body["task"]) == (0, 2, "train", {"row": 7, "prompt": "1+1="})
+    assert body["sampling"]["max_tokens"] == 9
+    assert "seed" not in body["sampling"]
+    status = caller.status(session_id).json()
+    assert (status["state"], status["turns"], status["metadata"]) == ("open", 0, {})
+    assert caller.say(session_id).json()["usage"]["completion_tokens"] <= 9
+    ended = caller.finish(session_id, reward=0.5, truncated=True).json()
+    assert (ended["state"], ended["reward"], ended["turns"], ended["group"]) == ("finished", 0.5, 1, None)
+    assert caller.finish(session_id, reward=0.5).json() == ended
+    assert "was finished with reward 0.5" in web.problem(caller.finish(session_id, reward=1), 422).detail
+    assert await client_jobs(trainer.broker) == []
+
+
+async def test_who_waits_gets_the_next_one(caller: Caller, trainer: Trainer, run_id: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(caller.take)
+        await trainer.submit(make_episodes(run_id, n=1))
+        assert waiting.result()["job_id"] == make_episodes(run_id).job_id
+
+
+async def test_the_same_key_takes_the_same_episode(caller: Caller, trainer: Trainer, run_id: str) -> None:
+    await trainer.submit(make_episodes(run_id, n=2))
+    first, again, other = (caller.take(**{"Idempotency-Key": key}) for key in ("a", "a", "b"))
+    assert first == again
+    assert other["index"] == 1
+
+
+async def test_an_episode_is_given_back_or_fails(caller: Caller, trainer: Trainer, run_id: str) -> None:
+    await trainer.submit(make_episodes(run_id, n=1))
+    for _ in range(3):
+        assert caller.delete(caller.take()["session_id"]).status_code == 200
+    for _ in range(2):
+        session_id = caller.take()["session_id"]
+        assert caller.say(session_id).status_code == 200
+        assert caller.delete(session_id, error="the sandbox does not start").json()["turns"] == 1
+    dead = await trainer.receive()
+    assert isinstance(dead, DeadLetter)
+    assert dead.error == "episode 0: the sandbox does not start"
+    web.problem(caller.status(session_id), 404)
+    assert caller.ask().status_code == 204
+
+
+async def test_turns_wait_for_the_weights_that_their_job_needs(
+    args: list[str], tmp_path: Path, trainer: Trainer, run_id: str
+) -> None:
+    with (
+        ReplicaThread(tmp_path, *args, "--engine", "fake", "--job-timeout-s", "0.5") as replica,
+        Caller(replica.url) as caller,
+    ):
+        await trainer.submit(make_episodes(run_id, n=1, min_seq=5))
+        session_id = caller.take()["session_id"]
+        assert "took longer than 0 s" in caller.say(session_id).json()["detail"]
+        assert caller.status(session_id).json()["turns"] == 0
+
+
+async def test_only_the_scope_harness_takes_episodes(
+    args: list[str], tmp_path: Path, trainer: Trainer, run_id: str
+) -> None:
+    for scope, name in (("rollout", "alice"), ("harness", "bob"), ("harness", "carol")):
+        (tmp_path / "tokens" / scope).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tokens" / scope / name).write_text(name * 8)
+    args = [*args, "--engine", "fake", "--token-folder", str(tmp_path / "tokens")]
+    await trainer.submit(make_episodes(run_id, n=2))
+    with (
+        ReplicaThread(tmp_path / "replica", *args, token="alice" * 8) as replica,
+        Caller(replica.url, "alice" * 8) as alice,
+        Caller(replica.url, "bob" * 8) as bob,
+        Caller(replica.url, "carol" * 8) as carol,
+    ):
+        assert "harness" in web.problem(alice.ask(), 403).detail
+        assert alice.open().status_code == 201
+        session_id = bob.take()["session_id"]
+        for other in (alice, carol):
+            web.problem(other.status(session_id), 404)
+            web.problem(other.delete(session_id), 404)
+        assert carol.take()["index"] == 1
+        assert bob.open().status_code == 201, "it includes rollout"
+
+
+def test_without_a_queue_there_are_no_episodes(model: Path, tmp_path: Path) -> None:
+    with ReplicaThread(tmp_path, "--model", str(model), "--engine", "fake") as replica, Caller(replica.url) as caller:
+        assert "no job queue" in web.problem(caller.ask(), 503).detail
+
+
+def test_a_wait_has_a_bound(caller: Caller) -> None:
+    assert "60" in web.problem(caller.ask(61), 422).detail

@@ -1,0 +1,166 @@
+"""A harness plays the prompts of a run, and the run trains on what it played."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from signal import SIGKILL
+from subprocess import Popen
+from threading import Event, Thread
+
+import pytest
+
+from dvp_trainer.report.sinks import read_metrics
+from dvp_trainer.resume.ledger import read_ledger
+from tests.kit.forked import Service
+from tests.kit.harness import Harness
+from tests.kit.processes import PYTHON
+from tests.kit.replicas import ReplicaProcess
+from tests.kit.runs import HELDOUT, MODEL, config, run_trainer, trainer_process
+from tests.kit.wait import until
+
+PLAYED = {
+    "episodes__harness": "true",
+    "reward__name": "given",
+    "sampling__max_tokens": "4",
+    "batch__groups": "2",
+    "checkpoint__interval": "1",
+}
+
+
+def replica(folder: Path, run_id: str, url: str, *options: str) -> ReplicaProcess:
+    args = ["--model", str(MODEL), "--redis-url", url, "--run-id", run_id, "--threads", "1", *options]
+    return ReplicaProcess(folder, *args)
+
+
+@contextmanager
+def playing(*urls: str, turns: int = 2, rewards: bool = True) -> Iterator[Harness]:
+    """A harness in a thread."""
+    harness, done = Harness(urls, turns=turns, rewards=rewards), Event()
+
+    def play() -> None:
+        while not done.is_set():
+            harness.play_one()
+
+    thread = Thread(target=play)
+    thread.start()
+    try:
+        yield harness
+    finally:
+        done.set()
+        thread.join()
+
+
+def trained(out: Path) -> list[str]:
+    return [entry["job_id"] for entry in read_ledger(out / "consumed.jsonl") if entry["outcome"] == "trained"]
+
+
+def test_a_run_trains_on_episodes_and_is_evaluated_on_them(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    evaluated = {"data__heldout": str(HELDOUT), "evaluate__interval": "3", "evaluate__limit": "4"}
+    flags = config(tmp_path, run_id, broker_url, steps="3", **PLAYED, **evaluated)
+    with replica(tmp_path / "replica", run_id, broker_url) as served, playing(served.url) as harness:
+        done = run_trainer(flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["step"]]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    updated = [record for record in records if record["optimizer/updates"]]
+    assert updated
+    for record in updated:
+        assert record["mismatch/k3_kl"] < 1e-6, "both sides agree on the log-probs of both turns"
+        assert record["length/environment_mean"] > 0
+    assert len(trained(tmp_path / "run")) == 6
+    assert harness.played >= 6 * 4 + 2 * 4
+    assert "heldout/score" in records[-1]
+
+
+def test_a_harness_that_gives_no_reward_leaves_it_to_the_trainer(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    flags = config(tmp_path, run_id, broker_url, steps="1", **(PLAYED | {"reward__name": "arithmetic"}))
+    with replica(tmp_path / "replica", run_id, broker_url) as served, playing(served.url, turns=1, rewards=False):
+        done = run_trainer(flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert record["reward/failed"] == 0
+    assert 0 <= record["reward/mean"] <= 1
+
+
+def test_rewards_that_nobody_gives_are_refused_at_start(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    done = run_trainer(config(tmp_path, run_id, broker_url, **(PLAYED | {"episodes__harness": "false"})))
+    assert done.returncode == 2
+    assert "reward.name is 'given', but nobody gives rewards: episodes.harness is false" in done.stderr
+
+
+class Storm:
+    """A run, two replicas and three harnesses. `kill` kills one of them and starts it again."""
+
+    def __init__(self, stack: ExitStack, folder: Path, run_id: str, url: str, **overrides: str) -> None:
+        self._stack, self._folder, self._run_id, self._url = stack, folder, run_id, url
+        self._flags = config(folder, run_id, url, **overrides)
+        self._ports = {"a": "0", "b": "0"}
+        self._replicas = {name: self._replica(name) for name in self._ports}
+        self._harnesses = [self._harness() for _ in range(3)]
+        self.trainer = self._trainer()
+        self.kills: Counter[str] = Counter()
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self._folder.glob("trainer-*.log")))
+
+    def kill(self, chance: random.Random) -> None:
+        who = chance.choice(("harness", "harness", "harness", "replica", "trainer"))
+        self.kills[who] += 1
+        if who == "harness":
+            number = chance.randrange(len(self._harnesses))
+            self._harnesses[number].kill()
+            self._harnesses[number].wait()
+            self._harnesses[number] = self._harness()
+        elif who == "replica":
+            name = chance.choice(("a", "b"))
+            self._replicas[name].stop(SIGKILL)
+            self._replicas[name] = self._replica(name)
+        else:
+            self.trainer.send_signal(SIGKILL)
+            self.trainer.wait()
+            self.trainer = self._trainer()
+
+    def _replica(self, name: str) -> ReplicaProcess:
+        options = ("--lease-s", "2", "--max-deliveries", "100", "--port", self._ports[name])
+        started = self._stack.enter_context(replica(self._folder / name, self._run_id, self._url, *options))
+        self._ports[name] = str(started.port)
+        return started
+
+    def _harness(self) -> Popen[bytes]:
+        urls = ",".join(f"http://127.0.0.1:{port}" for port in self._ports.values())
+        process = Popen([*PYTHON, "tests.kit.harness", urls])
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def _trainer(self) -> Service:
+        log = self._folder / f"trainer-{time.time_ns()}.log"
+        return self._stack.enter_context(trainer_process(self._flags, log))
+
+
+@pytest.mark.slow
+def test_deaths_lose_no_episode_and_train_none_twice(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    """Harnesses, replicas and trainers are killed again and again, in the middle of whatever they do."""
+    steps, chance, out = 12, random.Random(), tmp_path / "run"
+    overrides = PLAYED | {"steps": str(steps), "episodes__idle_s": "2", "broker__lease_s": "1"}
+    with ExitStack() as stack:
+        storm = Storm(stack, tmp_path, run_id, broker_url, **overrides)
+        for step in range(steps):
+            until(lambda step=step: len(trained(out)) >= 2 * step or storm.trainer.poll() is not None, f"step {step}")
+            if storm.trainer.poll() is not None:
+                break
+            for _ in range(2):
+                time.sleep(chance.uniform(0, 0.3))
+                storm.kill(chance)
+        until(lambda: storm.trainer.poll() is not None, "the run ends")
+        assert storm.trainer.poll() == 0, storm.log
+    ended = trained(out)
+    assert len(ended) == len(set(ended)) == 2 * steps
+    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert sum(storm.kills.values()) > steps, storm.kills

@@ -1,0 +1,103 @@
+"""A harness as a user would write one: takes episodes of a training run over HTTP, plays and rewards them.
+
+python -m tests.kit.harness URL[,URL...] [--turns N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+import uuid
+from collections.abc import Sequence
+from operator import eq
+from typing import Any
+
+import httpx
+from openai import APIConnectionError, APIStatusError, NotFoundError, OpenAI
+
+PATIENCE_S = 0.2
+"""Pause before a call is repeated, in seconds."""
+
+
+class Harness:
+    """Plays sums: each turn asks for the same sum again, after all that was said before. Every call goes to a random
+    replica and is repeated until it is answered."""
+
+    def __init__(self, urls: Sequence[str], *, turns: int = 2, rewards: bool = True) -> None:
+        self.urls, self.turns, self.rewards = urls, turns, rewards
+        self.played = 0
+        self._random = random.Random()
+
+    def play_one(self, wait_s: float = 1.0) -> bool:
+        """Plays the next episode; False if there is none."""
+        taken = self._post("/v1/episodes", {"wait_s": wait_s}, key=uuid.uuid4().hex)
+        if taken.status_code == 204:
+            return False
+        episode = taken.raise_for_status().json()
+        try:
+            reward = self.play(episode["session_id"], episode["task"])
+            ended = self._post(
+                f"/v1/sessions/{episode['session_id']}/finish", {"reward": reward if self.rewards else None}
+            )
+        except NotFoundError:
+            return True  # it was idle for too long, or its job has ended
+        if ended.status_code != 404:
+            ended.raise_for_status()
+            self.played += 1
+        return True
+
+    def play(self, session_id: str, task: dict[str, Any]) -> float:
+        """The reward: the share of the answer's digits that the last turn got right."""
+        text, said = "", ""
+        for turn in range(self.turns):
+            text += task["prompt"]
+            said, written = self._say(session_id, text, key=f"{session_id}-{turn}")
+            text += written
+        answer = task["answer"]
+        return sum(map(eq, said.strip(), answer)) / len(answer)
+
+    def _say(self, session_id: str, text: str, key: str) -> tuple[str, str]:
+        """The answer, and all of its text, with that of special tokens."""
+        while True:
+            base_url = f"{self._random.choice(self.urls)}/v1/sessions/{session_id}/v1"
+            try:
+                with OpenAI(base_url=base_url, api_key="none", timeout=60, max_retries=0) as client:
+                    model = client.models.list().data[0].id
+                    done = client.completions.create(
+                        model=model, prompt=text, logprobs=1, extra_headers={"Idempotency-Key": key}
+                    )
+                choice = done.choices[0]
+                assert choice.logprobs is not None
+                return choice.text, "".join(choice.logprobs.tokens or ())
+            except (APIConnectionError, APIStatusError) as error:
+                if isinstance(error, APIStatusError) and error.status_code not in (429, 500, 502, 503):
+                    raise
+                time.sleep(PATIENCE_S)
+
+    def _post(self, path: str, body: dict[str, Any], key: str = "") -> httpx.Response:
+        headers = {"Idempotency-Key": key} if key else {}
+        while True:
+            try:
+                answer = httpx.post(
+                    self._random.choice(self.urls) + path, json=body, headers=headers, timeout=60, trust_env=False
+                )
+                if answer.status_code not in (429, 500, 502, 503):
+                    return answer
+            except httpx.TransportError:
+                pass
+            time.sleep(PATIENCE_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("urls")
+    parser.add_argument("--turns", type=int, default=2)
+    arguments = parser.parse_args()
+    harness = Harness(arguments.urls.split(","), turns=arguments.turns)
+    while True:
+        harness.play_one()
+
+
+if __name__ == "__main__":
+    main()
