@@ -9,7 +9,7 @@
 #     the namespace, a secret `redis` with passwords, a secret tokens-SCOPE for each scope
 set -eu
 folder=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-callers="operate/operator rollout/client read/prometheus weights/replica"
+callers="operate/operator harness/harness rollout/client read/prometheus weights/replica"
 
 draw() {
     drawn=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')

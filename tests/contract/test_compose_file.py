@@ -203,9 +203,9 @@ def test_trainers_understand_their_environment(name: str, monkeypatch: pytest.Mo
 
 
 SERVED = {
-    "rollout": {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
-    "rollout-gpu": {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
-    "monitor": {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    "rollout": {Scope.OPERATE, Scope.HARNESS, Scope.ROLLOUT, Scope.READ},
+    "rollout-gpu": {Scope.OPERATE, Scope.HARNESS, Scope.ROLLOUT, Scope.READ},
+    "monitor": {Scope.OPERATE, Scope.HARNESS, Scope.ROLLOUT, Scope.READ},
     "trainer": {Scope.READ},
     "trainer-gpu": {Scope.READ},
 }

@@ -372,8 +372,8 @@ def test_nobody_but_the_broker_knows_more_than_the_password_of_its_own_user(rend
 
 
 SERVED = {
-    ("rollout", "rollout"): {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
-    ("monitor", "monitor"): {Scope.OPERATE, Scope.ROLLOUT, Scope.READ},
+    ("rollout", "rollout"): {Scope.OPERATE, Scope.HARNESS, Scope.ROLLOUT, Scope.READ},
+    ("monitor", "monitor"): {Scope.OPERATE, Scope.HARNESS, Scope.ROLLOUT, Scope.READ},
     ("weights", "weights"): {Scope.WEIGHTS, Scope.READ},
     ("trainer", "weights"): {Scope.WEIGHTS, Scope.READ},
     ("trainer", "trainer"): {Scope.READ},

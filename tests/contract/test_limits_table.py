@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from dvp_rl.contract.http import MAX_BODY_BYTES, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
-from dvp_rl.contract.job import MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_SAMPLES
+from dvp_rl.contract.http import MAX_BODY_BYTES, MAX_EPISODE_WAIT_S, MAX_FIELDS, MAX_PROMPT_CHARS, RolloutRequest
+from dvp_rl.contract.job import (
+    IDLE_S,
+    MAX_DEADLINE_S,
+    MAX_GROUP_TOKENS,
+    MAX_METADATA_BYTES,
+    MAX_METADATA_DEPTH,
+    MAX_SAMPLES,
+    MAX_TASK_BYTES,
+)
 from dvp_rl.contract.sampling import Sampling
-from dvp_rl.contract.session import IDLE_S, MAX_SESSION_BYTES
+from dvp_rl.contract.session import MAX_SESSION_BYTES
 from dvp_rl.http.connections import MAX_HEAD_BYTES, MIN_READ_BYTES, READ_TIMEOUT_S, REQUEST_TIMEOUT_S
 from dvp_rl.http.guard import BODY_TIMEOUT_S
 from dvp_rl.http.server import MIN_CONNECTIONS, OTHER_FILES, WANTED_FILES
@@ -85,7 +93,10 @@ def table() -> str:
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Results of POST /v1/jobs that are read concurrently", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
-        ("Turns of one session", f"{MAX_SESSION_BYTES >> 20} MiB as stored", "422"),
+        ("Turns of one session", f"{MAX_SESSION_BYTES >> 20} MiB as stored; of an episode, the n-th part", "422"),
+        ("Broker's memory, turns of episodes", f"{RESULT_SHARE:.0%} of its maxmemory", busy(RETRY_AFTER_MEMORY_S)),
+        ("Task of an episode", f"{MAX_TASK_BYTES >> 20} MiB as JSON", "the trainer stops and names the row"),
+        ("wait_s of POST /v1/episodes", f"{MAX_EPISODE_WAIT_S:g} s", "422"),
         ("Sessions", "count as results, in the same limits", busy(RETRY_AFTER_MEMORY_S)),
         ("Time without a turn of a session", f"idle_s: {IDLE_S:,.0f} s, up to {MAX_DEADLINE_S // 86_400} days", "404"),
         ("Share of one named caller in each limit answered with 429", "no more than it leaves free", "429"),
@@ -101,7 +112,7 @@ def table_of_connections() -> str:
     fewest = MIN_CONNECTIONS + OTHER_FILES
     rows = [
         ("Requests that are answered concurrently", f"max_requests: {MAX_REQUESTS}", f"{busy(1)}; probes are answered"),
-        ("Of these, from one caller of scope `read` or `rollout`", "no more than it leaves free", f"{busy(1)}"),
+        ("Of these, from one caller of scope `read`, `rollout` or `harness`", "no more than it leaves free", busy(1)),
         ("Connections", f"twice as many: {2 * MAX_REQUESTS:,}", "the one that has been idle longest is closed"),
         ("Time for a request's line and headers", f"{REQUEST_TIMEOUT_S:.0f} s", "closed"),
         ("Their size", head, "431, or 400 if they do not end"),

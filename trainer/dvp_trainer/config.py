@@ -453,6 +453,11 @@ class TrainSettings(Settings):
                 )
         if self.deterministic and self.up.replicas > 1:
             raise ValueError(f"deterministic needs up.replicas = 1, got {self.up.replicas}")
+        if self.episodes.harness and self.data.chat_template is not None:
+            raise ValueError(
+                "data.chat_template: the replicas render the turns of episodes, with the template in their model's "
+                "folder. Put yours there, or set episodes.harness to false"
+            )
         if self.reward.name == RewardName.GIVEN and not self.episodes.harness:
             raise ValueError("reward.name is 'given', but nobody gives rewards: episodes.harness is false")
         self._check_gpus_of_sglang()

@@ -176,14 +176,12 @@ async def _assemble(
             await publisher.publish(progress.weight_steps, after=progress.seq)
         evaluator = None
         if heldout and heldout_scorer:
-            asked = Asked(heldout, tokenizer, settings.episodes)
+            asked = Asked(heldout, tokenizer, settings)
             evaluator = Evaluator(settings, asked, heldout_scorer, submission, groups, publisher, fence)
         yield Run(
             settings=settings,
             learner=learner,
-            feeder=Feeder(
-                settings, Asked(prompts, tokenizer, settings.episodes), scorer, submission, groups, publisher, fence
-            ),
+            feeder=Feeder(settings, Asked(prompts, tokenizer, settings), scorer, submission, groups, publisher, fence),
             publisher=publisher,
             sender=sender,
             evaluator=evaluator,

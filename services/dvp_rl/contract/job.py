@@ -94,6 +94,8 @@ class Job(Record):
     task: Task | None = None
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
     """Seconds without a new turn after which an episode is given to another harness."""
+    chat_template_kwargs: Metadata = Field(default_factory=dict)
+    """Arguments of the chat template in the episodes' turns."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     sampling: Sampling = Sampling()
     sink: Sink

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from .arrays import Int32Array
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Group, Sample, VersionSpan
-from .job import BYTES_PER_TOKEN, IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_GROUP_TOKENS, Job, Metadata, Sink
+from .job import BYTES_PER_TOKEN, IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_SAMPLES, Job, Metadata, Sink
 from .record import Record
 from .sampling import MAX_SEED, Sampling
 from .weights import RUN_ID
@@ -58,6 +58,8 @@ class Session(Record):
     sampling: Sampling = Sampling()
     """The policy, and the limits of turns that name none."""
     chat_template_kwargs: Metadata = Field(default_factory=dict)
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Number of sessions that share the largest size of a group."""
     metadata: Metadata = Field(default_factory=dict)
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
     """Seconds without a turn after which the session is forgotten."""
@@ -71,7 +73,7 @@ class Session(Record):
             seed = int(digest(f"{seed}:episode:{index}")[:16], 16) & MAX_SEED
         return cls(
             session_id=session_id,
-            **{name: getattr(job, name) for name in ("run_id", "sink", "min_seq", "metadata", "idle_s")},
+            **job.model_dump(include={"run_id", "sink", "min_seq", "chat_template_kwargs", "n", "metadata", "idle_s"}),
             sampling=sampling.model_copy(update={"seed": seed}),
         )
 

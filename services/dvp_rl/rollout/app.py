@@ -39,6 +39,8 @@ from .examples import (
     HINTS,
     JOB_EXAMPLES,
     LOADING,
+    LONG_ERROR,
+    LONG_WAIT,
     NO_IDLE,
     NO_JOB,
     NO_QUEUE,
@@ -144,14 +146,16 @@ async def finish_session(session_id: SessionId, body: FinishRequest, service: Se
     return Streamed(service.sessions.finish(session_id, body, caller))
 
 
-@router.delete("/v1/sessions/{session_id}", response_model=SessionBody, responses=refusals(NO_SESSION, NO_QUEUE))
+@router.delete(
+    "/v1/sessions/{session_id}", response_model=SessionBody, responses=refusals(NO_SESSION, LONG_ERROR, NO_QUEUE)
+)
 async def delete_session(session_id: SessionId, service: Served, caller: By, error: Why = "") -> Response:
     """Deletes the session and all its turns. Returns the state that it had. An episode of a training run that is not
     finished is given to the next caller who asks for one."""
     return as_json(await service.sessions.delete(session_id, error, caller))
 
 
-@router.post("/v1/episodes", response_model=EpisodeBody, responses=NO_EPISODE | refusals(NO_QUEUE))
+@router.post("/v1/episodes", response_model=EpisodeBody, responses=NO_EPISODE | refusals(LONG_WAIT, NO_QUEUE))
 async def take_episode(body: EpisodeRequest, request: Request, service: Served, caller: By, key: Key = "") -> Response:
     """Takes an episode of the training run: a session for the caller to play, finish and reward."""
 

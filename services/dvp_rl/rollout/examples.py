@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dvp_rl.contract.errors import EngineError, NotFoundError, RequestError, UnavailableError, WeightError
+from dvp_rl.contract.http import MAX_EPISODE_WAIT_S
 from dvp_rl.contract.job import MAX_DEADLINE_S, MAX_SAMPLES
 from dvp_rl.http.openapi import wrong
+from dvp_rl.transport.jobs import MAX_ERROR_CHARS
 from dvp_rl.transport.sessions import UNKNOWN as NO_SUCH_SESSION
 from dvp_rl.transport.submission import UNKNOWN
 
@@ -60,6 +62,8 @@ NOT_YOURS = RequestError(
 )
 NO_SESSION = NotFoundError(NO_SUCH_SESSION.format("37+58-row-7"))
 NO_TURN = RequestError("session '37+58-row-7' has no turn to be finished: delete it")
+LONG_ERROR = wrong("error", "no sandbox, no sandbox, ...", f"at most {MAX_ERROR_CHARS} characters")
+LONG_WAIT = wrong("wait_s", 600, f"number in [0, {MAX_EPISODE_WAIT_S:g}]")
 NO_IDLE = wrong("idle_s", 0, f"number in (0, {MAX_DEADLINE_S}]")
 NOT_ONLY_MIN_P = wrong("top_p", 0.9, "only 1")
 NOT_GENERATED = EngineError("4 samples took longer than 3600 s")

@@ -87,7 +87,8 @@ class Sessions:
         return SessionBody(session_id=session.session_id, state=state, metadata=session.metadata)
 
     async def take(self, wait_s: float, caller: str, key: str) -> EpisodeBody | None:
-        """The next episode that is to be played; None if there is none within `wait_s`. `key`: as in `turn`. Raises
+        """The next episode that is to be played; None if there is none within `wait_s`. `key`: the client's name of
+        this request, or "": the same key again takes the same episode. Raises RequestError if that is finished,
         OverloadedError, UnavailableError."""
         session_id = digest(f"{caller}\n{key}") if key else uuid.uuid4().hex
         deadline = time.monotonic() + wait_s
@@ -182,10 +183,10 @@ class Sessions:
             raise RequestError.at("stop", f"{len(stop)} strings with the session's", f"at most {MAX_STOPS}")
         limit = min(request.limit or sampling.max_tokens, room)
         most = num_read(turns) + len(prompt.token_ids) + limit
-        if most > MAX_GROUP_TOKENS:
+        if most > (allowed_tokens := MAX_GROUP_TOKENS // session.n):
             raise RequestError(
                 f"session {session.session_id!r}: with this turn, its samples and their prompts may have {most} "
-                f"tokens, at most {MAX_GROUP_TOKENS} allowed: finish it"
+                f"tokens, at most {allowed_tokens} allowed: finish it"
             )
         job = Job(
             job_id=turn_id,

@@ -82,7 +82,7 @@ class SessionStore:
         data = turn.to_bytes()
         session_id, parent = recorded.session.session_id, turn.parent
         follows = ("", "") if parent is None else (parent, recorded.turns[parent].turn_id)
-        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES)
+        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES // recorded.session.n)
         args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts)
         reply, number, allowed = await self.broker.script("session_append", *args)
         outcome = reply.decode()
@@ -102,15 +102,16 @@ class SessionStore:
     async def take(self, session_id: str, *, most_deliveries: int, caller: str = EVERYBODY) -> Episode | None:
         """Gives the caller the next episode that is to be played, in a session with this id; None if there is none. The
         same id again returns the same episode, until it is finished. An episode that was given before and then left
-        alone, or failed, `most_deliveries` times makes its job a dead letter. Raises NotFoundError if the id is taken,
+        alone, or failed, `most_deliveries` times makes its job a dead letter. Raises RequestError if the id is taken,
         OverloadedError if the broker's memory is full."""
         args = (session_id, caller, secrets.token_hex(8), most_deliveries)
         reply = await self.broker.script("episode_take", *args)
         match reply:
             case []:
                 return None
-            case [b"unknown"]:
-                raise NotFoundError(UNKNOWN.format(session_id))
+            case [b"taken"]:
+                allowed = "another one for each episode: this one's is finished, or its session is not yours"
+                raise RequestError.at("Idempotency-Key", session_id, allowed)
         _, index, data = reply
         job = Job.from_bytes(data)
         return Episode(Session.of(job, index, session_id), job, index)

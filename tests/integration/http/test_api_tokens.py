@@ -102,7 +102,7 @@ def test_an_emptied_folder_lets_nobody_in(url: str, folder: Path, alice: str) ->
         ("rollout/a\nERROR \x1b[31mlice", TOKEN, r"a\nERROR \x1b[31mlice': not a caller's name"),
         ("rollout/alice.bak", TOKEN, "not a caller's name"),
         ("operate/alice", "{bob}", "repeats a token of read/bob, and counts as it"),
-        ("roll-out/alice", TOKEN, "roll-out': not a scope; expected read, rollout, weights, operate"),
+        ("roll-out/alice", TOKEN, "roll-out': not a scope; expected read, rollout, harness, weights, operate"),
         ("alice", TOKEN, "alice': not a scope"),
     ],
 )

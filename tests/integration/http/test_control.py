@@ -120,8 +120,10 @@ def _others(service: str, method: str, path: str) -> set[Scope]:
     if service == "dvp-weights" and path.startswith("/v1/weights/"):
         return {Scope.WEIGHTS}
     if path == "/v1/rollouts" or path.startswith(("/v1/jobs", "/v1/sessions")):
-        return {Scope.ROLLOUT}
-    return {Scope.READ, Scope.ROLLOUT} if method == "GET" else set()
+        return {Scope.ROLLOUT, Scope.HARNESS}
+    if path == "/v1/episodes":
+        return {Scope.HARNESS}
+    return {Scope.READ, Scope.ROLLOUT, Scope.HARNESS} if method == "GET" else set()
 
 
 def test_the_table_is_current(rows: list[tuple[str, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.integration.engines.oracle import Oracle
 from tests.integration.rollout.test_sessions import check_logprobs
 from tests.kit import web
 from tests.kit.harness import Harness
+from tests.kit.processes import ROOT
 from tests.kit.records import make_episodes
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S, until_async
@@ -126,6 +128,17 @@ async def test_an_episode_goes_from_the_trainer_to_the_trainer(
         assert len(sample.environment) == 1, "two turns"
     first, second, third = (sample.token_ids.tolist() for sample in found.samples)
     assert first != second != third != first, "each draws from a stream of its own"
+
+
+async def test_the_example_of_the_readme_plays(args: list[str], tmp_path: Path, trainer: Trainer, run_id: str) -> None:
+    page = (ROOT / "services" / "dvp_rl" / "rollout" / "README.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    await trainer.submit(make_episodes(run_id, n=1, task={"prompt": "1+1=", "answer": "2"}))
+    with ReplicaThread(tmp_path, *args, "--engine", "fake") as replica:
+        exec(code.replace("http://127.0.0.1:8000", replica.url), names := dict[str, Any]())
+    found = await trainer.receive()
+    assert isinstance(found, Group)
+    assert found.rewards == (names["reward"],)
 
 
 async def test_what_an_episode_is_told(caller: Caller, trainer: Trainer, run_id: str) -> None:

@@ -343,8 +343,9 @@ def test_a_session_has_a_limit_on_what_its_branches_repeat(
 
 
 def test_an_idle_session_is_forgotten(replica: ReplicaProcess) -> None:
-    with opened(replica, idle_s=0.05) as session:
-        until(lambda: session.http.get(f"/v1/sessions/{session.id}").status_code == 404)
+    with httpx.Client(base_url=replica.url, timeout=WITHIN_S, trust_env=False) as http:
+        session_id = http.post("/v1/sessions", json={"idle_s": 0.05}).json()["session_id"]
+        until(lambda: http.get(f"/v1/sessions/{session_id}").status_code == 404)
 
 
 def test_without_a_queue_there_are_no_sessions(model: Path, tmp_path: Path) -> None:
@@ -393,7 +394,7 @@ async def _held(broker: EmbeddedBroker) -> list[ClientJob]:
 
 def test_the_example_of_the_readme_runs(talker: ReplicaProcess, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "services" / "dvp_rl" / "rollout" / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code.replace("http://127.0.0.1:8000", talker.url), names)
     names["client"].close()

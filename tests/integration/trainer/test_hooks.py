@@ -95,7 +95,7 @@ def test_the_documented_reward_in_trls_form(tmp_path: Path, monkeypatch: pytest.
         ("--data.train=my_hook:later", "data.train 'my_hook:later': your function is a coroutine"),
         (
             "--reward.name=brief",
-            "reward.name: allowed are math, exact_match, arithmetic, or your own as",
+            "reward.name: allowed are math, exact_match, arithmetic, given, or your own as",
         ),
         (
             "--reward.name=my_hook:short",

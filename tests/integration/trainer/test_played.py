@@ -87,10 +87,19 @@ def test_a_harness_that_gives_no_reward_leaves_it_to_the_trainer(tmp_path: Path,
     assert 0 <= record["reward/mean"] <= 1
 
 
-def test_rewards_that_nobody_gives_are_refused_at_start(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    done = run_trainer(config(tmp_path, run_id, broker_url, **(PLAYED | {"episodes__harness": "false"})))
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"episodes__harness": "false"}, "reward.name is 'given', but nobody gives rewards: episodes.harness is false"),
+        ({"data__chat_template": "mine.jinja"}, "data.chat_template: the replicas render the turns of episodes"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_start(
+    tmp_path: Path, broker_url: str, run_id: str, changes: dict[str, str], refusal: str
+) -> None:
+    done = run_trainer(config(tmp_path, run_id, broker_url, **(PLAYED | changes)))
     assert done.returncode == 2
-    assert "reward.name is 'given', but nobody gives rewards: episodes.harness is false" in done.stderr
+    assert refusal in done.stderr
 
 
 class Storm:

@@ -20,7 +20,7 @@ from dvp_rl.transport.roles import SCRIPTS
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
 
-ADMISSION = {"submit", "submit_client", "replay", "session_open", "session_append"}
+ADMISSION = {"submit", "submit_client", "replay", "session_open", "session_append", "episode_take"}
 READING = {"health", "letters", "pending", "refused"}
 
 

@@ -10,6 +10,7 @@ from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
 from dvp_rl.contract.group import DeadLetter, EngineFacts, FinishReason, Group
 from dvp_rl.contract.job import Job, JobState, Sink
 from dvp_rl.contract.session import Session, SessionState, group_of
+from dvp_rl.transport import sessions
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters, Outcome, Prospect
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -252,9 +253,12 @@ async def test_a_repeated_call_takes_the_same_episode(rig: Rig, harness: Harness
     assert first is not None
     assert again is not None
     assert (first.session, first.index) == (again.session, again.index)
-    with pytest.raises(NotFoundError):
-        await Harness(rig.broker, "another").store.take("one", most_deliveries=MOST, caller="another")
+    with pytest.raises(RequestError, match="another one for each episode"):
+        await Harness(rig.broker, "another").take("one")
     assert (await harness.taken()).index == 1
+    await harness.play(first)
+    with pytest.raises(RequestError, match="another one for each episode"):
+        await harness.take("one")
 
 
 async def test_the_end_of_an_episode_may_be_repeated(rig: Rig, harness: Harness) -> None:
@@ -302,6 +306,15 @@ async def test_episodes_draw_from_streams_of_their_own(rig: Rig, harness: Harnes
     seeds = {Session.of(job, index, f"s{index}").sampling.seed for index in range(64)}
     assert len(seeds | {5}) == 65
     assert seeds == {Session.of(job, index, f"t{index}").sampling.seed for index in range(64)}, "an attempt draws alike"
+
+
+async def test_episodes_share_the_size_of_a_group(rig: Rig, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSION_BYTES", 8_000)
+    await submit(rig, make_episodes(rig.run_id, n=2))
+    episode = await harness.taken()
+    await harness.say(episode)
+    with pytest.raises(RequestError, match="at most 4000 allowed: finish it"):
+        await harness.say(episode, "b", num_tokens=200)
 
 
 async def test_a_trainer_that_takes_over_gets_the_episodes(rig: Rig, harness: Harness) -> None:

@@ -172,7 +172,7 @@ MUTANTS = {
     "a requeued job that stays": ("release", "drop(stream, id)\n  else", "\n  else"),
     "settle that keeps the job in flight": ("settle", "redis.call('SREM', IN_FLIGHT, ARGV[i])", ""),
     "acknowledge that keeps the books": ("acknowledge", "redis.call('EXPIRE', JOB .. id, RESULT_TTL_S)", ""),
-    "acknowledge that keeps the group": ("acknowledge", "redis.call('UNLINK', RESULT .. id)", ""),
+    "acknowledge that keeps the group": ("acknowledge", "redis.call('UNLINK', RESULT .. id, PLAYED .. id)", ""),
     "a client's job among the trainer's": ("submit_client", "sink == 'client' and CLIENT_JOBS or JOBS", "JOBS"),
     "a client's job that comes back among them": ("release", "sink == 'client' and CLIENT_JOBS or JOBS", "JOBS"),
     "a deletion that leaves the job queued": ("delete", "drop(stream, entry)", ""),

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.http import Message
-from dvp_trainer.data.prompts import Layout, Order, Prompt, Row, load_prompts, permutation
+from dvp_trainer.data.prompts import Layout, Order, Prompt, Row, load_prompts, parse_row, permutation
+from dvp_trainer.data.rendering import task_of
 from tests.kit.wait import WITHIN_S
 
 DAPO: dict[str, Any] = {
@@ -346,3 +350,25 @@ def test_the_hub_is_not_asked_when_offline() -> None:
     )
     assert "ConfigError: hub:nobody/no-such-data: `datasets` cannot load split 'train'" in ended.stderr
     assert "without network, download it first" in ended.stderr
+
+
+def test_a_row_becomes_a_task_of_plain_json() -> None:
+    when = date(2026, 1, 2)
+    columns = {"answer": 7, "level": np.int64(3), "ids": np.arange(2), "when": when, "score": math.nan, "none": None}
+    row = parse_row({"messages": [{"role": "user", "content": "say it"}]} | columns, 5, "here")
+    assert task_of(row, "here") == {
+        "row": 5,
+        "prompt": [{"role": "user", "content": "say it"}],
+        "answer": "7",
+        "columns": {"level": 3, "ids": [0, 1], "when": "2026-01-02", "score": None, "none": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("\ud800", "surrogates not allowed"), ("x" * 2**20, "at most 1048576 allowed"), (2**64, "plain JSON")],
+)
+def test_a_row_that_no_harness_can_get_is_named(value: object, message: str) -> None:
+    row = parse_row({"prompt": "say it", "column": value}, 5, "here")
+    with pytest.raises(ConfigError, match=f"here: row 5 cannot be sent to a harness: .*{message}"):
+        task_of(row, "here")

@@ -315,3 +315,29 @@ async def test_an_episode_gets_the_reward_of_its_last_sample(folder: Path, tmp_p
         scorer = Scorer(pool, tokenizer, section, RewardFailures(section, tmp_path, "answers", patience=1))
         result = await scorer.score(group, Row(0, "say it", "7"))
     assert result.rewards == (1.0, 0.0, 0.0, -1.0)
+
+
+@pytest.mark.parametrize(("given", "expected"), [((0.25, None, 2.0), (0.25, 1.0, 2.0)), ((0.5, 0.0, -1.0), None)])
+async def test_what_a_harness_gave_is_the_reward(
+    folder: Path, tmp_path: Path, given: tuple[float | None, ...], expected: tuple[float, ...] | None
+) -> None:
+    tokenizer, section = load_tokenizer(folder), RewardSection(name="exact_match")
+    right = tokenizer.encode("7")
+    group = scored(FIRST, [[make_turns([(right, [-1.0])])]] * 3, [0.0] * 3).group.model_copy(update={"rewards": given})
+    async with RewardPool("exact_match") as pool:
+        scorer = Scorer(pool, tokenizer, section, RewardFailures(section, tmp_path, "answers", patience=1))
+        result = await scorer.score(group, Row(0, "say it", "7"))
+    assert result.rewards == (expected or given)
+    assert (result.reward_s > 0) is (expected is not None)
+
+
+async def test_a_harness_that_owes_rewards_is_a_failure(folder: Path, tmp_path: Path) -> None:
+    tokenizer, section = load_tokenizer(folder), RewardSection(name="given")
+    samples = [[make_turns([(tokenizer.encode("7"), [-1.0])])]] * 2
+    group = scored(FIRST, samples, [0.0] * 2).group.model_copy(update={"rewards": (0.5, None)})
+    async with RewardPool("given") as pool:
+        scorer = Scorer(pool, tokenizer, section, RewardFailures(section, tmp_path, "answers", patience=9))
+        await scorer.try_on([Row(0, "say it", "7")], n=2)
+        result = await scorer.score(group, Row(0, "say it", "7"))
+    assert (result.rewards, result.num_failed) == ((0.5, 0.0), 1)
+    assert "without a reward" in (tmp_path / "reward_error.txt").read_text()

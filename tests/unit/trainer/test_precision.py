@@ -151,3 +151,23 @@ def test_a_group_with_the_head_of_the_other_kind_is_refused(
     job, section = Job(n=1, **fields), ModelSection(path=folder, **model)
     wrong = {} if named is None else {"engine.fp32_head": f"engine.fp32_head {named}"}
     assert mismatches(group, job, section) == wrong
+
+
+def test_every_engine_of_a_group_is_looked_at(folder: Path) -> None:
+    group = make_scored(PROMPT, [make_sample([5], [-1.0])], [1.0]).group
+    half = EngineFacts(name="x", version="1", dtype="bfloat16")
+    fields = {name: getattr(group, name) for name in ("job_id", "run_id", "prompt_ids", "sampling", "sink")}
+    job, section = Job(n=1, **fields), ModelSection(path=folder, compute_dtype="bfloat16", fp32_head=True)
+    assert mismatches(group, job, section) == {}
+    assert mismatches(group.model_copy(update={"engines": (half,)}), job, section).keys() == {"engine.fp32_head"}
+
+
+def test_a_group_of_episodes_answers_only_a_job_of_episodes(folder: Path) -> None:
+    plain = make_scored(PROMPT, [make_sample([5], [-1.0])] * 2, [1.0, 0.0]).group
+    played = plain.model_copy(update={"rewards": (1.0, None)})
+    fields = {name: getattr(plain, name) for name in ("job_id", "run_id", "sampling", "sink")}
+    section = ModelSection(path=folder)
+    asked, task = Job(n=2, prompt_ids=PROMPT, **fields), Job(n=2, prompt_ids=(), task={"prompt": "1+1"}, **fields)
+    assert mismatches(plain, asked, section) == mismatches(played, task, section) == {}
+    for group, job in ((plain, task), (played, asked)):
+        assert mismatches(group, job, section).keys() == {"rewards"}

@@ -82,7 +82,13 @@ def test_plain_rewards(name: str, completion: str, expected: float) -> None:
     assert worth(name, completion, "46") == expected
 
 
-@pytest.mark.parametrize("name", rewards.NAMED)
+def test_a_reward_that_the_harness_owes_fails() -> None:
+    assert not needs_answer("given")
+    with pytest.raises(ValueError, match="the harness finished the episode without a reward"):
+        worth("given", "7", "7")
+
+
+@pytest.mark.parametrize("name", [name for name in rewards.NAMED if name != "given"])
 def test_named_rewards_need_an_answer(name: str) -> None:
     assert needs_answer(name)
     with pytest.raises(ValueError, match="has none"):

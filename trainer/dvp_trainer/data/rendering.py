@@ -17,7 +17,7 @@ from dvp_rl.contract.job import check_task
 from dvp_rl.contract.shape import Shape
 from dvp_rl.engines.context import model_context
 from dvp_rl.engines.tokenizer import Tokenizer, load_config, load_tokenizer, template_variables
-from dvp_trainer.config import EpisodesSection, TrainSettings
+from dvp_trainer.config import TrainSettings
 
 from .prompts import Layout, Order, Prompts, Row, as_json, load_prompts
 from .rewards import needs_answer
@@ -165,25 +165,30 @@ def encode_prompt(tokenizer: Tokenizer, row: Row, source: str) -> NDArray[np.int
 class Asked:
     """Rows of the data set, and what a job asks for one."""
 
-    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, episodes: EpisodesSection) -> None:
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer, settings: TrainSettings) -> None:
         self.prompts, self.fingerprint, self.row = prompts, prompts.fingerprint, prompts.row_at
-        self._tokenizer, self._episodes = tokenizer, episodes
+        self._tokenizer, self._settings = tokenizer, settings
         self._token_ids = lru_cache(maxsize=65_536)(self._encode)
 
     def at(self, position: int) -> dict[str, Any]:
         """Fields of the job for the row at a position. Raises ConfigError."""
-        if self._episodes.harness:
+        if self._settings.episodes.harness:
             return self._task(self.row(position))
         return {"prompt_ids": self._token_ids(position)}
 
     def of(self, row: Row) -> dict[str, Any]:
         """Fields of the job for a row. Raises ConfigError."""
-        if self._episodes.harness:
+        if self._settings.episodes.harness:
             return self._task(row)
         return {"prompt_ids": encode_prompt(self._tokenizer, row, self.prompts.source)}
 
     def _task(self, row: Row) -> dict[str, Any]:
-        return {"prompt_ids": (), "task": task_of(row, self.prompts.source), "idle_s": self._episodes.idle_s}
+        return {
+            "prompt_ids": (),
+            "task": task_of(row, self.prompts.source),
+            "idle_s": self._settings.episodes.idle_s,
+            "chat_template_kwargs": self._settings.data.chat_template_kwargs,
+        }
 
     def _encode(self, position: int) -> NDArray[np.int32]:
         return encode_prompt(self._tokenizer, self.row(position), self.prompts.source)

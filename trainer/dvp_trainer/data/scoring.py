@@ -36,25 +36,21 @@ class Scorer:
 
         Raises ConfigError as RewardFailures.look_at does."""
         arrived = time.monotonic()
-        given = group.rewards
-        if given and None not in given:
-            rewards = [reward for reward in given if reward is not None]
-            return ScoredGroup(group, self._shaped(group, rewards), staleness=0, arrived=arrived)
         token_ids = [last.token_ids.tolist() for *_, last in group.episodes]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
-        self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
-        try:
-            results = await self._pool.score(self._pool.requests(row, completions, token_ids))
-        finally:
-            self.num_waiting, self.num_groups = self.num_waiting - len(completions), self.num_groups - 1
+        results = [RewardResult(value, None, 0.0) for value in group.rewards]
+        if None in (group.rewards or (None,)):
+            self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
+            try:
+                scored = await self._pool.score(self._pool.requests(row, completions, token_ids))
+            finally:
+                self.num_waiting, self.num_groups = self.num_waiting - len(completions), self.num_groups - 1
+            given = results or scored
+            results = [own if own.value is not None else other for own, other in zip(given, scored, strict=True)]
         self._failures.look_at(row, completions, results)
-        rewards = [
-            result.value or 0.0 if reward is None else reward
-            for reward, result in zip(given or [None] * len(results), results, strict=True)
-        ]
         return ScoredGroup(
             group=group,
-            rewards=self._shaped(group, rewards),
+            rewards=self._shaped(group, [result.value or 0.0 for result in results]),
             staleness=0,
             num_failed=sum(result.value is None for result in results),
             reward_s=sum(result.seconds for result in results),

@@ -1,14 +1,15 @@
 #!lua
 -- Gives a caller the next episode, in a session of its own. ARGV: session id, caller or '', nonce, most deliveries.
--- Answers {job id, index, the Job}; or {'unknown'} if the session is another caller's, {} if there is nothing to play.
+-- Answers {job id, index, the Job}; or {'taken'} if the session is anything but an open episode of this caller's, {} if
+-- there is nothing to play.
 local id, caller, nonce, most = unpack(ARGV)
 local hash = SESSION .. id
 local state, whose, job, index = unpack(redis.call('HMGET', hash, 'state', 'caller', 'job', 'index'))
 -- A retry whose reply was lost.
-if state and may_see(caller, 'client', whose) and job then
-  return {job, tonumber(index), redis.call('HGET', hash, 'episode') or ''}
+if state == 'open' and may_see(caller, 'client', whose) and job then
+  return {job, tonumber(index), redis.call('HGET', hash, 'episode')}
 elseif state then
-  return {'unknown'}
+  return {'taken'}
 end
 while true do
   local name = redis.call('ZRANGEBYSCORE', EPISODES, '-inf', now_ms(), 'LIMIT', 0, 1)[1]
