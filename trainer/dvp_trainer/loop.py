@@ -118,7 +118,7 @@ class Run:
     def completions(self, batch: Batch, *, updated: bool) -> list[Completion]:
         """Some completions of the batch trained last; `updated` if it made a step."""
         feeder = self.feeder
-        rows = [feeder.asked.row(job_position(scored.group.job_id)[0]) for scored in batch.groups]
+        rows = [feeder.asked.prompts.row_at(job_position(scored.group.job_id)[0]) for scored in batch.groups]
         return pick_completions(batch, self.learner, rows, feeder.scorer.tokenizer, updated=updated)
 
     @property

@@ -338,7 +338,7 @@ def record_start(run: Run, *, up: bool) -> Start:
         up=up,
         model=learner.base_digest,
         chat_template=run.publisher.chat_template,
-        roles=run.feeder.asked.row(0).roles,
+        roles=run.feeder.asked.prompts.row_at(0).roles,
         machine={"device": f"{device}, {name}", "ranks": str(learner.world.size)},
     )
     earlier = read_starts(settings.out_dir)

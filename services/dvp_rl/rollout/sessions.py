@@ -157,6 +157,8 @@ class Sessions:
 
     def _check(self, session: Session, request: ChatRequest | CompletionRequest) -> None:
         self._check_model(request.model)
+        if session.sink is not Sink.CLIENT and request.seed is not None:
+            raise RequestError.at("seed", request.seed, "null: the run gives each episode a seed of its own")
         own = session.sampling.temperature
         if request.temperature not in (None, own):
             allowed = f"null or {own:g}, the session's: open it with another sampling.temperature"
@@ -182,6 +184,8 @@ class Sessions:
         if len(stop) > MAX_STOPS:
             raise RequestError.at("stop", f"{len(stop)} strings with the session's", f"at most {MAX_STOPS}")
         limit = min(request.limit or sampling.max_tokens, room)
+        if session.sink is not Sink.CLIENT:
+            limit = min(limit, sampling.max_tokens)
         most = num_read(turns) + len(prompt.token_ids) + limit
         if most > (allowed_tokens := MAX_GROUP_TOKENS // session.n):
             raise RequestError(

@@ -80,9 +80,10 @@ class Caller:
         body: dict[str, Any] = answer.json()
         return body
 
-    def say(self, session_id: str, prompt: str = "1+1=") -> httpx.Response:
+    def say(self, session_id: str, **fields: Any) -> httpx.Response:
         model = self._http.get(f"/v1/sessions/{session_id}/v1/models").json()["data"][0]["id"]
-        return self._http.post(f"/v1/sessions/{session_id}/v1/completions", json={"model": model, "prompt": prompt})
+        body = {"model": model, "prompt": "1+1="} | fields
+        return self._http.post(f"/v1/sessions/{session_id}/v1/completions", json=body)
 
     def finish(self, session_id: str, **body: Any) -> httpx.Response:
         return self._http.post(f"/v1/sessions/{session_id}/finish", json=body)
@@ -151,7 +152,8 @@ async def test_what_an_episode_is_told(caller: Caller, trainer: Trainer, run_id:
     assert "seed" not in body["sampling"]
     status = caller.status(session_id).json()
     assert (status["state"], status["turns"], status["metadata"]) == ("open", 0, {})
-    assert caller.say(session_id).json()["usage"]["completion_tokens"] <= 9
+    assert caller.say(session_id, max_tokens=99).json()["usage"]["completion_tokens"] <= 9
+    assert "a seed of its own" in caller.say(session_id, seed=1).json()["detail"]
     ended = caller.finish(session_id, reward=0.5, truncated=True).json()
     assert (ended["state"], ended["reward"], ended["turns"], ended["group"]) == ("finished", 0.5, 1, None)
     assert caller.finish(session_id, reward=0.5).json() == ended

@@ -69,7 +69,7 @@ class Player:
 
     def group(self, lease: Lease, *, right: int = 1, version: str | None = None, **changes: Any) -> Group:
         job = lease.job
-        answer = self.run.feeder.asked.row(job_position(job.job_id)[0]).answer
+        answer = self.run.feeder.asked.prompts.row_at(job_position(job.job_id)[0]).answer
         assert answer is not None
         texts = [answer] * right + ["7"] * (N - right)
         group = Group(

@@ -131,7 +131,10 @@ async def test_what_is_acknowledged_leaves_only_ended_sessions(rig: Rig, harness
     await rig.groups.settle(trained=[job.job_id])
     await rig.groups.acknowledge(found)
     assert await keys(rig) == {"session"}
-    assert 0 < await rig.broker.redis.ttl(rig.broker.keys.session("session-1")) <= 3600
+    ended = rig.broker.keys.session("session-1")
+    assert 0 < await rig.broker.redis.ttl(ended) <= 3600
+    assert {b"state", b"data", b"reward"} <= {*(names := await rig.broker.redis.hkeys(ended))}
+    assert not [name for name in names if b":" in name or name == b"episode"], "what grows with turns and tasks is gone"
     assert await client_jobs(rig.broker) == [], "the trainer's episodes count for no client"
 
 
@@ -165,6 +168,21 @@ async def test_an_episode_left_alone_is_given_to_another(rig: Rig, harness: Harn
     assert await rig.counter("redelivered") == 1
     await harness.play(second)
     assert (await group(rig)).samples[0].num_model_tokens == 4, "nothing of the first attempt is in it"
+
+
+async def test_a_session_that_lost_its_episode_changes_nothing(rig: Rig, harness: Harness) -> None:
+    """As when the run is purged while a harness plays."""
+    job = make_episodes(rig.run_id, n=1)
+    await submit(rig, job)
+    episode = await harness.taken()
+    await harness.say(episode)
+    await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
+    for call in (harness.say(episode, "late"), harness.finish(episode)):
+        with pytest.raises(NotFoundError):
+            await call
+    await harness.store.delete(episode.session.session_id, "no sandbox", most_deliveries=1)
+    assert not await rig.broker.redis.exists(rig.broker.keys.job(job.job_id), rig.broker.keys.played(job.job_id))
+    assert await rig.groups.read(9, BLOCK_MS) == []
 
 
 async def test_each_turn_renews_an_episode(rig: Rig, harness: Harness) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -163,35 +162,23 @@ def encode_prompt(tokenizer: Tokenizer, row: Row, source: str) -> NDArray[np.int
 
 
 class Asked:
-    """Rows of the data set, and what a job asks for one."""
+    """Rows of a data set, and what a job asks for one."""
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer, settings: TrainSettings) -> None:
-        self.prompts, self.fingerprint, self.row = prompts, prompts.fingerprint, prompts.row_at
+        self.prompts = prompts
         self._tokenizer, self._settings = tokenizer, settings
-        self._token_ids = lru_cache(maxsize=65_536)(self._encode)
-
-    def at(self, position: int) -> dict[str, Any]:
-        """Fields of the job for the row at a position. Raises ConfigError."""
-        if self._settings.episodes.harness:
-            return self._task(self.row(position))
-        return {"prompt_ids": self._token_ids(position)}
 
     def of(self, row: Row) -> dict[str, Any]:
-        """Fields of the job for a row. Raises ConfigError."""
-        if self._settings.episodes.harness:
-            return self._task(row)
-        return {"prompt_ids": encode_prompt(self._tokenizer, row, self.prompts.source)}
-
-    def _task(self, row: Row) -> dict[str, Any]:
+        """Fields of the row's job: a prompt to be sampled, or a task that a harness plays. Raises ConfigError."""
+        settings, source = self._settings, self.prompts.source
+        if not settings.episodes.harness:
+            return {"prompt_ids": encode_prompt(self._tokenizer, row, source)}
         return {
             "prompt_ids": (),
-            "task": task_of(row, self.prompts.source),
-            "idle_s": self._settings.episodes.idle_s,
-            "chat_template_kwargs": self._settings.data.chat_template_kwargs,
+            "task": task_of(row, source),
+            "idle_s": settings.episodes.idle_s,
+            "chat_template_kwargs": settings.data.chat_template_kwargs,
         }
-
-    def _encode(self, position: int) -> NDArray[np.int32]:
-        return encode_prompt(self._tokenizer, self.row(position), self.prompts.source)
 
 
 def task_of(row: Row, source: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Feeder:
             "outstanding": tuple(self.books.outstanding),
             "submitted_length": self.submitted.length,
             "consumed_length": self.consumed.length,
-            "data_fingerprint": self.asked.fingerprint,
+            "data_fingerprint": self.asked.prompts.fingerprint,
         }
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class Feeder:
         return Job(
             job_id=id,
             run_id=settings.run_id,
-            **self.asked.at(position),
+            **self.asked.of(self.asked.prompts.row_at(position)),
             n=settings.sampling.n,
             # Independent of the attempt, so that a regenerated sample differs only by its weights.
             sampling=settings.sampling.to_sampling(int.from_bytes(seed[:8]) & MAX_SEED),
@@ -286,7 +286,7 @@ class Feeder:
             await self._finish([item.job_id], Outcome.REFUSED)
             return
         with tracing.span("reward", [item.metadata]):
-            scored = await self.scorer.score(item, self.asked.row(position))
+            scored = await self.scorer.score(item, self.asked.prompts.row_at(position))
         self._scored.put_nowait(scored)
 
     def _tell_of_leftovers(self, facts: str) -> None:

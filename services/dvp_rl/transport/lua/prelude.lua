@@ -99,6 +99,11 @@ local function episode_name(job_id, index)
   return string.format('%s/%04d', job_id, index)
 end
 
+-- Whether an open session still has its episode. `job_id` is nil if it is a client's.
+local function is_played(session, job_id, index)
+  return not job_id or redis.call('HGET', JOB .. job_id, 'session:' .. index) == session
+end
+
 -- Ends the episodes of a job, played or not. It has none if replicas sample it on their own.
 local function end_episodes(job_id)
   for index = 0, (redis.call('HGET', JOB .. job_id, 'num') or 0) - 1 do
@@ -113,7 +118,7 @@ end
 local function enqueue(job_id, sink, data, at, num, idle_ms)
   if (tonumber(num) or 0) > 0 then
     redis.call('HSET', JOB .. job_id, 'state', 'queued', 'sink', sink, 'data', data, 'num', num, 'left', num,
-      'idle_ms', idle_ms)
+      'idle_ms', idle_ms, 'size', 0)
     for index = 0, num - 1 do redis.call('ZADD', EPISODES, at, episode_name(job_id, index)) end
     return
   end

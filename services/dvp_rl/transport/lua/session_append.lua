@@ -5,13 +5,14 @@
 -- with details}.
 local id, caller, nonce, parent, parent_id, turn, data, tokens, drifted, most = unpack(ARGV)
 local hash = SESSION .. id
-local state, whose, opened, bytes, at, job =
-  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'bytes', 'turn:' .. turn, 'job'))
+local state, whose, opened, bytes, at, job, index =
+  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'bytes', 'turn:' .. turn, 'job', 'index'))
 -- Since it was read, the session may have been deleted and opened again, or the broker may have lost its last writes.
 local known = parent == '' or redis.call('HGET', hash, 'turn:' .. parent_id) == parent
 if not state or not may_see(caller, 'client', whose) or opened ~= nonce or not known then return {'unknown', 0, 0} end
 if at then return {'recorded', tonumber(at), 0} end
 if state ~= 'open' then return {state, 0, 0} end
+if not is_played(id, job, index) then return {'unknown', 0, 0} end
 local more = KEY_BYTES + #data
 if bytes + more > tonumber(most) then return {'full', tonumber(bytes), tonumber(most)} end
 local refusal, taken, allowed

@@ -8,9 +8,11 @@ if not state or not may_see(caller, 'client', whose) then return 'unknown' end
 redis.call('UNLINK', SESSION .. id, TURNS .. id)
 if not job then
   hold(':session:' .. id, 0)
-elseif state == 'open' and message ~= '' then
+elseif state == 'finished' or not is_played(id, job, index) then
+  return state
+elseif message ~= '' then
   fail_episode(job, index, message, most, caller)
-elseif state == 'open' then
+else
   redis.call('HDEL', JOB .. job, 'session:' .. index)
   redis.call('ZADD', EPISODES, 'XX', now_ms(), episode_name(job, index))
 end

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- Ends a session. A client's is kept like a result; that of an episode becomes part of its job's group. ARGV: session id,
--- caller or '', nonce of the session that was read, number of turns that were read, reward or ''; for an episode the
--- Session, and the Group of it alone. Answers the state that it had, 'unknown', 'empty' (it has no turn) or 'changed' (it has more turns).
+-- Ends a session. A client's is kept like a result; that of an episode becomes part of its job's group. ARGV: session
+-- id, caller or '', nonce of the session that was read, number of turns that were read, reward or ''; for an episode the
+-- Session, and the Group of it alone. Answers the state that it had, 'unknown', 'empty' (it has no turn) or 'changed' (it
+-- has more turns).
 local id, caller, nonce, turns, reward, session, group = unpack(ARGV)
 local hash = SESSION .. id
 local state, whose, opened, given, recorded, job, index =
@@ -11,6 +12,7 @@ if state == 'finished' then
   if given == reward then return state end
   return redis.error_reply('CONFLICT session ' .. id .. ' was finished with ' .. (given == '' and 'no reward' or 'reward ' .. given))
 end
+if not is_played(id, job, index) then return 'unknown' end
 if not recorded then return 'empty' end
 if recorded ~= turns then return 'changed' end
 redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'idle_ms', 1000 * RESULT_TTL_S)
@@ -20,12 +22,16 @@ if not job then return state end
 redis.call('UNLINK', TURNS .. id)
 redis.call('HSET', hash, 'data', session)
 redis.call('HDEL', hash, 'episode')
+-- What was kept of each turn.
+for _, field in ipairs(redis.call('HKEYS', hash)) do
+  if string.find(field, ':') then redis.call('HDEL', hash, field) end
+end
 redis.call('ZREM', EPISODES, episode_name(job, index))
 redis.call('HDEL', JOB .. job, 'session:' .. index)
 redis.call('HSET', PLAYED .. job, index, group)
+local size = redis.call('HINCRBY', JOB .. job, 'size', #group)
 if redis.call('HINCRBY', JOB .. job, 'left', -1) > 0 then return state end
-local size, sink = 0, redis.call('HGET', JOB .. job, 'sink')
-for _, part in ipairs(redis.call('HVALS', PLAYED .. job)) do size = size + #part end
+local sink = redis.call('HGET', JOB .. job, 'sink')
 local told = redis.call('XADD', inbox(sink), '*',
   'kind', 'episodes', 'id', job, 'sink', sink, 'size', size, 'at', now_ms())
 redis.call('HSET', JOB .. job, 'state', 'done', 'told', told)
