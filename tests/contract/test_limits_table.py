@@ -94,6 +94,7 @@ def table() -> str:
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Results of POST /v1/jobs that are read concurrently", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
         ("Turns of one session", f"{MAX_SESSION_BYTES >> 20} MiB as stored; of an episode, the n-th part", "422"),
+        ("Broker's memory, POST /v1/episodes", f"{MEMORY_SHARE:.0%} of its maxmemory", busy(RETRY_AFTER_MEMORY_S)),
         ("Broker's memory, turns of episodes", f"{RESULT_SHARE:.0%} of its maxmemory", busy(RETRY_AFTER_MEMORY_S)),
         ("Task of an episode", f"{MAX_TASK_BYTES >> 20} MiB as JSON", "the trainer stops and names the row"),
         ("wait_s of POST /v1/episodes", f"{MAX_EPISODE_WAIT_S:g} s", "422"),

@@ -163,11 +163,13 @@ class Group(Record):
     prompt_ids: Int32Array
     sampling: Sampling
     samples: Annotated[tuple[Sample, ...], Field(min_length=1)]
-    """Episode by episode, in the order in which they were drawn."""
+    """Episode by episode, in the order in which they ended."""
     episode_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """[n] number of samples of each episode; empty if every episode has one."""
     rewards: tuple[float | None, ...] = ()
     """[n] what a harness gave each episode, None if nothing; empty if no harness played them."""
+    task_digest: str = ""
+    """Job.task_digest."""
     sink: Sink
     replica_id: str
     """Which drew the last turn."""
@@ -203,7 +205,7 @@ class Group(Record):
         return cls(
             **{
                 name: getattr(first, name)
-                for name in ("job_id", "run_id", "prompt_ids", "sampling", "sink", "metadata")
+                for name in ("job_id", "run_id", "prompt_ids", "sampling", "task_digest", "sink", "metadata")
             },
             samples=tuple(samples),
             episode_sizes=tuple(size for group in groups for size in group.episode_sizes),

@@ -247,7 +247,7 @@ class FinishRequest(Body):
 
     model_config = example(reward=1.0)
 
-    reward: float | None = None
+    reward: Annotated[float, Field(strict=True)] | None = None
     """What the episode earned; null if nobody knows yet. The trainer's reward function then scores its own episodes."""
     truncated: bool = False
     """Whether the episode was cut off: by the context, a number of turns, or a time limit. The trainer then treats it

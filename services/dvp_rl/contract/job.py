@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from enum import StrEnum
@@ -111,6 +112,13 @@ class Job(Record):
         """Most bytes that the broker holds for this job: first the job itself, then its group of plain completions."""
         sample = BYTES_PER_TOKEN * self.sampling.max_tokens + OVERHEAD_BYTES
         return len(self.to_bytes()) + OVERHEAD_BYTES + self.n * sample
+
+    @property
+    def task_digest(self) -> str:
+        """Tells the episodes of this task from those of another; "" without a task."""
+        if self.task is None:
+            return ""
+        return hashlib.blake2b(msgpack.packb([self.task, self.chat_template_kwargs]), digest_size=16).hexdigest()
 
     @property
     def num_episodes(self) -> int:

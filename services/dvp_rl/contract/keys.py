@@ -172,8 +172,8 @@ class Keys:
 
     def session(self, session_id: str) -> str:
         """Hash of one session: state, caller, nonce, data (a Session), bytes, reward, numbers of turns, branches,
-        drifted and tokens, and `turn:ID` with the index of each turn. For an episode also job and index, and until it
-        is finished `episode` (the Job) instead of data. It expires when nobody has used it for its `idle_s`."""
+        drifted and tokens, and `turn:ID` with the index of each turn. An episode also has job and index, and no data
+        until it is finished: its job's are used. It expires when nobody has used it for its `idle_s`."""
         return self._key(f"session:{session_id}")
 
     def turns(self, session_id: str) -> str:

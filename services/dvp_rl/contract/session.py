@@ -58,6 +58,8 @@ class Session(Record):
     sampling: Sampling = Sampling()
     """The policy, and the limits of turns that name none."""
     chat_template_kwargs: Metadata = Field(default_factory=dict)
+    task_digest: str = ""
+    """Job.task_digest."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     """Number of sessions that share the largest size of a group."""
     metadata: Metadata = Field(default_factory=dict)
@@ -74,6 +76,7 @@ class Session(Record):
         return cls(
             session_id=session_id,
             **job.model_dump(include={"run_id", "sink", "min_seq", "chat_template_kwargs", "n", "metadata", "idle_s"}),
+            task_digest=job.task_digest,
             sampling=sampling.model_copy(update={"seed": seed}),
         )
 
@@ -150,7 +153,7 @@ def history(turns: Sequence[Turn]) -> NDArray[np.int32]:
 
 def branches(turns: Sequence[Turn]) -> list[list[int]]:
     """Indices of all turns, each in one branch: a turn continues its parent's branch, unless another turn did so
-    before, and opens one otherwise."""
+    before, and opens one otherwise. The last branch holds the last turn."""
     found: list[list[int]] = []
     open_at: dict[int, list[int]] = {}
     for index, turn in enumerate(turns):
@@ -160,7 +163,7 @@ def branches(turns: Sequence[Turn]) -> list[list[int]]:
             found.append(branch)
         branch.append(index)
         open_at[index] = branch
-    return found
+    return sorted(found, key=lambda branch: branch[-1])
 
 
 def num_read(turns: Sequence[Turn]) -> int:
@@ -172,7 +175,7 @@ def num_read(turns: Sequence[Turn]) -> int:
 
 
 def episode(turns: Sequence[Turn]) -> tuple[Sample, ...]:
-    """One sample per branch, which holds each drawn token once. The first continues the prompt of the first turn."""
+    """One sample per branch, which holds each drawn token once. The last one holds the last turn."""
     return tuple(_sample(turns, branch) for branch in branches(turns))
 
 
@@ -232,6 +235,7 @@ def group_of(
         samples=(*samples, last),
         episode_sizes=(len(samples) + 1,),
         rewards=() if session.sink is Sink.CLIENT else (reward,),
+        task_digest=session.task_digest,
         sink=session.sink,
         replica_id=turns[-1].replica_id,
         engine=turns[-1].engine,

@@ -29,6 +29,12 @@ def alone(job: Job, index: int) -> Job:
     return job.model_copy(update={"n": 1, "sampling": sampling})
 
 
+def seeded(job: Job, name: str) -> Job:
+    """The job with a stream that its seed and the name determine together."""
+    seed = _hash63(f"{job.sampling.seed}:{name}".encode())
+    return job.model_copy(update={"sampling": job.sampling.model_copy(update={"seed": seed})})
+
+
 def _hash63(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 

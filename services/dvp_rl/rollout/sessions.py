@@ -28,8 +28,8 @@ from dvp_rl.contract.session import (
     num_read,
     path,
 )
-from dvp_rl.engines.seeds import alone
-from dvp_rl.transport.sessions import ENDED, Recorded, SessionStore, Summary
+from dvp_rl.engines.seeds import alone, seeded
+from dvp_rl.transport.sessions import ENDED, UNKNOWN, Recorded, SessionStore, Summary
 
 from .answers import Room, in_pieces, null
 from .dialogue import Answer, Dialogue, Prompt
@@ -120,7 +120,8 @@ class Sessions:
         session, turns = recorded.session, recorded.turns
         self._check(session, request)
         # Its seed too, unless the session has one: sessions with the same keys must not draw alike.
-        turn_id = digest(f"{recorded.nonce}\n{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
+        name = digest(f"{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
+        turn_id = digest(f"{recorded.nonce}\n{name}")
         known = [turn.turn_id for turn in turns]
         if turn_id in known:
             return await self._taken(recorded, known.index(turn_id), request)
@@ -128,6 +129,8 @@ class Sessions:
             raise RequestError(ENDED.format(session_id))
         prompt = await self._replica.prompts.talk(lambda dialogue: dialogue.prompt(session, turns, request))
         job = self._job(turn_id, session, turns, prompt, request)
+        if session.sink is not Sink.CLIENT:
+            job = seeded(job, name)
         group = await self._generate(job, caller)
 
         def told(dialogue: Dialogue) -> tuple[Answer, Turn]:
@@ -140,7 +143,10 @@ class Sessions:
             f"session {session_id}", lambda: self._store.append(recorded, turn, caller=caller), PATIENCE_S
         )
         if not new:  # by a replica that had seemed to be dead
-            return await self._taken(await self._store.read(session_id, caller=caller), index, request)
+            again = await self._store.read(session_id, caller=caller)
+            if again.nonce != recorded.nonce:
+                raise NotFoundError(UNKNOWN.format(session_id))
+            return await self._taken(again, index, request)
         self._replica.metrics.turns.labels(prompt.fork or "none").inc()
         return Taken(session, index, turn, len(prompt.token_ids), answer)
 
@@ -183,15 +189,16 @@ class Sessions:
         stop = tuple(dict.fromkeys((*sampling.stop, *request.stops)))
         if len(stop) > MAX_STOPS:
             raise RequestError.at("stop", f"{len(stop)} strings with the session's", f"at most {MAX_STOPS}")
-        limit = min(request.limit or sampling.max_tokens, room)
+        allowed_tokens = MAX_GROUP_TOKENS // session.n
+        left = allowed_tokens - num_read(turns) - len(prompt.token_ids)
+        if left < 1:
+            raise RequestError(
+                f"session {session.session_id!r}: with this turn, its samples and their prompts would have "
+                f"{allowed_tokens + 1 - left} tokens or more, at most {allowed_tokens} allowed: finish it"
+            )
+        limit = min(request.limit or sampling.max_tokens, room, left)
         if session.sink is not Sink.CLIENT:
             limit = min(limit, sampling.max_tokens)
-        most = num_read(turns) + len(prompt.token_ids) + limit
-        if most > (allowed_tokens := MAX_GROUP_TOKENS // session.n):
-            raise RequestError(
-                f"session {session.session_id!r}: with this turn, its samples and their prompts may have {most} "
-                f"tokens, at most {allowed_tokens} allowed: finish it"
-            )
         job = Job(
             job_id=turn_id,
             run_id=session.run_id,
@@ -207,6 +214,8 @@ class Sessions:
 
     async def _taken(self, recorded: Recorded, index: int, request: ChatRequest | CompletionRequest) -> Taken:
         session, turns = recorded.session, recorded.turns
+        if index >= len(turns):  # the episode was finished meanwhile
+            raise RequestError(ENDED.format(session.session_id))
         turn = turns[index]
         read = np.concatenate([history(path(turns, turn.parent)), turn.context_ids])
         answer = await self._replica.prompts.talk(
@@ -239,7 +248,7 @@ class Sessions:
             group = None
             if recorded.job_id is not None and recorded.turns:
                 group = await asyncio.to_thread(_group, recorded, request)
-            if await self._store.finish(recorded, request.reward, group, caller=caller):
+            if await self._store.finish(recorded, request.reward, group, truncated=request.truncated, caller=caller):
                 return recorded
 
     async def delete(self, session_id: str, error: str, caller: str) -> SessionBody:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dvp_rl.contract.errors import NotFoundError, RequestError
+from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.job import JOB_ID, Job
 from dvp_rl.contract.session import MAX_SESSION_BYTES, Fork, Session, SessionState, Turn
 from dvp_rl.contract.shares import EVERYBODY
 
-from .broker import Broker
+from .broker import MEMORY_SHARE, RETRY_AFTER_MEMORY_S, Broker
 from .jobs import MAX_ERROR_CHARS
 from .submission import check_admitted
 
@@ -103,12 +103,17 @@ class SessionStore:
         """Gives the caller the next episode that is to be played, in a session with this id; None if there is none. The
         same id again returns the same episode, until it is finished. An episode that was given before and then left
         alone, or failed, `most_deliveries` times makes its job a dead letter. Raises RequestError if the id is taken,
-        OverloadedError if the broker's memory is full."""
+        OverloadedError if too much of the broker's memory is used."""
         args = (session_id, caller, secrets.token_hex(8), most_deliveries)
         reply = await self.broker.script("episode_take", *args)
         match reply:
             case []:
                 return None
+            case [b"full"]:
+                reason = (
+                    f"the broker's memory (its maxmemory) is {MEMORY_SHARE:.0%} full, the rest is for what is played"
+                )
+                raise OverloadedError(reason, RETRY_AFTER_MEMORY_S)
             case [b"taken"]:
                 allowed = "another one for each episode: this one's is finished, or its session is not yours"
                 raise RequestError.at("Idempotency-Key", session_id, allowed)
@@ -134,28 +139,44 @@ class SessionStore:
         if not re.fullmatch(JOB_ID, session_id):
             raise NotFoundError(UNKNOWN.format(session_id))
         keys = self.broker.keys
-        always = ("data", "episode", "index", "job", "state", "caller")
+        always = ("data", "job", "index", "state", "caller")
         async with self.broker.call(), self.broker.redis.pipeline(transaction=False) as calls:
             calls.hmget(keys.session(session_id), *always, *names)
             if turns:
                 calls.lrange(keys.turns(session_id), 0, -1)
-            (data, episode, index, job, state, whose, *fields), *records = await calls.execute()
+            (data, job, index, state, whose, *fields), *records = await calls.execute()
         if state is None or (caller != EVERYBODY and whose != caller.encode()):
             raise NotFoundError(UNKNOWN.format(session_id))
-        session = Session.from_bytes(data) if data else Session.of(Job.from_bytes(episode), int(index), session_id)
         job_id = None if job is None else job.decode()
+        if data:
+            session = Session.from_bytes(data)
+        else:
+            session = Session.of(await self._job(job_id or "", session_id), int(index), session_id)
         return session, SessionState(state.decode()), job_id, fields, records[0] if turns else []
 
+    async def _job(self, job_id: str, session_id: str) -> Job:
+        async with self.broker.call():
+            data: Any = await self.broker.redis.hget(self.broker.keys.job(job_id), "data")
+        if data is None:
+            raise NotFoundError(UNKNOWN.format(session_id))
+        return Job.from_bytes(data)
+
     async def finish(
-        self, recorded: Recorded, reward: float | None, group: Group | None, *, caller: str = EVERYBODY
+        self,
+        recorded: Recorded,
+        reward: float | None,
+        group: Group | None = None,
+        *,
+        truncated: bool = False,
+        caller: str = EVERYBODY,
     ) -> bool:
         """Ends a session that has turns; False if it has other turns than those that were read. The same again changes
         nothing. `group`: for an episode of a job, that episode alone; the last one to be finished completes the job.
 
-        Raises NotFoundError, or RequestError if the session has no turn or was finished with another reward.
+        Raises NotFoundError, or RequestError if the session has no turn or was finished otherwise.
         """
         given, session = "" if reward is None else repr(reward), recorded.session
-        args = (session.session_id, caller, recorded.nonce, len(recorded.turns), given)
+        args = (session.session_id, caller, recorded.nonce, len(recorded.turns), given, "cut off" if truncated else "")
         records = ("", "") if group is None else (session.to_bytes(), group.to_bytes())
         match (await self.broker.script("session_finish", *args, *records)).decode():
             case "unknown":

@@ -80,10 +80,11 @@ class Caller:
         body: dict[str, Any] = answer.json()
         return body
 
-    def say(self, session_id: str, **fields: Any) -> httpx.Response:
+    def say(self, session_id: str, *, key: str = "", **fields: Any) -> httpx.Response:
         model = self._http.get(f"/v1/sessions/{session_id}/v1/models").json()["data"][0]["id"]
         body = {"model": model, "prompt": "1+1="} | fields
-        return self._http.post(f"/v1/sessions/{session_id}/v1/completions", json=body)
+        headers = {"Idempotency-Key": key} if key else {}
+        return self._http.post(f"/v1/sessions/{session_id}/v1/completions", json=body, headers=headers)
 
     def finish(self, session_id: str, **body: Any) -> httpx.Response:
         return self._http.post(f"/v1/sessions/{session_id}/finish", json=body)
@@ -153,11 +154,14 @@ async def test_what_an_episode_is_told(caller: Caller, trainer: Trainer, run_id:
     status = caller.status(session_id).json()
     assert (status["state"], status["turns"], status["metadata"]) == ("open", 0, {})
     assert caller.say(session_id, max_tokens=99).json()["usage"]["completion_tokens"] <= 9
+    assert "reward" in web.problem(caller.finish(session_id, reward="1"), 422).detail
     assert "a seed of its own" in caller.say(session_id, seed=1).json()["detail"]
     ended = caller.finish(session_id, reward=0.5, truncated=True).json()
     assert (ended["state"], ended["reward"], ended["turns"], ended["group"]) == ("finished", 0.5, 1, None)
-    assert caller.finish(session_id, reward=0.5).json() == ended
-    assert "was finished with reward 0.5" in web.problem(caller.finish(session_id, reward=1), 422).detail
+    assert caller.finish(session_id, reward=0.5, truncated=True).json() == ended
+    for other in ({"reward": 1.0, "truncated": True}, {"reward": 0.5}):
+        detail = web.problem(caller.finish(session_id, **other), 422).detail
+        assert "was finished with reward 0.5, as cut off" in detail
     assert await client_jobs(trainer.broker) == []
 
 
@@ -173,6 +177,27 @@ async def test_the_same_key_takes_the_same_episode(caller: Caller, trainer: Trai
     first, again, other = (caller.take(**{"Idempotency-Key": key}) for key in ("a", "a", "b"))
     assert first == again
     assert other["index"] == 1
+
+
+async def test_turns_at_once_draw_their_own_samples(caller: Caller, trainer: Trainer, run_id: str) -> None:
+    await trainer.submit(make_episodes(run_id, n=1, sampling={"max_tokens": 20, "seed": 1}))
+    session_id = caller.take()["session_id"]
+    with ThreadPoolExecutor() as pool:
+        said = [answer.json()["choices"][0]["text"] for answer in pool.map(lambda _: caller.say(session_id), range(4))]
+    assert len({*said}) == 4
+
+
+async def test_turns_with_keys_are_drawn_alike_in_another_attempt(
+    caller: Caller, trainer: Trainer, run_id: str
+) -> None:
+    await trainer.submit(make_episodes(run_id, n=1, sampling={"max_tokens": 20, "seed": 1}))
+    said = []
+    for _ in range(2):
+        session_id = caller.take()["session_id"]
+        said.append([caller.say(session_id, key=key).json()["choices"][0]["text"] for key in ("a", "b")])
+        caller.delete(session_id)
+    assert said[0] == said[1]
+    assert said[0][0] != said[0][1]
 
 
 async def test_an_episode_is_given_back_or_fails(caller: Caller, trainer: Trainer, run_id: str) -> None:

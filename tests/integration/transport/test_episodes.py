@@ -18,7 +18,7 @@ from dvp_rl.transport.groups import Delivery, GroupQueue
 from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.pending import who_plays
 from dvp_rl.transport.results import client_jobs
-from dvp_rl.transport.sessions import Episode, SessionStore
+from dvp_rl.transport.sessions import Episode, Recorded, SessionStore
 from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
 from tests.kit.records import make_episodes, make_turn
@@ -58,7 +58,7 @@ class Harness:
             group = group_of(
                 recorded.session, recorded.turns, job_id=recorded.job_id, reward=reward, truncated=truncated
             )
-        assert await self.store.finish(recorded, reward, group, caller=self.name)
+        assert await self.store.finish(recorded, reward, group, truncated=truncated, caller=self.name)
 
     async def play(self, episode: Episode, reward: float | None = 1.0, **fields: object) -> None:
         for turn_id in ("a", "b"):
@@ -114,6 +114,7 @@ async def test_a_job_ends_with_the_last_of_its_episodes(rig: Rig, harness: Harne
     await harness.play(taken[1], reward=None)
     found = await group(rig, sink)
     assert (found.job_id, found.sink, found.rewards) == (job.job_id, sink, (0.0, None, 2.0))
+    assert found.task_digest == job.task_digest
     assert [len(samples) for samples in found.episodes] == [1, 1, 1]
     assert [sample.token_ids.tolist() for sample in found.samples] == [[2, 2, 1, 2, 2]] * 3
     assert (await rig.submission.status(job.job_id)).state is JobState.DONE
@@ -134,7 +135,7 @@ async def test_what_is_acknowledged_leaves_only_ended_sessions(rig: Rig, harness
     ended = rig.broker.keys.session("session-1")
     assert 0 < await rig.broker.redis.ttl(ended) <= 3600
     assert {b"state", b"data", b"reward"} <= {*(names := await rig.broker.redis.hkeys(ended))}
-    assert not [name for name in names if b":" in name or name == b"episode"], "what grows with turns and tasks is gone"
+    assert not [name for name in names if b":" in name], "what grows with turns is gone"
     assert await client_jobs(rig.broker) == [], "the trainer's episodes count for no client"
 
 
@@ -176,8 +177,15 @@ async def test_a_session_that_lost_its_episode_changes_nothing(rig: Rig, harness
     await submit(rig, job)
     episode = await harness.taken()
     await harness.say(episode)
+    nonce = await rig.broker.redis.hget(rig.broker.keys.session(episode.session.session_id), "nonce")
     await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
-    for call in (harness.say(episode, "late"), harness.finish(episode)):
+    recorded = Recorded(episode.session, SessionState.OPEN, [make_turn("a")], nonce.decode(), job.job_id)
+    group = group_of(recorded.session, recorded.turns, job_id=job.job_id, reward=1.0)
+    for call in (
+        harness.store.read(episode.session.session_id),
+        harness.store.append(recorded, make_turn("late", parent=0)),
+        harness.store.finish(recorded, 1.0, group),
+    ):
         with pytest.raises(NotFoundError):
             await call
     await harness.store.delete(episode.session.session_id, "no sandbox", most_deliveries=1)
@@ -307,6 +315,20 @@ async def test_an_episode_that_was_cut_off_says_so(rig: Rig, harness: Harness) -
     assert [sample.finish_reason for sample in found.samples] == [FinishReason.STOP, FinishReason.LENGTH]
 
 
+async def test_the_last_turn_is_in_the_last_sample(rig: Rig, harness: Harness) -> None:
+    """Though a sub-agent's branch was opened in between."""
+    await submit(rig, make_episodes(rig.run_id, n=1))
+    episode = await harness.taken()
+    for turn in (make_turn("main"), make_turn("sub", context_ids=[9]), make_turn("end", parent=0, num_tokens=3)):
+        recorded = await harness.store.read(episode.session.session_id)
+        await harness.store.append(recorded, turn)
+    await harness.finish(episode, truncated=True)
+    found = await group(rig)
+    assert [sample.continues(found.prompt_ids).tolist() for sample in found.samples] == [[9], [1]]
+    assert [sample.finish_reason for sample in found.samples] == [FinishReason.STOP, FinishReason.LENGTH]
+    assert found.samples[-1].num_in_last_turn == 3
+
+
 async def test_episodes_keep_prompts_and_engines_of_their_own(rig: Rig, harness: Harness) -> None:
     await submit(rig, make_episodes(rig.run_id, n=2))
     half = EngineFacts(name="fake", version="1", dtype="bfloat16")
@@ -380,6 +402,22 @@ async def test_a_wiped_broker_gives_them_out_again(own_broker: EmbeddedBroker, r
         await broker.ensure_groups()
         (delivery,) = await GroupQueue(broker, fence=fence).read(9, BLOCK_MS)
         assert delivery.job_id == job.job_id
+
+
+async def test_no_episode_is_given_out_without_room_for_its_turns(own_broker: EmbeddedBroker, run_id: str) -> None:
+    async with await Broker.connect(own_broker.url, run_id) as broker:
+        fence = await TrainerLease(broker, "test").acquire()
+        await Submission(broker).submit([make_episodes(run_id, n=2)], fence=fence, limit=NO_LIMIT)
+        harness = Harness(broker)
+        episode = await harness.taken()
+        await broker.redis.set("filler", b"x" * 2**20)
+        used = int((await broker.redis.info("memory"))["used_memory"])
+        await broker.redis.config_set("maxmemory", int(used / 0.75))
+        with pytest.raises(OverloadedError, match="70% full"):
+            await harness.take()
+        await harness.play(episode)
+        await broker.redis.delete("filler")
+        assert (await harness.taken()).index == 1
 
 
 async def test_turns_of_episodes_leave_room_for_groups(own_broker: EmbeddedBroker, run_id: str) -> None:

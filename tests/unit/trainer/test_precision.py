@@ -21,7 +21,7 @@ from dvp_trainer.data.batch import Episode
 from dvp_trainer.learn.layout import Layout
 from dvp_trainer.learn.micro_batch import MicroBatch, tokens_of
 from dvp_trainer.learn.model import Policy, load_model
-from dvp_trainer.queue.feeder import mismatches
+from dvp_trainer.queue.feeder import FROM_JOB, mismatches
 from tests.kit.models import make_model
 from tests.kit.records import make_sample, make_scored
 
@@ -164,10 +164,21 @@ def test_every_engine_of_a_group_is_looked_at(folder: Path) -> None:
 
 def test_a_group_of_episodes_answers_only_a_job_of_episodes(folder: Path) -> None:
     plain = make_scored(PROMPT, [make_sample([5], [-1.0])] * 2, [1.0, 0.0]).group
-    played = plain.model_copy(update={"rewards": (1.0, None)})
     fields = {name: getattr(plain, name) for name in ("job_id", "run_id", "sampling", "sink")}
     section = ModelSection(path=folder)
     asked, task = Job(n=2, prompt_ids=PROMPT, **fields), Job(n=2, prompt_ids=(), task={"prompt": "1+1"}, **fields)
+    played = plain.model_copy(update={"rewards": (1.0, None), "task_digest": task.task_digest})
     assert mismatches(plain, asked, section) == mismatches(played, task, section) == {}
     for group, job in ((plain, task), (played, asked)):
-        assert mismatches(group, job, section).keys() == {"rewards"}
+        assert mismatches(group, job, section).keys() == {"rewards", "task"}
+
+
+def test_episodes_of_another_task_are_refused(folder: Path) -> None:
+    """As when a run with other data finds what an earlier one with its name had left in the queue."""
+    group = make_scored(PROMPT, [make_sample([5], [-1.0])], [1.0]).group
+    fields = {name: getattr(group, name) for name in ("job_id", "run_id", "sampling", "sink")}
+    asked = Job(n=1, prompt_ids=(), task={"prompt": "1+1"}, **fields)
+    played = group.model_copy(update={"rewards": (1.0,), "task_digest": asked.task_digest})
+    for change in ({"task": {"prompt": "2+2"}}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        other = Job.model_validate(asked.model_dump() | change)
+        assert mismatches(played, other, ModelSection(path=folder)).keys() == {"task"} <= FROM_JOB

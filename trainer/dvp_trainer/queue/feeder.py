@@ -358,7 +358,7 @@ class Feeder:
         self._room.set()
 
 
-FROM_JOB = {"prompt_ids", "samples", "rewards", "sampling.log_min_p", "sampling.temperature"}
+FROM_JOB = {"prompt_ids", "samples", "rewards", "task", "sampling.log_min_p", "sampling.temperature"}
 """Differences that show that the group was made for another job, or by a replica that ignores jobs."""
 
 
@@ -368,6 +368,7 @@ def mismatches(group: Group, job: Job, model: ModelSection) -> dict[str, str]:
         "run_id": (group.run_id, job.run_id),
         "samples": (len(group.episodes), job.n),
         "rewards": (len(group.rewards), job.num_episodes),
+        "task": (group.task_digest, job.task_digest),
         "sampling.log_min_p": (np.float32(group.sampling.log_min_p), np.float32(job.sampling.log_min_p)),
         "sampling.temperature": (np.float32(group.sampling.temperature), np.float32(job.sampling.temperature)),
     }

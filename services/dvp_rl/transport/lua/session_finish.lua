@@ -1,27 +1,27 @@
 #!lua flags=allow-oom
 -- Ends a session. A client's is kept like a result; that of an episode becomes part of its job's group. ARGV: session
--- id, caller or '', nonce of the session that was read, number of turns that were read, reward or ''; for an episode the
--- Session, and the Group of it alone. Answers the state that it had, 'unknown', 'empty' (it has no turn) or 'changed' (it
--- has more turns).
-local id, caller, nonce, turns, reward, session, group = unpack(ARGV)
+-- id, caller or '', nonce of the session that was read, number of turns that were read, reward or '', whether it was cut
+-- off or ''; for an episode the Session, and the Group of it alone. Answers the state that it had, 'unknown', 'empty' (it
+-- has no turn) or 'changed' (it has more turns).
+local id, caller, nonce, turns, reward, cut, session, group = unpack(ARGV)
 local hash = SESSION .. id
-local state, whose, opened, given, recorded, job, index =
-  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'reward', 'turns', 'job', 'index'))
+local state, whose, opened, given, was_cut, recorded, job, index =
+  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'reward', 'cut', 'turns', 'job', 'index'))
 if not state or not may_see(caller, 'client', whose) or opened ~= nonce then return 'unknown' end
 if state == 'finished' then
-  if given == reward then return state end
-  return redis.error_reply('CONFLICT session ' .. id .. ' was finished with ' .. (given == '' and 'no reward' or 'reward ' .. given))
+  if given == reward and was_cut == cut then return state end
+  given = given == '' and 'no reward' or 'reward ' .. given
+  return redis.error_reply('CONFLICT session ' .. id .. ' was finished with ' .. given .. (was_cut == '' and '' or ', as cut off'))
 end
 if not is_played(id, job, index) then return 'unknown' end
 if not recorded then return 'empty' end
 if recorded ~= turns then return 'changed' end
-redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'idle_ms', 1000 * RESULT_TTL_S)
+redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'cut', cut, 'idle_ms', 1000 * RESULT_TTL_S)
 keep_session(id)
 if not job then return state end
 
 redis.call('UNLINK', TURNS .. id)
 redis.call('HSET', hash, 'data', session)
-redis.call('HDEL', hash, 'episode')
 -- What was kept of each turn.
 for _, field in ipairs(redis.call('HKEYS', hash)) do
   if string.find(field, ':') then redis.call('HDEL', hash, field) end
