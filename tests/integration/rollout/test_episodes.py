@@ -122,7 +122,7 @@ async def test_an_episode_goes_from_the_trainer_to_the_trainer(
         assert not harness.play_one(wait_s=0)
     found = await trainer.receive()
     assert isinstance(found, Group)
-    assert (found.job_id, found.rewards, len(found.episodes)) == (job.job_id, (0.0,) * 3, 3)
+    assert (found.job_id, found.rewards, len(found.episodes)) == (job.job_id, (*harness.given,), 3)
     oracle = Oracle(model)
     for (sample,) in found.episodes:
         prompt = sample.continues(found.prompt_ids).tolist()

@@ -18,6 +18,7 @@ from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.resume.ledger import read_ledger
 from tests.kit.forked import Service
 from tests.kit.harness import Harness
+from tests.kit.ports import free_port
 from tests.kit.processes import PYTHON
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.runs import HELDOUT, MODEL, config, run_trainer, trainer_process
@@ -73,7 +74,7 @@ def test_a_run_trains_on_episodes_and_is_evaluated_on_them(tmp_path: Path, broke
         assert record["mismatch/k3_kl"] < 1e-6, "both sides agree on the log-probs of both turns"
         assert record["length/environment_mean"] > 0
     assert len(trained(tmp_path / "run")) == 6
-    assert harness.played >= 6 * 4 + 2 * 4
+    assert len(harness.given) >= 6 * 4 + 2 * 4
     assert "heldout/score" in records[-1]
 
 
@@ -108,7 +109,7 @@ class Storm:
     def __init__(self, stack: ExitStack, folder: Path, run_id: str, url: str, **overrides: str) -> None:
         self._stack, self._folder, self._run_id, self._url = stack, folder, run_id, url
         self._flags = config(folder, run_id, url, **overrides)
-        self._ports = {"a": "0", "b": "0"}
+        self._ports = {name: str(free_port()) for name in ("a", "b")}
         self._replicas = {name: self._replica(name) for name in self._ports}
         self._harnesses = [self._harness() for _ in range(3)]
         self.trainer = self._trainer()
@@ -127,7 +128,7 @@ class Storm:
             self._harnesses[number].wait()
             self._harnesses[number] = self._harness()
         elif who == "replica":
-            name = chance.choice(("a", "b"))
+            name = chance.choice([*self._ports])
             self._replicas[name].stop(SIGKILL)
             self._replicas[name] = self._replica(name)
         else:
@@ -137,9 +138,7 @@ class Storm:
 
     def _replica(self, name: str) -> ReplicaProcess:
         options = ("--lease-s", "2", "--max-deliveries", "100", "--port", self._ports[name])
-        started = self._stack.enter_context(replica(self._folder / name, self._run_id, self._url, *options))
-        self._ports[name] = str(started.port)
-        return started
+        return self._stack.enter_context(replica(self._folder / name, self._run_id, self._url, *options))
 
     def _harness(self) -> Popen[bytes]:
         urls = ",".join(f"http://127.0.0.1:{port}" for port in self._ports.values())

@@ -38,15 +38,15 @@ class Scorer:
         arrived = time.monotonic()
         token_ids = [last.token_ids.tolist() for *_, last in group.episodes]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
-        results = [RewardResult(value, None, 0.0) for value in group.rewards]
-        if None in (group.rewards or (None,)):
+        given = group.rewards or (None,) * len(completions)
+        results = [RewardResult(value, None, 0.0) for value in given]
+        if None in given:
             self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
             try:
-                scored = await self._pool.score(self._pool.requests(row, completions, token_ids))
+                computed = await self._pool.score(self._pool.requests(row, completions, token_ids))
             finally:
                 self.num_waiting, self.num_groups = self.num_waiting - len(completions), self.num_groups - 1
-            given = results or scored
-            results = [own if own.value is not None else other for own, other in zip(given, scored, strict=True)]
+            results = [own if own.value is not None else ours for own, ours in zip(results, computed, strict=True)]
         self._failures.look_at(row, completions, results)
         return ScoredGroup(
             group=group,
