@@ -119,8 +119,8 @@ class Sessions:
         recorded = await self._store.read(session_id, caller=caller)
         session, turns = recorded.session, recorded.turns
         self._check(session, request)
-        # Its seed too, unless the session has one: sessions with the same keys must not draw alike.
         name = digest(f"{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
+        # It seeds the draw unless the session has a seed: sessions with the same keys must not draw alike.
         turn_id = digest(f"{recorded.nonce}\n{name}")
         known = [turn.turn_id for turn in turns]
         if turn_id in known:

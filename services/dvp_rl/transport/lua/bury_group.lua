@@ -4,5 +4,5 @@ local refused = fenced_off(ARGV[1])
 if refused then return refused end
 local fields = read(ARGV[2], ARGV[3])
 if not fields then return end
-redis.call('UNLINK', RESULT .. (fields.id or ''), PLAYED .. (fields.id or ''))
+redis.call('UNLINK', RESULT .. (fields.id or ''))
 bury(ARGV[2], ARGV[3], fields, ARGV[4], '')

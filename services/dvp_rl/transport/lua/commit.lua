@@ -26,11 +26,7 @@ if sink == 'client' then
   hold(id, KEY_BYTES + #data, now_ms() + 1000 * RESULT_TTL_S)
   reserve(id, 0)
 else
-  -- The entry only refers to the group, so that reading the stream copies nothing large.
-  local told = redis.call('XADD', inbox(sink), '*',
-    'kind', 'group', 'id', id, 'sink', sink, 'size', #data, 'at', now_ms())
-  redis.call('HSET', hash, 'told', told)
+  report(id, sink, 'group', #data)
 end
-count('committed')
-redis.call('HSET', COUNTERS, 'committed_at', now_ms())
+count_committed()
 return 'committed'

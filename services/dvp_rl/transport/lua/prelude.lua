@@ -61,6 +61,11 @@ local function count(counter, by)
   redis.call('HINCRBY', COUNTERS, counter, by or 1)
 end
 
+local function count_committed()
+  count('committed')
+  redis.call('HSET', COUNTERS, 'committed_at', now_ms())
+end
+
 local function count_redelivered(stream)
   count(stream == CLIENT_JOBS and 'redelivered_clients' or 'redelivered')
 end
@@ -73,6 +78,14 @@ end
 -- The stream that reports a job's end to the trainer.
 local function inbox(sink)
   return sink == 'eval' and EVALS or GROUPS
+end
+
+-- Reports a group of `size` bytes to the trainer. The entry only refers to it, so that reading the stream copies nothing
+-- large. `kind`: where it is, 'group' (RESULT) or 'episodes' (PLAYED).
+local function report(job_id, sink, kind, size)
+  local told = redis.call('XADD', inbox(sink), '*',
+    'kind', kind, 'id', job_id, 'sink', sink, 'size', size, 'at', now_ms())
+  redis.call('HSET', JOB .. job_id, 'told', told)
 end
 
 -- True if a trainer's job has ended and the entry that reported it was acknowledged, because a checkpoint covered it. A
@@ -291,7 +304,7 @@ local function bury(stream, id, fields, message, replica_id)
   reserve(job_id, 0)
 end
 
--- Counts a failed delivery of an episode. After too many its job is dead, with its other episodes. True if it is.
+-- Counts a failed delivery of an episode. After too many its job is dead, with its other episodes.
 local function fail_episode(job_id, index, message, most, holder)
   local hash = JOB .. job_id
   end_session(job_id, index)
@@ -299,14 +312,13 @@ local function fail_episode(job_id, index, message, most, holder)
   if deliveries < tonumber(most) then
     count('redelivered')
     redis.call('ZADD', EPISODES, now_ms(), episode_name(job_id, index))
-    return false
+    return
   end
   local fields = fields_of(redis.call('HGETALL', hash))
   fields.id = job_id
   redis.call('HSET', hash, 'deliveries', deliveries)
   bury(nil, nil, fields, 'episode ' .. index .. ': ' .. message, holder)
   redis.call('HDEL', hash, 'data', 'num')
-  return true
 end
 
 -- Whether a dead letter can be replayed: 'open' (yes), 'no_job', 'again' (a job with the same id was submitted since)

@@ -31,11 +31,8 @@ redis.call('HDEL', JOB .. job, 'session:' .. index)
 redis.call('HSET', PLAYED .. job, index, group)
 local size = redis.call('HINCRBY', JOB .. job, 'size', #group)
 if redis.call('HINCRBY', JOB .. job, 'left', -1) > 0 then return state end
-local sink = redis.call('HGET', JOB .. job, 'sink')
-local told = redis.call('XADD', inbox(sink), '*',
-  'kind', 'episodes', 'id', job, 'sink', sink, 'size', size, 'at', now_ms())
-redis.call('HSET', JOB .. job, 'state', 'done', 'told', told)
+report(job, redis.call('HGET', JOB .. job, 'sink'), 'episodes', size)
+redis.call('HSET', JOB .. job, 'state', 'done')
 redis.call('HDEL', JOB .. job, 'data', 'num')
-count('committed')
-redis.call('HSET', COUNTERS, 'committed_at', now_ms())
+count_committed()
 return state
