@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -120,7 +120,7 @@ class Sessions:
         session, turns = recorded.session, recorded.turns
         self._check(session, request)
         name = digest(f"{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
-        # It seeds the draw unless the session has a seed: sessions with the same keys must not draw alike.
+        # Sessions with the same keys must not draw alike.
         turn_id = digest(f"{recorded.nonce}\n{name}")
         known = [turn.turn_id for turn in turns]
         if turn_id in known:
@@ -128,9 +128,7 @@ class Sessions:
         if recorded.state is SessionState.FINISHED:
             raise RequestError(ENDED.format(session_id))
         prompt = await self._replica.prompts.talk(lambda dialogue: dialogue.prompt(session, turns, request))
-        job = self._job(turn_id, session, turns, prompt, request)
-        if session.sink is not Sink.CLIENT:
-            job = seeded(job, name)
+        job = self._job(recorded, turn_id, name, prompt, request)
         group = await self._generate(job, caller)
 
         def told(dialogue: Dialogue) -> tuple[Answer, Turn]:
@@ -172,13 +170,15 @@ class Sessions:
 
     def _job(
         self,
+        recorded: Recorded,
         turn_id: str,
-        session: Session,
-        turns: Sequence[Turn],
+        name: str,
         prompt: Prompt,
         request: ChatRequest | CompletionRequest,
     ) -> Job:
-        """The job that draws the turn. Raises RequestError if the context or the session is full."""
+        """The job that draws the turn. `name`: of the request in its session. Raises RequestError if the context or the
+        session is full."""
+        session, turns = recorded.session, recorded.turns
         context = self._replica.engine.context_length
         room = context - len(prompt.token_ids)
         if room < 1:
@@ -197,7 +197,8 @@ class Sessions:
                 f"{allowed_tokens + 1 - left} tokens or more, at most {allowed_tokens} allowed: finish it"
             )
         limit = min(request.limit or sampling.max_tokens, room, left)
-        if session.sink is not Sink.CLIENT:
+        of_run = session.sink is not Sink.CLIENT
+        if of_run:
             limit = min(limit, sampling.max_tokens)
         job = Job(
             job_id=turn_id,
@@ -208,6 +209,8 @@ class Sessions:
             min_seq=session.min_seq,
             submitted_at=time.time(),
         )
+        if of_run:  # alike in another attempt at the episode, whatever else it drew
+            return seeded(job, name)
         if request.seed is not None:
             return job.model_copy(update={"sampling": job.sampling.model_copy(update={"seed": request.seed})})
         return alone(job, len(turns))

@@ -53,7 +53,7 @@ class Summary(NamedTuple):
 class Episode:
     """An episode that a harness has taken."""
 
-    session: Session
+    session_id: str
     job: Job
     index: int
     """Which of the job's n episodes it is, from 0."""
@@ -79,11 +79,13 @@ class SessionStore:
         """Records a turn of the session as it was read. Returns its index and True; if one with its id is recorded, the
         index of that and False. Raises NotFoundError, also if the session was opened anew since, RequestError
         if the session is finished or as large as it may be, OverloadedError as `open`."""
-        data = turn.to_bytes()
-        session_id, parent = recorded.session.session_id, turn.parent
+        data, session = turn.to_bytes(), recorded.session
+        session_id, parent = session.session_id, turn.parent
         follows = ("", "") if parent is None else (parent, recorded.turns[parent].turn_id)
-        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES // recorded.session.n)
-        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts)
+        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES // session.n)
+        # An episode's, so that later turns need not read the job with its task.
+        settings = session.to_bytes() if recorded.job_id and not recorded.turns else b""
+        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts, settings)
         reply, number, allowed = await self.broker.script("session_append", *args)
         outcome = reply.decode()
         check_admitted(outcome, number, allowed, len(data), caller)
@@ -118,8 +120,7 @@ class SessionStore:
                 allowed = "another one for each episode: this one's is finished, or its session is not yours"
                 raise RequestError.at("Idempotency-Key", session_id, allowed)
         _, index, data = reply
-        job = Job.from_bytes(data)
-        return Episode(Session.of(job, index, session_id), job, index)
+        return Episode(session_id, Job.from_bytes(data), index)
 
     async def status(self, session_id: str, *, caller: str = EVERYBODY) -> Summary:
         """Raises NotFoundError."""
@@ -175,14 +176,13 @@ class SessionStore:
 
         Raises NotFoundError, or RequestError if the session has no turn or was finished otherwise.
         """
-        given, session = "" if reward is None else repr(reward), recorded.session
-        args = (session.session_id, caller, recorded.nonce, len(recorded.turns), given, "cut off" if truncated else "")
-        records = ("", "") if group is None else (session.to_bytes(), group.to_bytes())
-        match (await self.broker.script("session_finish", *args, *records)).decode():
+        session_id, given = recorded.session.session_id, "" if reward is None else repr(reward)
+        args = (session_id, caller, recorded.nonce, len(recorded.turns), given, "cut off" if truncated else "")
+        match (await self.broker.script("session_finish", *args, b"" if group is None else group.to_bytes())).decode():
             case "unknown":
-                raise NotFoundError(UNKNOWN.format(session.session_id))
+                raise NotFoundError(UNKNOWN.format(session_id))
             case "empty":
-                raise RequestError(f"session {session.session_id!r} has no turn to be finished: delete it")
+                raise RequestError(f"session {session_id!r} has no turn to be finished: delete it")
             case "changed":
                 return False
         return True

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.session import group_of
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.groups import GroupQueue
 from dvp_rl.transport.jobs import JobQueue, Lease
+from dvp_rl.transport.sessions import Episode, SessionStore
 from dvp_rl.transport.submission import Submission, Submitted
-from tests.kit.records import make_group, make_job
+from tests.kit.records import make_group, make_job, make_turn
 from tests.kit.wait import until_async
 
 SHORT_LEASE_MS = 30
 NO_LIMIT = 10**6
 BLOCK_MS = 50
+MOST_DELIVERIES = 3
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,41 @@ class Rig:
     async def expired(self, replica: JobQueue, count: int = 8) -> list[Lease]:
         """Leases that `replica` takes over as soon as others' leases have expired."""
         return await until_async(lambda: replica.claim_expired(count))
+
+
+class Harness:
+    """Takes, plays and finishes episodes as a replica does for a harness."""
+
+    def __init__(self, broker: Broker, name: str = "") -> None:
+        self.store, self.name = SessionStore(broker), name
+        self._taken = 0
+
+    async def take(self, session_id: str | None = None) -> Episode | None:
+        self._taken += 1
+        name = session_id or f"{self.name or 'session'}-{self._taken}"
+        return await self.store.take(name, most_deliveries=MOST_DELIVERIES, caller=self.name)
+
+    async def taken(self) -> Episode:
+        episode = await until_async(self.take)
+        assert episode is not None
+        return episode
+
+    async def say(self, episode: Episode, turn_id: str = "a", **fields: object) -> None:
+        recorded = await self.store.read(episode.session_id, caller=self.name)
+        parent = len(recorded.turns) - 1 if recorded.turns else None
+        turn = make_turn(turn_id, parent=parent, run_id=self.store.broker.run_id, **fields)
+        assert await self.store.append(recorded, turn, caller=self.name) == (len(recorded.turns), True)
+
+    async def finish(self, episode: Episode, reward: float | None = 1.0, *, truncated: bool = False) -> None:
+        recorded = await self.store.read(episode.session_id, caller=self.name)
+        group = None
+        if recorded.turns:
+            group = group_of(
+                recorded.session, recorded.turns, job_id=recorded.job_id, reward=reward, truncated=truncated
+            )
+        assert await self.store.finish(recorded, reward, group, truncated=truncated, caller=self.name)
+
+    async def play(self, episode: Episode, reward: float | None = 1.0, **fields: object) -> None:
+        for turn_id in ("a", "b"):
+            await self.say(episode, turn_id, **fields)
+        await self.finish(episode, reward)

@@ -18,52 +18,12 @@ from dvp_rl.transport.groups import Delivery, GroupQueue
 from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.pending import who_plays
 from dvp_rl.transport.results import client_jobs
-from dvp_rl.transport.sessions import Episode, Recorded, SessionStore
 from dvp_rl.transport.submission import Submission, Submitted
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
+from tests.integration.transport.rig import BLOCK_MS, MOST_DELIVERIES, NO_LIMIT, Harness, Rig
 from tests.kit.records import make_episodes, make_turn
 from tests.kit.wait import until_async
 
-MOST = 3
 SHORT_S = 0.03
-
-
-class Harness:
-    """Takes, plays and finishes episodes as a replica does for a harness."""
-
-    def __init__(self, broker: Broker, name: str = "") -> None:
-        self.store, self.name = SessionStore(broker), name
-        self._taken = 0
-
-    async def take(self, session_id: str | None = None) -> Episode | None:
-        self._taken += 1
-        name = session_id or f"{self.name or 'session'}-{self._taken}"
-        return await self.store.take(name, most_deliveries=MOST, caller=self.name)
-
-    async def taken(self) -> Episode:
-        episode = await until_async(self.take)
-        assert episode is not None
-        return episode
-
-    async def say(self, episode: Episode, turn_id: str = "a", **fields: object) -> None:
-        recorded = await self.store.read(episode.session.session_id, caller=self.name)
-        parent = len(recorded.turns) - 1 if recorded.turns else None
-        turn = make_turn(turn_id, parent=parent, run_id=self.store.broker.run_id, **fields)
-        assert await self.store.append(recorded, turn, caller=self.name) == (len(recorded.turns), True)
-
-    async def finish(self, episode: Episode, reward: float | None = 1.0, *, truncated: bool = False) -> None:
-        recorded = await self.store.read(episode.session.session_id, caller=self.name)
-        group = None
-        if recorded.turns:
-            group = group_of(
-                recorded.session, recorded.turns, job_id=recorded.job_id, reward=reward, truncated=truncated
-            )
-        assert await self.store.finish(recorded, reward, group, truncated=truncated, caller=self.name)
-
-    async def play(self, episode: Episode, reward: float | None = 1.0, **fields: object) -> None:
-        for turn_id in ("a", "b"):
-            await self.say(episode, turn_id, **fields)
-        await self.finish(episode, reward)
 
 
 @pytest.fixture
@@ -177,18 +137,16 @@ async def test_a_session_that_lost_its_episode_changes_nothing(rig: Rig, harness
     await submit(rig, job)
     episode = await harness.taken()
     await harness.say(episode)
-    nonce = await rig.broker.redis.hget(rig.broker.keys.session(episode.session.session_id), "nonce")
+    recorded = await harness.store.read(episode.session_id)
     await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
-    recorded = Recorded(episode.session, SessionState.OPEN, [make_turn("a")], nonce.decode(), job.job_id)
     group = group_of(recorded.session, recorded.turns, job_id=job.job_id, reward=1.0)
     for call in (
-        harness.store.read(episode.session.session_id),
         harness.store.append(recorded, make_turn("late", parent=0)),
         harness.store.finish(recorded, 1.0, group),
     ):
         with pytest.raises(NotFoundError):
             await call
-    await harness.store.delete(episode.session.session_id, "no sandbox", most_deliveries=1)
+    await harness.store.delete(episode.session_id, "no sandbox", most_deliveries=1)
     assert not await rig.broker.redis.exists(rig.broker.keys.job(job.job_id), rig.broker.keys.played(job.job_id))
     assert await rig.groups.read(9, BLOCK_MS) == []
 
@@ -203,13 +161,24 @@ async def test_each_turn_renews_an_episode(rig: Rig, harness: Harness) -> None:
     assert await rig.broker.redis.zscore(rig.broker.keys.episodes, name) >= before
 
 
+async def test_only_the_first_turn_reads_the_job(rig: Rig, harness: Harness) -> None:
+    job = make_episodes(rig.run_id, n=1)
+    await submit(rig, job)
+    episode = await harness.taken()
+    await harness.say(episode, "a")
+    await rig.broker.redis.hset(rig.broker.keys.job(job.job_id), "data", "its task may be large")
+    await harness.say(episode, "b")
+    await harness.finish(episode)
+    assert (await group(rig)).task_digest == job.task_digest
+
+
 async def test_a_job_whose_episode_is_always_left_alone_dies(rig: Rig, harness: Harness) -> None:
     job = make_episodes(rig.run_id, idle_s=SHORT_S)
     other = make_episodes(rig.run_id, 1, n=1, idle_s=60)
     await submit(rig, job)
     played = await harness.taken()
     await harness.play(played)
-    for _ in range(MOST):
+    for _ in range(MOST_DELIVERIES):
         assert (await harness.taken()).index == 1
     await submit(rig, other)
     assert (await harness.taken()).job == other
@@ -221,7 +190,7 @@ async def test_a_job_whose_episode_is_always_left_alone_dies(rig: Rig, harness: 
     (delivery,) = await until_async(read)
     dead = delivery.item
     assert isinstance(dead, DeadLetter)
-    assert (dead.job_id, dead.deliveries) == (job.job_id, MOST)
+    assert (dead.job_id, dead.deliveries) == (job.job_id, MOST_DELIVERIES)
     assert "episode 1: nobody played on" in dead.error
     assert await rig.in_flight() == {other.job_id}
     assert not await rig.broker.redis.exists(rig.broker.keys.played(job.job_id))
@@ -230,9 +199,9 @@ async def test_a_job_whose_episode_is_always_left_alone_dies(rig: Rig, harness: 
 async def test_an_episode_that_is_given_back_costs_nothing(rig: Rig, harness: Harness) -> None:
     job = make_episodes(rig.run_id, n=1)
     await submit(rig, job)
-    for _ in range(MOST + 2):
+    for _ in range(MOST_DELIVERIES + 2):
         episode = await harness.taken()
-        assert await harness.store.delete(episode.session.session_id) is SessionState.OPEN
+        assert await harness.store.delete(episode.session_id) is SessionState.OPEN
     assert await deliveries(rig, job) == 0
     await harness.play(await harness.taken())
     assert (await group(rig)).job_id == job.job_id
@@ -243,9 +212,9 @@ async def test_an_episode_that_fails_too_often_ends_its_job_with_the_reason(rig:
     await submit(rig, job)
     other = await harness.taken()
     await harness.say(other)
-    for _ in range(MOST):
+    for _ in range(MOST_DELIVERIES):
         episode = await harness.taken()
-        await harness.store.delete(episode.session.session_id, "no sandbox", most_deliveries=MOST)
+        await harness.store.delete(episode.session_id, "no sandbox", most_deliveries=MOST_DELIVERIES)
     assert (await letter(rig)).error == "episode 1: no sandbox"
     with pytest.raises(NotFoundError):
         await harness.say(other, "after the end of its job")
@@ -258,9 +227,9 @@ async def test_a_dead_job_is_played_anew_after_a_replay(rig: Rig, harness: Harne
     job = make_episodes(rig.run_id, n=2, idle_s=60)
     await submit(rig, job)
     await harness.play(await harness.taken(), reward=0.5)
-    for _ in range(MOST):
+    for _ in range(MOST_DELIVERIES):
         episode = await harness.taken()
-        await harness.store.delete(episode.session.session_id, "no sandbox", most_deliveries=MOST)
+        await harness.store.delete(episode.session_id, "no sandbox", most_deliveries=MOST_DELIVERIES)
     letters = DeadLetters(rig.broker, by="a test")
     (found,) = await letters.page()
     assert (found.job, found.prospect) == (job, Prospect.OPEN)
@@ -278,7 +247,7 @@ async def test_a_repeated_call_takes_the_same_episode(rig: Rig, harness: Harness
     first, again = await harness.take("one"), await harness.take("one")
     assert first is not None
     assert again is not None
-    assert (first.session, first.index) == (again.session, again.index)
+    assert first == again
     with pytest.raises(RequestError, match="another one for each episode"):
         await Harness(rig.broker, "another").take("one")
     assert (await harness.taken()).index == 1
@@ -298,10 +267,10 @@ async def test_the_end_of_an_episode_may_be_repeated(rig: Rig, harness: Harness)
         await harness.finish(episode, 0.5)
     with pytest.raises(RequestError, match="takes no more turns"):
         await harness.say(episode, "late")
-    summary = await harness.store.status(episode.session.session_id)
+    summary = await harness.store.status(episode.session_id)
     assert (summary.state, summary.reward, summary.turns) == (SessionState.FINISHED, 1.0, 2)
     assert await rig.counter("committed") == 1
-    await harness.store.delete(episode.session.session_id)
+    await harness.store.delete(episode.session_id)
     assert (await group(rig)).rewards == (1.0,), "what is finished stays the trainer's"
 
 
@@ -320,7 +289,7 @@ async def test_the_last_turn_is_in_the_last_sample(rig: Rig, harness: Harness) -
     await submit(rig, make_episodes(rig.run_id, n=1))
     episode = await harness.taken()
     for turn in (make_turn("main"), make_turn("sub", context_ids=[9]), make_turn("end", parent=0, num_tokens=3)):
-        recorded = await harness.store.read(episode.session.session_id)
+        recorded = await harness.store.read(episode.session_id)
         await harness.store.append(recorded, turn)
     await harness.finish(episode, truncated=True)
     found = await group(rig)

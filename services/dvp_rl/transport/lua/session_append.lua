@@ -1,9 +1,9 @@
 #!lua
 -- Records a turn. ARGV: session id, caller or '', nonce of the session that was read, index and id of the turn's parent
--- or '', turn id, record, number of tokens, 1 if it drifted, most bytes of all records. Answers {'new' or 'recorded',
--- the index of the turn; or 'unknown', 'finished', 'full', 'crowded' or what client_refusal returns, and two numbers
--- with details}.
-local id, caller, nonce, parent, parent_id, turn, data, tokens, drifted, most = unpack(ARGV)
+-- or '', turn id, record, number of tokens, 1 if it drifted, most bytes of all records, for an episode's first turn the
+-- Session. Answers {'new' or 'recorded', the index of the turn; or 'unknown', 'finished', 'full', 'crowded' or what
+-- client_refusal returns, and two numbers with details}.
+local id, caller, nonce, parent, parent_id, turn, data, tokens, drifted, most, session = unpack(ARGV)
 local hash = SESSION .. id
 local state, whose, opened, bytes, at, job, index =
   unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'bytes', 'turn:' .. turn, 'job', 'index'))
@@ -25,6 +25,7 @@ end
 if refusal then return {refusal, taken, allowed} end
 local before = redis.call('RPUSH', TURNS .. id, data) - 1
 redis.call('HSET', hash, 'turn:' .. turn, before, 'bytes', bytes + more)
+if session ~= '' then redis.call('HSETNX', hash, 'data', session) end
 redis.call('HINCRBY', hash, 'turns', 1)
 redis.call('HINCRBY', hash, 'drifted', drifted)
 redis.call('HINCRBY', hash, 'tokens', tokens)
