@@ -39,6 +39,7 @@ COMMANDS = {
     "open": ["open"],
     "health": ["status"],
     "pending": ["pending"],
+    "sessions": ["sessions", "list"],
     "letters": ["dead", "list"],
     "replay": ["dead", "replay", "--all", "--yes"],
     "discard": ["dead", "drop", "--all", "--yes"],

@@ -22,7 +22,7 @@ CLIENTS = (
     *("session_open", "session_append", "session_finish", "session_delete", "episode_take"),
 )
 """Fail points of a replica that clients' calls reach."""
-OPERATOR = ("close", "open", "health", "letters", "pending", "replay", "discard", "purge")
+OPERATOR = ("close", "open", "health", "letters", "pending", "sessions", "replay", "discard", "purge")
 AT_STOP = ("release", "abandon", "leave", "lease_release")
 """Fail points that only a process that is asked to stop reaches."""
 AT_START = ("refused", "lease_acquire", "takeover", "restore")

@@ -385,6 +385,21 @@ class StreamHealth(Body):
     """How often entries were given to another reader, because theirs died or failed."""
 
 
+class EpisodeHealth(StreamHealth):
+    """The episodes that harnesses have to play."""
+
+    backlog: int
+    """Episodes that wait for a harness."""
+    pending: int
+    """Episodes that a harness plays."""
+    oldest_age_s: float | None
+    """Longest time that one has waited for a harness; null when none waits."""
+    redelivered: int
+    """How often episodes were given to another harness, because theirs died, was silent or failed."""
+    silent_s: float | None
+    """Longest time that one which a harness plays has had no turn; null when none is played."""
+
+
 class ReplicaState(StrEnum):
     """What a replica does. lost: its heartbeats ended without a goodbye."""
 
@@ -430,11 +445,14 @@ class Verdict(StrEnum):
     IDLE = "idle"
     NO_REPLICAS = "no_replicas"
     NO_TRAINER = "no_trainer"
+    NO_HARNESS = "no_harness"
     REPLICAS_BEHIND = "replicas_behind"
     STALLED = "stalled"
     REWARDS_SLOW = "rewards_slow"
+    HARNESSES_SLOW = "harnesses_slow"
     TRAINER_STARVED = "trainer_starved"
     REPLICAS_STARVED = "replicas_starved"
+    EPISODES_SILENT = "episodes_silent"
     DEAD_LETTERS = "dead_letters"
     BROKER_MEMORY = "broker_memory"
     BROKER_DISK = "broker_disk"
@@ -472,6 +490,8 @@ class QueueHealth(Body):
         run_id="qwen3-math",
         jobs={"backlog": 4, "pending": 12, "oldest_age_s": 3.2, "redelivered": 6},
         client_jobs={"backlog": 0, "pending": 1, "oldest_age_s": 0.8, "redelivered": 0},
+        episodes={"backlog": 3, "pending": 16, "oldest_age_s": 2.4, "redelivered": 1, "silent_s": 6.0},
+        client_sessions=2,
         groups={"backlog": 1, "pending": 7, "oldest_age_s": 5.1, "redelivered": 0},
         uncheckpointed=24,
         dead=2,
@@ -506,6 +526,10 @@ class QueueHealth(Body):
     """Stream of the trainer's jobs."""
     client_jobs: StreamHealth = StreamHealth(backlog=0, pending=0, oldest_age_s=None, redelivered=0)
     """Stream of clients' jobs. Older replicas count them in `jobs`."""
+    episodes: EpisodeHealth | None = None
+    """Episodes of the trainer's jobs; null if the run never had any."""
+    client_sessions: int = 0
+    """Clients' sessions that are open."""
     groups: StreamHealth
     """Stream of finished groups, which the trainer reads."""
     uncheckpointed: int

@@ -91,7 +91,8 @@ class Keys:
 
     @property
     def counters(self) -> str:
-        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, cancelled, overdue, ..."""
+        """Hash of monotonic counters: submitted, committed, redelivered, duplicates, dead, cancelled, overdue, ...; and
+        of two times (broker's clock, ms): committed_at, and harness_at, when a harness last did something."""
         return self._key("counters")
 
     @property
@@ -148,6 +149,11 @@ class Keys:
         return self._key("client_deadlines")
 
     @property
+    def client_sessions(self) -> str:
+        """Sorted set of the ids of clients' open sessions by when they will be forgotten (broker's clock, ms)."""
+        return self._key("client_sessions")
+
+    @property
     def transfers(self) -> str:
         """List of TransferRequests from replicas that want a weight version sent."""
         return self._key("transfers")
@@ -173,7 +179,7 @@ class Keys:
     def session(self, session_id: str) -> str:
         """Hash of one session: state, caller, nonce, data (a Session), bytes, reward, numbers of turns, branches,
         drifted and tokens, and `turn:ID` with the index of each turn. An episode also has job and index, and no data
-        until it is finished: its job's are used. It expires when nobody has used it for its `idle_s`."""
+        before its first turn: its job's are used. It expires when nobody has used it for its `idle_s`."""
         return self._key(f"session:{session_id}")
 
     def turns(self, session_id: str) -> str:

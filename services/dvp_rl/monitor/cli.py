@@ -8,11 +8,11 @@ import json
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from heapq import nlargest
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ from dvp_rl.transport.pending import Stream, pending
 from dvp_rl.transport.results import Held, client_jobs
 from dvp_rl.transport.roles import Role, rules
 from dvp_rl.transport.runs import check_run, close_queue, latest_runs, open_queue, purge_run
+from dvp_rl.transport.sessions import SessionStore, open_sessions
 from dvp_rl.transport.submission import Submission
 from dvp_rl.transport.urls import DEFAULT_URL
 
@@ -46,11 +47,14 @@ from .tables import (
     show_outcomes,
     show_pending,
     show_runs,
+    show_sessions,
 )
 
 T = TypeVar("T")
 
 POLL_S = 0.5
+MOST_SESSIONS = 10_000
+"""Most episodes that --silent-s drops at once."""
 DONE = frozenset({Outcome.REPLAYED, Outcome.DROPPED})
 
 app = typer.Typer(
@@ -61,6 +65,10 @@ app = typer.Typer(
 )
 dead = typer.Typer(help="Jobs that were given up: list, show, replay, drop.", no_args_is_help=True)
 app.add_typer(dead, name="dead")
+sessions = typer.Typer(
+    help="Episodes that are being played, and open sessions of clients: list, drop.", no_args_is_help=True
+)
+app.add_typer(sessions, name="sessions")
 results = typer.Typer(help="What the broker holds for HTTP clients: list, drop.", no_args_is_help=True)
 app.add_typer(results, name="results")
 
@@ -311,20 +319,77 @@ def drop_results(
     """Delete results, read or not. A job that is named and still in work is cancelled."""
     _confirm("Drop all results", jobs, everything, yes)
 
-    async def drop_them(broker: Broker) -> tuple[int, list[str]]:
-        submission, left, names, me = Submission(broker), list[str](), jobs or [], _me()
+    async def drop_them(broker: Broker) -> Dropped:
+        submission, names, me = Submission(broker), jobs or [], _me()
         if everything:
             names = [job.name for job in await client_jobs(broker) if job.held is Held.DONE]
-        for name in names:
-            try:
-                await submission.delete(name, only=JobState.DONE if everything else None, by=me)
-            except (NotFoundError, RequestError) as error:
-                left.append(str(error))
-        return len(names) - len(left), left
+        only = JobState.DONE if everything else None
+        return await _drop_each(names, lambda name: submission.delete(name, only=only, by=me))
 
-    dropped, left = _run(context, drop_them)
-    typer.echo(json.dumps({"dropped": dropped, "left": left}) if as_json else "\n".join([f"{dropped} dropped", *left]))
-    if left and not everything:
+    _show_dropped(_run(context, drop_them), as_json, may_be_gone=everything)
+
+
+@sessions.command(name="list")
+def list_sessions(
+    context: typer.Context,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List open sessions with their turns and how long they have been silent. Those that expire first come first."""
+    found = _run(context, lambda broker: open_sessions(broker, count))
+    if as_json:
+        typer.echo(json.dumps([session._asdict() for session in found], indent=2))
+    else:
+        show_sessions(output(), found)
+
+
+@sessions.command(name="drop")
+def drop_sessions(
+    context: typer.Context,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SESSION]...", help="Sessions as the list shows them.")
+    ] = None,
+    silent_s: Annotated[
+        float | None, typer.Option(min=0, help="All episodes that have had no turn for so long.", show_default=False)
+    ] = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete sessions with their turns. An episode that is being played goes to the next harness that asks."""
+    _confirm(
+        f"Drop all episodes that have had no turn for {silent_s} s", names, silent_s is not None, yes, "--silent-s"
+    )
+
+    async def drop_them(broker: Broker) -> Dropped:
+        store, chosen, me = SessionStore(broker), names or [], _me()
+        if silent_s is not None:
+            found = await open_sessions(broker, MOST_SESSIONS)
+            chosen = [one.session_id for one in found if one.job_id and one.silent_s >= silent_s]
+        return await _drop_each(chosen, lambda name: store.delete(name, by=me))
+
+    _show_dropped(_run(context, drop_them), as_json, may_be_gone=silent_s is not None)
+
+
+class Dropped(NamedTuple):
+    dropped: int
+    left: list[str]
+    """Why each of the others was left alone."""
+
+
+async def _drop_each(names: Sequence[str], drop: Callable[[str], Awaitable[object]]) -> Dropped:
+    left: list[str] = []
+    for name in names:
+        try:
+            await drop(name)
+        except (NotFoundError, RequestError) as error:
+            left.append(str(error))
+    return Dropped(len(names) - len(left), left)
+
+
+def _show_dropped(done: Dropped, as_json: bool, *, may_be_gone: bool) -> None:
+    """Exits with code 1 if any was left alone, unless it `may_be_gone` since it was chosen."""
+    typer.echo(json.dumps(done._asdict()) if as_json else "\n".join([f"{done.dropped} dropped", *done.left]))
+    if done.left and not may_be_gone:
         raise typer.Exit(1)
 
 
@@ -348,9 +413,10 @@ def _change(
         raise typer.Exit(1)
 
 
-def _confirm(question: str, named: Iterable[str] | None, everything: bool, yes: bool) -> None:
+def _confirm(question: str, named: Iterable[str] | None, everything: bool, yes: bool, option: str = "--all") -> None:
+    """`option`: the one that names everything."""
     if bool(named) == everything:
-        raise RequestError("name them as the list shows them, or pass --all")
+        raise RequestError(f"name them as the list shows them, or pass {option}")
     if everything and not yes:
         typer.confirm(f"{question}?", abort=True, err=True)
 
@@ -360,15 +426,15 @@ async def _empty(broker: Broker, timeout_s: float) -> None:
     with Console(stderr=True).status("waiting") as line:
         try:
             async with asyncio.timeout(timeout_s):
-                while snapshot.num_jobs:
-                    line.update(f"{snapshot.num_waiting} jobs wait, {snapshot.num_jobs - snapshot.num_waiting} run")
+                while snapshot.num_jobs or snapshot.num_episodes:
+                    line.update(f"{snapshot.work} are queued or running")
                     await asyncio.sleep(POLL_S)
                     snapshot = await take_snapshot(broker)
         except TimeoutError:
             raise UnavailableError(
-                f"{snapshot.num_jobs} jobs are still queued or running after {timeout_s:g} s, and no new ones are "
-                "admitted. dvp-queue pending shows who holds them (clients' with --stream client_jobs); dvp-queue open "
-                "ends the drain"
+                f"{snapshot.work} are still queued or running after {timeout_s:g} s, and no new ones are admitted. "
+                "dvp-queue pending shows who holds them (clients' with --stream client_jobs; episodes: dvp-queue "
+                "sessions list); dvp-queue open ends the drain"
             ) from None
 
 

@@ -41,12 +41,14 @@ class _Queue(Collector):
 
 
 def _streams(seen: Snapshot) -> Iterator[Metric]:
-    streams = {"jobs": seen.jobs, "client_jobs": seen.client_jobs, "groups": seen.groups}
+    streams = {"jobs": seen.jobs, "episodes": seen.episodes, "client_jobs": seen.client_jobs, "groups": seen.groups}
     backlog = _gauge("backlog", "Entries that nobody has read", label="stream")
     pending = _gauge("pending", "Entries that were read and not yet finished", label="stream")
     oldest = _gauge("oldest_age_seconds", "Age of the oldest entry, 0 when there is none", label="stream")
     redelivered = _counter("redelivered", "Entries that were redelivered", label="stream")
     for name, stream in streams.items():
+        if stream is None:
+            continue
         backlog.add_metric([name], stream.backlog)
         pending.add_metric([name], stream.pending)
         oldest.add_metric([name], stream.oldest_age_s or 0.0)
@@ -67,6 +69,10 @@ def _numbers(seen: Snapshot) -> Iterator[Metric]:
     yield _gauge("broker_memory_used_bytes", "Memory of the broker in use", seen.used_memory)
     yield _gauge("broker_memory_max_bytes", "maxmemory of the broker, 0 without a limit", seen.maxmemory)
     yield _gauge("client_bytes", "Broker memory that clients' jobs use or have reserved", seen.client_bytes)
+    yield _gauge("client_sessions", "Open sessions of clients", seen.client_sessions)
+    if seen.episodes is not None:
+        silent = "Longest time that an episode which a harness plays has had no turn, 0 when none is played"
+        yield _gauge("episode_silent_seconds", silent, seen.episodes.silent_s or 0.0)
     if seen.trainer is not None:
         yield _gauge("trainer_step", "Step of the trainer", seen.trainer.step)
         yield _gauge("trainer_silent_seconds", "Time since the trainer's last heartbeat", seen.trainer.last_seen_s)

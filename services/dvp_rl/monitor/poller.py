@@ -114,7 +114,7 @@ class Poller:
             run_id=self.run_id,
             error="",
             health=report(self.run_id, seen),
-            rates=self._rates.update(time.monotonic(), {k: v for k, v in seen.counters.items() if k != "committed_at"}),
+            rates=self._rates.update(time.monotonic(), seen.counters),
             newest_version=seen.newest_version,
             min_seq=seen.min_seq,
             trainer_waiting_s=seen.trainer_waiting_s,

@@ -17,6 +17,7 @@ from dvp_rl.transport.audit import Change
 from dvp_rl.transport.dead_letters import EXPLANATIONS, Letter, Outcome, Prospect
 from dvp_rl.transport.pending import Pending
 from dvp_rl.transport.results import ClientJob
+from dvp_rl.transport.sessions import OpenSession
 
 from .bodies import RunState
 
@@ -38,10 +39,17 @@ def show_health(console: Console, health: QueueHealth) -> None:
         console.print(_plain(f"  {reason.verdict}: {reason.detail}"))
         console.print(_plain(f"    {reason.remedy}"), style="dim")
     streams = _table("", "waiting", "held", "oldest", "redelivered", numbers=4)
-    for name, stream in (("jobs", health.jobs), ("client jobs", health.client_jobs), ("groups", health.groups)):
-        streams.add_row(name, *_stream(stream))
+    rows = {
+        "jobs": health.jobs,
+        "episodes": health.episodes,
+        "client jobs": health.client_jobs,
+        "groups": health.groups,
+    }
+    for name, stream in rows.items():
+        if stream is not None:
+            streams.add_row(name, *_stream(stream))
     console.print(streams)
-    counts = ("in_flight", "uncheckpointed", "dead", "duplicates")
+    counts = ("in_flight", "uncheckpointed", "dead", "duplicates", "client_sessions")
     console.print(Text("  ".join(f"{name.replace('_', ' ')} {getattr(health, name)}" for name in counts)))
     if health.trainer:
         console.print(_plain(f"trainer at step {health.trainer.step}, seen {duration(health.trainer.last_seen_s)} ago"))
@@ -101,6 +109,18 @@ def show_pending(console: Console, rows: Sequence[Pending]) -> None:
         times = (duration(row.silent_s), duration(row.age_s), str(row.deliveries))
         table.add_row(row.entry_id, _plain(row.job_id), _plain(row.holder), *times)
     console.print(table if rows else "nothing is held")
+
+
+def show_sessions(console: Console, sessions: Sequence[OpenSession]) -> None:
+    table = _table(
+        "session", "caller", "episode", "turns", "branches", "drifted", "tokens", "silent", "expires in", numbers=6
+    )
+    for session in sessions:
+        episode = f"{session.episode} of {session.sink} job {session.job_id}" if session.job_id else "-"
+        counts = (session.turns, session.branches, session.drifted, session.tokens)
+        times = (duration(session.silent_s), duration(session.left_s))
+        table.add_row(*map(_plain, (session.session_id, session.caller or "-", episode, *map(str, counts), *times)))
+    console.print(table if sessions else "no session is open")
 
 
 def show_client_jobs(console: Console, jobs: Sequence[ClientJob]) -> None:

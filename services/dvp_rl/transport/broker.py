@@ -84,7 +84,8 @@ many more requests at once, and its own work must find a connection, too."""
 _KEYS = (
     *("jobs", "client_jobs", "groups", "evals", "episodes", "dead", "versions"),
     *("seq", "pinned", "lease", "fence", "in_flight", "uncheckpointed", "counters", "replicas", "trainer", "closed"),
-    *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines", "audit"),
+    *("backlogs", "client_reserved", "client_held", "client_callers", "client_expiry", "client_deadlines"),
+    *("client_sessions", "audit"),
 )
 """Keys that every script has as constants, by the same name in capitals, besides the prefixes JOB, RESULT, PLAYED,
 REPLICA, SESSION and TURNS."""

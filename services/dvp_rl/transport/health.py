@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dvp_rl.contract.errors import UnavailableError
 from dvp_rl.contract.http import (
+    EpisodeHealth,
     QueueHealth,
     Reason,
     ReplicaHealth,
@@ -79,6 +80,14 @@ class Snapshot:
     """The trainer has completed its last step."""
     backlogs: tuple[int, ...] = ()
     """The last NUM_BACKLOGS numbers of waiting jobs, measured every BACKLOG_EVERY_S, oldest first."""
+    episodes: EpisodeHealth | None = None
+    """None if the run never had any."""
+    silent: str = ""
+    """The played episode that has had no turn for the longest time."""
+    since_harness_s: float | None = None
+    """Seconds since a harness last took, played or ended an episode; None if none ever did."""
+    client_sessions: int = 0
+    """Number of clients' open sessions."""
 
     @property
     def live(self) -> tuple[ReplicaHealth, ...]:
@@ -96,6 +105,17 @@ class Snapshot:
     @property
     def num_jobs(self) -> int:
         return self.num_waiting + self.jobs.pending + self.client_jobs.pending
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes that wait for a harness or are played."""
+        return 0 if self.episodes is None else self.episodes.backlog + self.episodes.pending
+
+    @property
+    def work(self) -> str:
+        """What is queued or runs."""
+        episodes = f" and {self.num_episodes} episodes" if self.num_episodes else ""
+        return f"{self.num_jobs} jobs{episodes}"
 
     @property
     def oldest_job_s(self) -> float:
@@ -121,10 +141,10 @@ def broker_disk(s: Snapshot) -> str:
 
 
 def no_replicas(s: Snapshot) -> str:
-    if s.live or not (s.num_jobs or s.trainer_lives or s.replicas):
+    if s.live or not (s.num_jobs or s.num_episodes or s.trainer_lives or s.replicas):
         return ""
     lost = _named(s.replicas)
-    return f"no replica is alive while {s.num_jobs} jobs wait" + (f"; last seen: {lost}" if lost else "")
+    return f"no replica is alive while {s.work} wait" + (f"; last seen: {lost}" if lost else "")
 
 
 def no_trainer(s: Snapshot) -> str:
@@ -132,6 +152,15 @@ def no_trainer(s: Snapshot) -> str:
         return ""
     seen = "was never seen" if s.trainer is None else f"was last seen {s.trainer.last_seen_s:.0f} s ago"
     return f"the trainer {seen}, with {s.num_groups} groups waiting and {s.in_flight} jobs in flight"
+
+
+def no_harness(s: Snapshot) -> str:
+    # A harness that plays one episode after the other leaves moments in which none is played.
+    idle = s.since_harness_s is None or s.since_harness_s >= STARVED_S
+    if s.episodes is None or s.episodes.pending or (s.episodes.oldest_age_s or 0.0) < STARVED_S or not idle:
+        return ""
+    seen = "never did anything" if s.since_harness_s is None else f"last did something {s.since_harness_s:.0f} s ago"
+    return f"{s.episodes.backlog} episodes wait, for up to {s.episodes.oldest_age_s:.0f} s; a harness {seen}"
 
 
 def stalled(s: Snapshot) -> str:
@@ -142,7 +171,7 @@ def stalled(s: Snapshot) -> str:
 
 
 def closed(s: Snapshot) -> str:
-    return f"no new jobs are admitted ({s.closed}); {s.num_jobs} are still queued or running" if s.closed else ""
+    return f"no new jobs are admitted ({s.closed}); {s.work} are still queued or running" if s.closed else ""
 
 
 def replicas_behind(s: Snapshot) -> str:
@@ -171,13 +200,19 @@ def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) ->
     return tuple(lost)
 
 
+def episodes_silent(s: Snapshot) -> str:
+    if s.episodes is None or (s.episodes.silent_s or 0.0) < STALLED_S:
+        return ""
+    return f"{s.silent} has had no turn for {s.episodes.silent_s:.0f} s; {s.episodes.pending} are played"
+
+
 def dead_letters(s: Snapshot) -> str:
     return f"{s.dead} jobs were given up" if s.dead else ""
 
 
 def replicas_starved(s: Snapshot) -> str:
     waiting = s.groups.oldest_age_s or 0.0
-    if not s.live or s.num_jobs or s.finished or not s.groups.backlog or waiting < STARVED_S:
+    if not s.live or s.num_jobs or s.num_episodes or s.finished or not s.groups.backlog or waiting < STARVED_S:
         return ""
     return f"{len(s.live)} replicas have nothing to do while {s.groups.backlog} groups wait for the trainer"
 
@@ -190,10 +225,23 @@ def rewards_slow(s: Snapshot) -> str:
     )
 
 
-def trainer_starved(s: Snapshot) -> str:
-    if not s.trainer_lives or s.trainer_waiting_s < STARVED_S or s.num_groups or s.scoring or not s.live:
+def _starved(s: Snapshot) -> bool:
+    """The trainer waits for groups, and replicas could make some."""
+    waits = s.trainer_lives and s.trainer_waiting_s >= STARVED_S
+    return waits and bool(s.live) and not s.num_groups and not s.scoring
+
+
+def harnesses_slow(s: Snapshot) -> str:
+    if not _starved(s) or s.episodes is None or not s.episodes.backlog or no_harness(s):
         return ""
-    return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.num_jobs} jobs are queued or running"
+    waiting = f"{s.episodes.backlog} episodes wait for a harness and {s.episodes.pending} are played"
+    return f"{waiting}; the trainer has waited {s.trainer_waiting_s:.0f} s for groups"
+
+
+def trainer_starved(s: Snapshot) -> str:
+    if not _starved(s) or (s.episodes is not None and s.episodes.backlog):
+        return ""
+    return f"the trainer has waited {s.trainer_waiting_s:.0f} s for groups; {s.work} are queued or running"
 
 
 def clients_wait(s: Snapshot) -> str:
@@ -215,7 +263,7 @@ def growing_backlog(s: Snapshot) -> str:
 
 
 def idle(s: Snapshot) -> str:
-    if s.num_jobs or ((s.num_groups or s.in_flight) and not s.finished):
+    if s.num_jobs or s.num_episodes or ((s.num_groups or s.in_flight) and not s.finished):
         return ""
     return "the run is finished and nothing is queued" if s.finished else "nothing is queued and nothing runs"
 
@@ -260,6 +308,13 @@ RULES: tuple[Rule, ...] = (
         no_trainer,
     ),
     Rule(
+        Verdict.NO_HARNESS,
+        Severity.CRITICAL,
+        "episodes wait, but no harness plays",
+        "start the harness, or see in its log why it takes none (POST /v1/episodes on any replica)",
+        no_harness,
+    ),
+    Rule(
         Verdict.STALLED,
         Severity.CRITICAL,
         "replicas are alive, but no job ends",
@@ -288,6 +343,14 @@ RULES: tuple[Rule, ...] = (
         replicas_lost,
     ),
     Rule(
+        Verdict.EPISODES_SILENT,
+        Severity.WARNING,
+        "an episode is being played, but has had no turn for long",
+        "see what its harness does (dvp-queue sessions list); another one gets the episode after episodes.idle_s, or "
+        "at once by dvp-queue sessions drop",
+        episodes_silent,
+    ),
+    Rule(
         Verdict.DEAD_LETTERS,
         Severity.WARNING,
         "jobs were given up; each dead letter holds its error",
@@ -307,6 +370,13 @@ RULES: tuple[Rule, ...] = (
         "rewards are the bottleneck: the trainer waits for the reward function",
         "raise reward.workers, or make the function faster; the trainer's log counts those that took too long",
         rewards_slow,
+    ),
+    Rule(
+        Verdict.HARNESSES_SLOW,
+        Severity.WARNING,
+        "harnesses are the bottleneck: the trainer waits for groups while episodes wait for a harness",
+        "run more harnesses, or let each play more episodes at once",
+        harnesses_slow,
     ),
     Rule(
         Verdict.TRAINER_STARVED,
@@ -360,7 +430,12 @@ async def take_snapshot(broker: Broker) -> Snapshot:
 def _snapshot(found: dict[str, Any]) -> Snapshot:
     # cjson encodes an empty array as {}, too.
     counters = {name: _int64(value) for name, value in found["counters"].items()}
-    committed_at = counters.get("committed_at")
+    episodes = found.get("episodes", {})
+
+    def since(name: str) -> float | None:
+        at = counters.pop(name, None)
+        return None if at is None else (found["now_ms"] - at) / 1000
+
     return Snapshot(
         jobs=_stream(found["jobs"], counters.get("redelivered", 0)),
         client_jobs=_stream(found["client_jobs"], counters.get("redelivered_clients", 0)),
@@ -378,13 +453,17 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         used_memory=found["used_memory"],
         maxmemory=found["maxmemory"],
         disk_refuses=found["disk_refuses"],
-        since_commit_s=None if committed_at is None else (found["now_ms"] - committed_at) / 1000,
+        since_commit_s=since("committed_at"),
         counters=counters,
         client_wait_s=found["client_wait_ms"] / 1000,
         client_bytes=found["client_bytes"],
         closed=found["closed"],
         finished=bool(_int64(found["trainer"].get("finished", 0))),
         backlogs=tuple(_int64(length) for length in found["backlogs"] or ()),
+        episodes=_episodes(episodes, counters.get("redelivered_episodes", 0)) if episodes else None,
+        silent=episodes.get("silent", ""),
+        since_harness_s=since("harness_at"),
+        client_sessions=found["client_sessions"],
     )
 
 
@@ -400,6 +479,8 @@ def report(run_id: str, snapshot: Snapshot) -> QueueHealth:
         run_id=run_id,
         jobs=snapshot.jobs,
         client_jobs=snapshot.client_jobs,
+        episodes=snapshot.episodes,
+        client_sessions=snapshot.client_sessions,
         groups=snapshot.groups,
         uncheckpointed=snapshot.uncheckpointed,
         dead=snapshot.dead,
@@ -432,13 +513,27 @@ def _finite(value: str | float) -> float:
 
 
 def _stream(found: dict[str, Any], redelivered: int) -> StreamHealth:
-    age = found["oldest_ms"]
     return StreamHealth(
         backlog=found["backlog"],
         pending=found["pending"],
-        oldest_age_s=None if age < 0 else age / 1000,
+        oldest_age_s=_seconds(found["oldest_ms"]),
         redelivered=redelivered,
     )
+
+
+def _episodes(found: dict[str, Any], redelivered: int) -> EpisodeHealth:
+    return EpisodeHealth(
+        backlog=found["waiting"],
+        pending=found["played"],
+        oldest_age_s=_seconds(found["waited_ms"]),
+        redelivered=redelivered,
+        silent_s=_seconds(found["silent_ms"]),
+    )
+
+
+def _seconds(milliseconds: float) -> float | None:
+    """None if negative, which means that there is nothing to measure."""
+    return None if milliseconds < 0 else milliseconds / 1000
 
 
 def _replica(fields: dict[str, Any]) -> ReplicaHealth:

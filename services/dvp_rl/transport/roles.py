@@ -23,7 +23,7 @@ SCRIPTS = {
 descriptors or its package is replaced while it runs."""
 
 _CONNECTION = "PING SELECT INFO TIME EVALSHA SCRIPT|LOAD"
-_CLIENTS = "client_reserved client_held client_callers client_expiry client_deadlines"
+_CLIENTS = "client_reserved client_held client_callers client_expiry client_deadlines client_sessions"
 
 
 class Role(StrEnum):
@@ -79,7 +79,7 @@ _NEEDS = {
         reads="versions closed fence uncheckpointed replicas replica trainer backlogs",
     ),
     Role.OPERATOR: _Needs(
-        scripts="health pending letters replay discard delete close open purge",
+        scripts="health pending letters replay discard delete close open purge sessions session_delete",
         commands=f"{_CONNECTION} EXISTS SCAN HSCAN ZMSCORE",
         writes="everything",
     ),

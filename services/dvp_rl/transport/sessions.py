@@ -49,6 +49,37 @@ class Summary(NamedTuple):
     tokens: int
 
 
+class OpenSession(NamedTuple):
+    """A session that somebody plays, as an operator sees it."""
+
+    session_id: str
+    caller: str
+    job_id: str
+    """The job's, if this is one of its episodes; "" for a client's."""
+    sink: str
+    """The job's; "" for a client's."""
+    episode: int
+    """Which of the job's episodes it is; 0 for a client's."""
+    turns: int
+    branches: int
+    drifted: int
+    tokens: int
+    num_bytes: int
+    silent_s: float
+    """Seconds since its last turn, or since it was opened or taken."""
+    left_s: float
+    """Seconds until it is forgotten, or given to another harness, unless it has a turn."""
+
+
+async def open_sessions(broker: Broker, count: int) -> list[OpenSession]:
+    """The `count` that will be forgotten first."""
+    found = [
+        OpenSession._make([*(text.decode() for text in row[:4]), *row[4:-2], *(ms / 1000 for ms in row[-2:])])
+        for row in await broker.script("sessions", count)
+    ]
+    return sorted(found, key=lambda session: session.left_s)[:count]
+
+
 @dataclass(frozen=True)
 class Episode:
     """An episode that a harness has taken."""
@@ -188,11 +219,12 @@ class SessionStore:
         return True
 
     async def delete(
-        self, session_id: str, error: str = "", *, most_deliveries: int = 1, caller: str = EVERYBODY
+        self, session_id: str, error: str = "", *, most_deliveries: int = 1, caller: str = EVERYBODY, by: str = ""
     ) -> SessionState:
         """Deletes a session with its turns and returns the state that it had. Raises NotFoundError. An episode that is
-        not finished is given to the next who asks; with an `error`, that counts as a delivery, as in `take`."""
-        args = (session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries)
+        not finished is given to the next who asks; with an `error`, that counts as a delivery, as in `take`. `by`: the
+        operator who does it, for the audit."""
+        args = (session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries, by)
         state = (await self.broker.script("session_delete", *args)).decode()
         if state == "unknown":
             raise NotFoundError(UNKNOWN.format(session_id))

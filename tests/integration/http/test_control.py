@@ -170,6 +170,7 @@ ARGUMENTS = {
     ("dead", "show"): ("1-1",),
     ("dead", "replay"): ("1-1",),
     ("dead", "drop"): ("1-1",),
+    ("sessions", "drop"): ("a",),
     ("results", "drop"): ("a",),
     ("purge",): ("--yes", "--force"),
 }

@@ -15,10 +15,11 @@ from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.runs import purge_run
 from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
-from tests.integration.transport.rig import Rig
+from tests.integration.transport.rig import Harness, Rig
 from tests.kit.browser import LOW_CONTRAST, Browser, chromium, running
 from tests.kit.records import write_completions
 from tests.kit.tokens import TOKEN
+from tests.kit.wait import WITHIN_S
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)")
 
@@ -93,6 +94,33 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
         browser.screenshot(folder / "page.png")
         assert (folder / "page.png").stat().st_size > 10_000
         assert browser.problems == []
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+async def test_a_run_with_episodes_has_a_box_for_them(staged: Rig, broker_url: str, tmp_path: Path, width: int) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def play() -> None:
+        await staged.submit_episodes(20, n=3)
+        await Harness(staged.broker).taken()
+
+    def look() -> None:
+        with running(tmp_path) as browser:
+            browser.open(monitor.url, width=width)
+            browser.until(LIVE)
+            browser.until("document.getElementById('jobs-sub').textContent !== ''")
+            assert browser.evaluate("document.getElementById('episodes').getClientRects().length") == 0
+            asyncio.run_coroutine_threadsafe(play(), loop).result(WITHIN_S)
+            browser.until("document.getElementById('episodes-sub').textContent.includes('1 played')")
+            text = browser.evaluate("document.getElementById('episodes').innerText").strip()
+            assert re.fullmatch(r"Episodes\s+2\s+waiting · oldest \d+ s · 1 played · silent \d+ s", text)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.evaluate(LOW_CONTRAST) == []
+            browser.screenshot(tmp_path / "episodes.png")
+            assert browser.problems == []
+
+    with Monitor(tmp_path, broker_url, staged.run_id) as monitor:
+        await asyncio.to_thread(look)
 
 
 async def test_letters_are_replayed_and_dropped_with_the_keyboard(staged: Rig, broker_url: str, tmp_path: Path) -> None:

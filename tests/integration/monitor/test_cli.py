@@ -15,10 +15,12 @@ import pytest
 
 from dvp_rl.contract.http import QueueHealth
 from dvp_rl.contract.job import Sink
+from dvp_rl.contract.session import Session
 from dvp_rl.monitor.cli import main
 from dvp_rl.transport.runs import close_queue
+from dvp_rl.transport.sessions import SessionStore
 from tests.integration.monitor.process import HOSTILE
-from tests.integration.transport.rig import BLOCK_MS, Rig
+from tests.integration.transport.rig import BLOCK_MS, Harness, Rig
 from tests.kit.records import make_group, make_job
 from tests.kit.wait import WITHIN_S, until_async
 
@@ -161,6 +163,46 @@ async def test_results_of_clients_are_listed_and_dropped(cli: Cli, rig: Rig) -> 
     assert "nothing is held for clients" in (await cli(rig.run_id, "results", "list")).out
 
 
+async def test_sessions_are_listed_and_dropped(cli: Cli, rig: Rig) -> None:
+    job = await rig.submit_episodes(n=3, idle_s=3600)
+    harness = Harness(rig.broker, "sandboxes")
+    episodes = [await harness.taken() for _ in range(3)]
+    await harness.say(episodes[1], num_tokens=4)
+    store = SessionStore(rig.broker)
+    for name in ("chat", "another"):
+        await store.open(Session(session_id=name, run_id=rig.run_id, idle_s=90), caller="alice")
+    listed = (await cli(rig.run_id, "sessions", "list", "--json")).json
+    assert {one["session_id"] for one in listed[:2]} == {"chat", "another"}
+    assert {one["episode"] for one in listed[2:]} == {0, 1, 2}
+    text = (await cli(rig.run_id, "sessions", "list")).out
+    assert re.search(
+        rf"{episodes[1].session_id} +sandboxes +1 of train job {job.job_id} +1 +1 +0 +5 +0 s +60 min", text
+    )
+    assert re.search(r"chat +alice +- +0 +0 +0 +0 +\d+ s +\d+ s", text)
+    assert len((await cli(rig.run_id, "sessions", "list", "--count", "1", "--json")).json) == 1
+
+    gone = await cli(rig.run_id, "sessions", "drop", "chat", "never", episodes[0].session_id)
+    assert (gone.code, gone.out.splitlines()[0]) == (1, "2 dropped")
+    assert "session 'never': never opened" in gone.out
+    again = await harness.taken()
+    assert (again.job, again.index) == (job, 0)
+    assert (await store.status("another")).turns == 0
+    assert await rig.counter("redelivered_episodes") == 0
+
+    assert "--silent-s" in (await cli(rig.run_id, "sessions", "drop")).err
+    assert (await cli(rig.run_id, "sessions", "drop", "--silent-s", "60", answer="n\n")).code == 1
+    assert (await cli(rig.run_id, "sessions", "drop", "--silent-s", "600", "--yes")).out == "0 dropped\n"
+    assert (await cli(rig.run_id, "sessions", "drop", "--silent-s", "0", "--yes", "--json")).json["dropped"] == 3
+    assert [one["session_id"] for one in (await cli(rig.run_id, "sessions", "list", "--json")).json] == ["another"]
+    status = await cli(rig.run_id, "status")
+    assert re.search(r"episodes +3 +0 ", status.out)
+    assert "client sessions 1" in status.out
+    did = [(change["did"], change["what"]) for change in (await cli(rig.run_id, "audit", "--json")).json]
+    assert ("deleted session", "chat") in did
+    await store.delete("another")
+    assert (await cli(rig.run_id, "sessions", "list")).out == "no session is open\n"
+
+
 async def test_the_audit_names_this_user_and_outlives_the_run(
     cli: Cli, staged: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +242,16 @@ async def test_drain_waits_until_the_queue_is_empty(cli: Cli, rig: Rig) -> None:
     assert "new disks" in (await cli(rig.run_id, "status")).out
     assert (await cli(rig.run_id, "open")).out == "open again\n"
     assert (await cli(rig.run_id, "open")).out == "was already open\n"
+
+
+async def test_drain_waits_for_episodes(cli: Cli, rig: Rig) -> None:
+    await rig.submit_episodes(n=1)
+    harness = Harness(rig.broker)
+    ran = await cli(rig.run_id, "drain", "--timeout-s", "0")
+    assert "0 jobs and 1 episodes are still queued or running after 0 s" in ran.err
+    assert "dvp-queue sessions list" in ran.err
+    await harness.play(await harness.taken())
+    assert (await cli(rig.run_id, "drain")).code == 0
 
 
 async def test_every_change_can_be_read_by_a_script(cli: Cli, rig: Rig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.roles import Role
 from dvp_rl.transport.submission import Submission
 from tests.integration.monitor.process import Monitor, stage, write_metrics
-from tests.integration.transport.rig import Rig
+from tests.integration.transport.rig import Harness, Rig
 from tests.kit import web
 from tests.kit.records import write_completions
 from tests.kit.tokens import TOKEN, write_token
@@ -229,6 +230,21 @@ async def test_metrics_tell_the_same(staged: Rig, broker_url: str, tmp_path: Pat
     }
     assert {name: metrics[name] for name in expected} == expected
     assert metrics["dvp_queue_broker_memory_used_bytes"] > 0
+
+
+async def test_metrics_tell_of_episodes(rig: Rig, broker_url: str, tmp_path: Path) -> None:
+    def scrape() -> str:
+        with Monitor(tmp_path, broker_url, rig.run_id) as monitor:
+            monitor.until_ready()
+            return monitor.get("/metrics").text
+
+    assert 'stream="episodes"' not in await asyncio.to_thread(scrape)
+    await rig.submit_episodes(n=3)
+    await Harness(rig.broker).taken()
+    found = await asyncio.to_thread(scrape)
+    for line in ('backlog{stream="episodes"} 2.0', 'pending{stream="episodes"} 1.0', "client_sessions 0.0"):
+        assert f"\ndvp_queue_{line}\n" in found
+    assert re.search(r"^dvp_queue_episode_silent_seconds \d+\.\d+$", found, re.MULTILINE)
 
 
 def test_an_outage_is_told_and_survived(own_broker: EmbeddedBroker, run_id: str, tmp_path: Path) -> None:

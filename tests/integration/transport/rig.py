@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.session import group_of
@@ -11,7 +12,7 @@ from dvp_rl.transport.groups import GroupQueue
 from dvp_rl.transport.jobs import JobQueue, Lease
 from dvp_rl.transport.sessions import Episode, SessionStore
 from dvp_rl.transport.submission import Submission, Submitted
-from tests.kit.records import make_group, make_job, make_turn
+from tests.kit.records import make_episodes, make_group, make_job, make_turn
 from tests.kit.wait import until_async
 
 SHORT_LEASE_MS = 30
@@ -40,6 +41,12 @@ class Rig:
         jobs = [make_job(self.run_id, position, sink=sink) for position in range(count)]
         assert await self.submission.submit(jobs, fence=self.fence, limit=limit) == [Submitted.NEW] * count
         return jobs
+
+    async def submit_episodes(self, position: int = 0, **fields: Any) -> Job:
+        """A job that a harness plays, with `fields` of `make_episodes`."""
+        job = make_episodes(self.run_id, position, **fields)
+        assert await self.submission.submit([job], fence=self.fence, limit=NO_LIMIT) == [Submitted.NEW]
+        return job
 
     async def finish(self, replica: JobQueue, count: int) -> list[Lease]:
         """Lets the replica claim and commit up to `count` new jobs; returns their leases."""

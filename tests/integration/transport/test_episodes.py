@@ -126,7 +126,7 @@ async def test_an_episode_left_alone_is_given_to_another(rig: Rig, harness: Harn
         with pytest.raises(NotFoundError):
             await call
     assert await deliveries(rig, job) == 1
-    assert await rig.counter("redelivered") == 1
+    assert await rig.counter("redelivered_episodes") == 1
     await harness.play(second)
     assert (await group(rig)).samples[0].num_model_tokens == 4, "nothing of the first attempt is in it"
 

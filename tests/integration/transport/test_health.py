@@ -10,6 +10,7 @@ import pytest
 
 from dvp_rl.contract.http import QueueHealth, ReplicaHealth, ReplicaState, StreamHealth, TrainerHealth, Verdict
 from dvp_rl.contract.job import Sink
+from dvp_rl.contract.session import Fork, Session
 from dvp_rl.contract.weights import Announcement
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -28,9 +29,11 @@ from dvp_rl.transport.health import (
 from dvp_rl.transport.pending import Stream, pending
 from dvp_rl.transport.replicas import BACKLOG_EVERY_S, BEAT_S, NUM_BACKLOGS, ReplicaBeat, ReplicaRegistry, TrainerBeat
 from dvp_rl.transport.retention import sweep_broker
+from dvp_rl.transport.sessions import SessionStore, open_sessions
 from dvp_rl.weights.registry import WeightRegistry
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Rig
-from tests.kit.records import make_group, make_job
+from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, SHORT_LEASE_MS, Harness, Rig
+from tests.kit.records import make_group, make_job, make_turn
+from tests.kit.wait import until_async
 
 
 async def _beat(rig: Rig, name: str = "a", *, seq: int = 0, loading: str = "") -> None:
@@ -304,6 +307,130 @@ async def test_replicas_starved(rig: Rig) -> None:
     assert (await _health(rig)).verdict is Verdict.OK
     await _age_jobs(rig, rig.broker.keys.groups, STARVED_S + 1)
     assert (await _health(rig)).verdict is Verdict.REPLICAS_STARVED
+
+
+async def _wait_for_harness(rig: Rig, seconds: float, *, quiet_s: float) -> None:
+    """Lets all waiting episodes have waited for so long, and harnesses have done nothing for `quiet_s`."""
+    redis, keys = rig.broker.redis, rig.broker.keys
+    for name, free_at in await redis.zrange(keys.episodes, 0, -1, withscores=True):
+        await redis.zadd(keys.episodes, {name: free_at - int(1000 * seconds)})
+    if await redis.hexists(keys.counters, "harness_at"):
+        await redis.hincrby(keys.counters, "harness_at", -int(1000 * quiet_s))
+
+
+async def test_a_run_without_episodes_has_none(rig: Rig) -> None:
+    await rig.submit(1)
+    health = await _health(rig)
+    assert health.episodes is None
+    assert health.client_sessions == 0
+
+
+async def test_no_harness(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig, waiting_s=STARVED_S + 1)
+    await rig.submit_episodes(n=3)
+    assert (await _health(rig)).verdict is Verdict.HARNESSES_SLOW, "one may come any moment"
+    await _wait_for_harness(rig, STARVED_S + 1, quiet_s=0)
+    health = await _health(rig)
+    assert [reason.verdict for reason in health.reasons] == [Verdict.NO_HARNESS]
+    assert re.fullmatch(r"3 episodes wait, for up to 1\d s; a harness never did anything", health.reasons[0].detail)
+    harness = Harness(rig.broker)
+    await harness.play(await harness.taken())
+    assert (await _health(rig)).verdict is Verdict.HARNESSES_SLOW, "it plays one after the other"
+    await _wait_for_harness(rig, 0, quiet_s=STARVED_S + 1)
+    health = await _health(rig)
+    assert health.verdict is Verdict.NO_HARNESS
+    assert re.search(r"a harness last did something 1\d s ago", health.reasons[0].detail)
+    await harness.taken()
+    assert Verdict.NO_HARNESS not in {reason.verdict for reason in (await _health(rig)).reasons}
+
+
+async def test_harnesses_slow(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig, waiting_s=STARVED_S + 1)
+    await rig.submit_episodes(n=3)
+    harness = Harness(rig.broker)
+    await harness.taken()
+    health = await _health(rig)
+    assert [reason.verdict for reason in health.reasons] == [Verdict.HARNESSES_SLOW]
+    assert "2 episodes wait for a harness and 1 are played" in health.reasons[0].detail
+    for _ in range(2):
+        await harness.taken()
+    health = await _health(rig)
+    assert [reason.verdict for reason in health.reasons] == [Verdict.TRAINER_STARVED]
+    assert "0 jobs and 3 episodes are queued or running" in health.reasons[0].detail
+    await _beat_trainer(rig)
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_episodes_silent(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    job = await rig.submit_episodes(n=2, idle_s=3600)
+    harness = Harness(rig.broker)
+    first, second = [await harness.taken() for _ in range(2)]
+    health = await _health(rig)
+    assert health.verdict is Verdict.OK
+    assert health.episodes is not None
+    assert (health.episodes.backlog, health.episodes.pending) == (0, 2)
+    assert health.episodes.silent_s is not None
+    assert health.episodes.silent_s < STALLED_S
+    await _wait_for_harness(rig, STALLED_S + 1, quiet_s=0)
+    await harness.say(first)
+    health = await _health(rig)
+    assert [reason.verdict for reason in health.reasons] == [Verdict.EPISODES_SILENT]
+    seen = rf"episode 1 of job {job.job_id} \(session {second.session_id}\) has had no turn for 3\d\d s; 2 are played"
+    assert re.fullmatch(seen, health.reasons[0].detail)
+    await harness.say(second)
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_replicas_whose_episodes_are_played_are_not_starved(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit(2)
+    await rig.submit_episodes(position=2)
+    await rig.finish(rig.replica("a"), 2)
+    await _age_jobs(rig, rig.broker.keys.groups, STARVED_S + 1)
+    await Harness(rig.broker).taken()
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_open_sessions_are_counted_and_listed(rig: Rig) -> None:
+    """Clients' and episodes, until they are finished, deleted or forgotten."""
+    store, harness = SessionStore(rig.broker), Harness(rig.broker, "harness")
+    for number, idle_s in enumerate((60, 50, 40, SHORT_LEASE_MS / 1000)):
+        session = Session(session_id=f"client-{number}", run_id=rig.run_id, idle_s=idle_s)
+        await store.open(session, caller="alice")
+    job = await rig.submit_episodes(n=2, idle_s=45)
+    episode = await harness.taken()
+    await harness.say(episode, num_tokens=4)
+    recorded = await store.read("client-0")
+    await store.append(recorded, make_turn("a", run_id=rig.run_id))
+    await store.append(recorded, make_turn("b", run_id=rig.run_id, fork=Fork.DRIFT))
+
+    async def listed() -> list[str]:
+        return [session.session_id for session in await open_sessions(rig.broker, 9)]
+
+    async def are_forgotten() -> bool:
+        return (await _health(rig)).client_sessions == 3 and len(await listed()) == 4
+
+    await until_async(are_forgotten)
+    assert await listed() == ["client-2", episode.session_id, "client-1", "client-0"]
+    _, played, _, client = await open_sessions(rig.broker, 9)
+    assert (played.caller, played.job_id, played.sink, played.episode) == ("harness", job.job_id, "train", 0)
+    assert (played.turns, played.branches, played.drifted, played.tokens) == (1, 1, 0, 5)
+    assert 0 <= played.silent_s < 45
+    assert 0 < played.left_s <= 45
+    assert (client.caller, client.job_id, client.sink) == ("alice", "", "")
+    assert (client.turns, client.branches, client.drifted, client.tokens) == (2, 2, 1, 6)
+    assert client.num_bytes > 0
+    assert [session.session_id for session in await open_sessions(rig.broker, 1)] == ["client-2"]
+    await store.delete("client-2")
+    await store.finish(await store.read("client-0"), 1.0)
+    await harness.finish(episode)
+    assert await listed() == ["client-1"]
+    assert (await _health(rig)).client_sessions == 1
 
 
 async def test_broker_memory(own_broker: EmbeddedBroker, run_id: str) -> None:

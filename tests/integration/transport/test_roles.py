@@ -29,7 +29,7 @@ from tests.kit.wait import WITHIN_S
 START = REPOSITORY / "deploy" / "redis" / "start.sh"
 
 KEYS = [name for name, value in vars(Keys).items() if isinstance(value, property) and name != "everything"]
-PREFIXES = ["job", "result", "replica", "transfer"]
+PREFIXES = ["job", "result", "played", "session", "turns", "replica", "transfer"]
 ADMINISTRATION = """
     ACL LIST, BGREWRITEAOF, CLIENT KILL ID 1, CLIENT LIST, CLUSTER RESET, CONFIG GET *, CONFIG SET dir /, DEBUG SLEEP 0,
     DUMP {k}, EVAL x 0, FLUSHALL, FLUSHDB, FUNCTION LOAD x, KEYS *, MIGRATE h 1 k 0 1, MODULE LIST, MONITOR, PSYNC ? -1,

@@ -75,6 +75,7 @@ function showFlow(health) {
     const oldest = stream.oldest_age_s === null ? "" : ` · oldest ${duration(stream.oldest_age_s)}`;
     return `waiting · ${whole(stream.pending)} held${oldest}`;
   };
+  showEpisodes(health.episodes);
   const live = health.replicas.filter((replica) => replica.state !== "lost");
   const newest = seqOf(picture.newest_version);
   say("jobs-big", whole(health.jobs.backlog));
@@ -91,15 +92,25 @@ function showFlow(health) {
   say("weights-big", picture.newest_version ? `v${newest}` : "–");
   const current = live.filter((replica) => seqOf(replica.version) >= newest).length;
   say("weights-sub", picture.newest_version ? `served by ${current} of ${live.length}` : "none announced");
+  const redelivered = [health.jobs, health.episodes, health.client_jobs].reduce((sum, stream) => sum + (stream?.redelivered ?? 0), 0);
   const limit = picture.maxmemory ? ` of ${megabytes(picture.maxmemory)}` : "";
   say("facts", [
     `${plural(health.in_flight, "train job")} in flight`,
     `${plural(health.uncheckpointed, "group")} without a checkpoint`,
-    `jobs of clients: ${whole(health.client_jobs.backlog)} waiting, ${whole(health.client_jobs.pending)} held`,
-    `${whole(health.jobs.redelivered + health.client_jobs.redelivered)} redelivered`,
+    `of clients: ${plural(health.client_jobs.backlog, "job")} waiting, ${whole(health.client_jobs.pending)} held, ${plural(health.client_sessions, "session")}`,
+    `${whole(redelivered)} redelivered`,
     `${plural(health.duplicates, "duplicate")} discarded`,
     `broker memory ${megabytes(picture.used_memory)}${limit}`,
   ].join(" · "));
+}
+
+function showEpisodes(episodes) {
+  at("episodes").hidden = episodes === null;
+  if (episodes === null) return;
+  const waited = episodes.oldest_age_s === null ? "" : ` · oldest ${duration(episodes.oldest_age_s)}`;
+  const silent = episodes.silent_s === null ? "" : ` · silent ${duration(episodes.silent_s)}`;
+  say("episodes-big", whole(episodes.backlog));
+  say("episodes-sub", `waiting${waited} · ${whole(episodes.pending)} played${silent}`);
 }
 
 function showReplicas(replicas) {

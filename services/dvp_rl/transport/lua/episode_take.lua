@@ -15,7 +15,7 @@ while true do
   local name = redis.call('ZRANGEBYSCORE', EPISODES, '-inf', now_ms(), 'LIMIT', 0, 1)[1]
   if not name then return {} end
   if memory_full() then return {'full'} end
-  job, index = string.match(name, '^(.*)/0*(%d+)$')
+  job, index = episode_of(name)
   local data, idle_ms, before = unpack(redis.call('HMGET', JOB .. job, 'data', 'idle_ms', 'session:' .. index))
   if not data then
     redis.call('ZREM', EPISODES, name)

@@ -19,6 +19,23 @@ local function client_wait()
   return first and now - string.match(first[1], '^%d+') or 0
 end
 
+-- Episodes that wait for a harness, episodes that are played, and the one of these that has had no turn for the longest
+-- time, if all may be idle for the same time. nil if the run never had any.
+local function episodes()
+  local num, waiting = redis.call('ZCARD', EPISODES), redis.call('ZCOUNT', EPISODES, '-inf', now)
+  if num == 0 and not redis.call('HGET', COUNTERS, 'harness_at') then return nil end
+  local found = {waiting = waiting, played = num - waiting, waited_ms = -1, silent_ms = -1}
+  if waiting > 0 then found.waited_ms = now - redis.call('ZRANGE', EPISODES, 0, 0, 'WITHSCORES')[2] end
+  local name, ends = unpack(redis.call('ZRANGEBYSCORE', EPISODES, '(' .. now, '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
+  if name then
+    local job, index = episode_of(name)
+    local idle_ms, session = unpack(redis.call('HMGET', JOB .. job, 'idle_ms', 'session:' .. index))
+    found.silent_ms = (idle_ms or 0) - (ends - now)
+    found.silent = 'episode ' .. index .. ' of job ' .. job .. ' (session ' .. (session or 'unknown') .. ')'
+  end
+  return found
+end
+
 local replicas = {}
 local seen = redis.call('ZREVRANGE', REPLICAS, 0, ARGV[1] - 1, 'WITHSCORES')
 for i = 1, #seen, 2 do
@@ -37,6 +54,8 @@ return cjson.encode({
   client_jobs = stream_of(CLIENT_JOBS),
   client_wait_ms = client_wait(),
   groups = stream_of(GROUPS),
+  episodes = episodes(),
+  client_sessions = redis.call('ZCOUNT', CLIENT_SESSIONS, '(' .. now, '+inf'),
   in_flight = redis.call('SCARD', IN_FLIGHT),
   uncheckpointed = redis.call('SCARD', UNCHECKPOINTED),
   dead = redis.call('XLEN', DEAD),

@@ -112,6 +112,11 @@ local function episode_name(job_id, index)
   return string.format('%s/%04d', job_id, index)
 end
 
+-- The job and the index of an episode.
+local function episode_of(name)
+  return string.match(name, '^(.*)/0*(%d+)$')
+end
+
 -- Whether an open session still has its episode. `job_id` is nil if it is a client's.
 local function is_played(session, job_id, index)
   return not job_id or redis.call('HGET', JOB .. job_id, 'session:' .. index) == session
@@ -218,8 +223,10 @@ local function keep_session(id)
   redis.call('PEXPIRE', TURNS .. id, idle_ms)
   if job then
     redis.call('ZADD', EPISODES, 'XX', now_ms() + idle_ms, episode_name(job, index))
+    redis.call('HSET', COUNTERS, 'harness_at', now_ms())
     return
   end
+  redis.call('ZADD', CLIENT_SESSIONS, now_ms() + idle_ms, id)
   redis.call('HSET', CLIENT_CALLERS, ':session:' .. id, caller)
   hold(':session:' .. id, tonumber(bytes), now_ms() + idle_ms)
 end
@@ -232,6 +239,7 @@ end
 -- These leave no dead letter, because nobody wants them any more. A replica that runs one loses its lease.
 local function end_overdue()
   local now = now_ms()
+  redis.call('ZREMRANGEBYSCORE', CLIENT_SESSIONS, '-inf', now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_EXPIRY, '-inf', now, 'LIMIT', 0, 1000)) do hold(id, 0) end
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', CLIENT_DEADLINES, '-inf', now, 'LIMIT', 0, 1000)) do
     reserve(id, 0)
@@ -310,7 +318,7 @@ local function fail_episode(job_id, index, message, most, holder)
   end_session(job_id, index)
   local deliveries = redis.call('HINCRBY', hash, 'deliveries:' .. index, 1)
   if deliveries < tonumber(most) then
-    count('redelivered')
+    count('redelivered_episodes')
     redis.call('ZADD', EPISODES, now_ms(), episode_name(job_id, index))
     return
   end

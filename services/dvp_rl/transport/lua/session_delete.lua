@@ -1,13 +1,19 @@
 #!lua flags=allow-oom
 -- Deletes a session and its turns. An episode that is not finished may be taken again at once; after too many errors its
--- job is dead. ARGV: session id, caller or '', error of the episode or '', most deliveries. Answers the state that the
--- session had, or 'unknown'.
-local id, caller, message, most = unpack(ARGV)
+-- job is dead. ARGV: session id, caller or '', error of the episode or '', most deliveries, author ('': the client).
+-- Answers the state that the session had, or 'unknown'.
+local id, caller, message, most, author = unpack(ARGV)
 local state, whose, job, index = unpack(redis.call('HMGET', SESSION .. id, 'state', 'caller', 'job', 'index'))
 if not state or not may_see(caller, 'client', whose) then return 'unknown' end
 redis.call('UNLINK', SESSION .. id, TURNS .. id)
+if author ~= '' then
+  audit(author, 'deleted session', id)
+elseif job then
+  redis.call('HSET', COUNTERS, 'harness_at', now_ms())
+end
 if not job then
   hold(':session:' .. id, 0)
+  redis.call('ZREM', CLIENT_SESSIONS, id)
 elseif state == 'finished' or not is_played(id, job, index) then
   return state
 elseif message ~= '' then
