@@ -24,8 +24,9 @@ class Harness:
     """Plays sums: each turn asks for the same sum again, after all that was said before. Every call goes to a random
     replica and is repeated until it is answered."""
 
-    def __init__(self, urls: Sequence[str], *, turns: int = 2, rewards: bool = True) -> None:
-        self.urls, self.turns, self.rewards = urls, turns, rewards
+    def __init__(self, urls: Sequence[str], *, turns: int = 2, rewards: bool = True, truncated: bool = False) -> None:
+        """`rewards`: whether it gives any. `truncated`: it says of each episode that it was cut off."""
+        self.urls, self.turns, self.rewards, self.truncated = urls, turns, rewards, truncated
         self.given: list[float] = []
         """Rewards of the episodes that were finished."""
         self._random = random.Random()
@@ -38,9 +39,8 @@ class Harness:
         episode = taken.raise_for_status().json()
         try:
             reward = self.play(episode["session_id"], episode["task"])
-            ended = self._post(
-                f"/v1/sessions/{episode['session_id']}/finish", {"reward": reward if self.rewards else None}
-            )
+            end = {"reward": reward if self.rewards else None, "truncated": self.truncated}
+            ended = self._post(f"/v1/sessions/{episode['session_id']}/finish", end)
         except NotFoundError:
             return True  # it was idle for too long, or its job has ended
         if ended.status_code != 404:

@@ -11,6 +11,7 @@ from pathlib import Path
 from signal import SIGKILL
 from subprocess import Popen
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,9 @@ def replica(folder: Path, run_id: str, url: str, *options: str) -> ReplicaProces
 
 
 @contextmanager
-def playing(*urls: str, turns: int = 2, rewards: bool = True) -> Iterator[Harness]:
+def playing(*urls: str, **options: Any) -> Iterator[Harness]:
     """A harness in a thread."""
-    harness, done = Harness(urls, turns=turns, rewards=rewards), Event()
+    harness, done = Harness(urls, **options), Event()
 
     def play() -> None:
         while not done.is_set():
@@ -86,6 +87,16 @@ def test_a_harness_that_gives_no_reward_leaves_it_to_the_trainer(tmp_path: Path,
     (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert record["reward/failed"] == 0
     assert 0 <= record["reward/mean"] <= 1
+
+
+def test_episodes_that_were_cut_off_count_as_too_long(tmp_path: Path, broker_url: str, run_id: str) -> None:
+    flags = config(tmp_path, run_id, broker_url, steps="1", **PLAYED, reward__overlong="drop")
+    with replica(tmp_path / "replica", run_id, broker_url) as served, playing(served.url, truncated=True):
+        done = run_trainer(flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert record["length/truncated_share"] == 1
+    assert record["grad/norm"] == 0, "they give no gradient"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
 
 ADMISSION = {"submit", "submit_client", "replay", "session_open", "session_append", "episode_take"}
-READING = {"health", "letters", "pending", "refused"}
+READING = {"health", "letters", "pending", "sessions", "refused"}
 
 
 @pytest.mark.usefixtures("impatient")
