@@ -155,9 +155,11 @@ def no_trainer(s: Snapshot) -> str:
 
 
 def no_harness(s: Snapshot) -> str:
+    if s.episodes is None or s.episodes.pending or s.finished or not s.live:
+        return ""
     # A harness that plays one episode after the other leaves moments in which none is played.
-    idle = s.since_harness_s is None or s.since_harness_s >= STARVED_S
-    if s.episodes is None or s.episodes.pending or (s.episodes.oldest_age_s or 0.0) < STARVED_S or not idle:
+    quiet_s = math.inf if s.since_harness_s is None else s.since_harness_s
+    if min(quiet_s, s.episodes.oldest_age_s or 0.0) < STARVED_S:
         return ""
     seen = "never did anything" if s.since_harness_s is None else f"last did something {s.since_harness_s:.0f} s ago"
     return f"{s.episodes.backlog} episodes wait, for up to {s.episodes.oldest_age_s:.0f} s; a harness {seen}"
@@ -203,7 +205,7 @@ def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) ->
 def episodes_silent(s: Snapshot) -> str:
     if s.episodes is None or (s.episodes.silent_s or 0.0) < STALLED_S:
         return ""
-    return f"{s.silent} has had no turn for {s.episodes.silent_s:.0f} s; {s.episodes.pending} are played"
+    return f"{s.silent} has had no turn for {s.episodes.silent_s:.0f} s; played now: {s.episodes.pending}"
 
 
 def dead_letters(s: Snapshot) -> str:
@@ -234,8 +236,8 @@ def _starved(s: Snapshot) -> bool:
 def harnesses_slow(s: Snapshot) -> str:
     if not _starved(s) or s.episodes is None or not s.episodes.backlog or no_harness(s):
         return ""
-    waiting = f"{s.episodes.backlog} episodes wait for a harness and {s.episodes.pending} are played"
-    return f"{waiting}; the trainer has waited {s.trainer_waiting_s:.0f} s for groups"
+    playing = f"{s.episodes.backlog} episodes wait for a harness, and {s.episodes.pending} are being played"
+    return f"{playing}; the trainer has waited {s.trainer_waiting_s:.0f} s for groups"
 
 
 def trainer_starved(s: Snapshot) -> str:

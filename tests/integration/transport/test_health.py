@@ -341,6 +341,9 @@ async def test_no_harness(rig: Rig) -> None:
     health = await _health(rig)
     assert health.verdict is Verdict.NO_HARNESS
     assert re.search(r"a harness last did something 1\d s ago", health.reasons[0].detail)
+    await _age_replica(rig, "a", LOST_S + 1)
+    assert Verdict.NO_HARNESS not in {reason.verdict for reason in (await _health(rig)).reasons}, "none could play"
+    await _beat(rig)
     await harness.taken()
     assert Verdict.NO_HARNESS not in {reason.verdict for reason in (await _health(rig)).reasons}
 
@@ -353,7 +356,7 @@ async def test_harnesses_slow(rig: Rig) -> None:
     await harness.taken()
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.HARNESSES_SLOW]
-    assert "2 episodes wait for a harness and 1 are played" in health.reasons[0].detail
+    assert "2 episodes wait for a harness, and 1 are being played" in health.reasons[0].detail
     for _ in range(2):
         await harness.taken()
     health = await _health(rig)
@@ -379,7 +382,7 @@ async def test_episodes_silent(rig: Rig) -> None:
     await harness.say(first)
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.EPISODES_SILENT]
-    seen = rf"episode 1 of job {job.job_id} \(session {second.session_id}\) has had no turn for 3\d\d s; 2 are played"
+    seen = rf"episode 1 of job {job.job_id} \(session {second.session_id}\) has had no turn for 3\d\d s; played now: 2"
     assert re.fullmatch(seen, health.reasons[0].detail)
     await harness.say(second)
     assert (await _health(rig)).verdict is Verdict.OK
