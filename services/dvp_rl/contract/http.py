@@ -397,7 +397,7 @@ class EpisodeHealth(StreamHealth):
     redelivered: int
     """How often episodes were given to another harness, because theirs died, was silent or failed."""
     silent_s: float | None
-    """Longest time that one which a harness plays has had no turn; null when none is played."""
+    """Time without a turn of the one that will be given to another harness first; null when none is played."""
 
 
 class ReplicaState(StrEnum):

@@ -350,7 +350,8 @@ def drop_sessions(
         list[str] | None, typer.Argument(metavar="[SESSION]...", help="Sessions as the list shows them.")
     ] = None,
     silent_s: Annotated[
-        float | None, typer.Option(min=0, help="All episodes that have had no turn for so long.", show_default=False)
+        float | None,
+        typer.Option(min=0, help="All episodes that have had no turn for so long, at most 10,000.", show_default=False),
     ] = None,
     yes: Yes = False,
     as_json: Json = False,
@@ -363,9 +364,9 @@ def drop_sessions(
     async def drop_them(broker: Broker) -> Dropped:
         store, chosen, me = SessionStore(broker), names or [], _me()
         if silent_s is not None:
-            found = await open_sessions(broker, MOST_SESSIONS)
-            chosen = [one.session_id for one in found if one.job_id and one.silent_s >= silent_s]
-        return await _drop_each(chosen, lambda name: store.delete(name, by=me))
+            found = await open_sessions(broker, MOST_SESSIONS, clients=False)
+            chosen = [one.session_id for one in found if one.silent_s >= silent_s]
+        return await _drop_each(chosen, lambda name: store.delete(name, by=me, silent_s=silent_s))
 
     _show_dropped(_run(context, drop_them), as_json, may_be_gone=silent_s is not None)
 

@@ -35,6 +35,9 @@ STARVED_S = 15.0
 """Wait in seconds that indicates starvation; shorter waits are the normal alternation of generating and training."""
 MISSED_S = 300.0
 """Time in seconds for which a lost replica is reported unless another one replaced it; later it is only listed."""
+QUIET_S = 60.0
+"""Time in seconds without a sign of any harness after which none seems to be there, if none plays: one after the other,
+it may prepare for long. If some play, STALLED_S."""
 CLIENTS_WAIT_S = 60.0
 """Longest acceptable wait of a client's job for a replica shared with a trainer, in seconds."""
 NAMED = 5
@@ -83,7 +86,7 @@ class Snapshot:
     episodes: EpisodeHealth | None = None
     """None if the run never had any."""
     silent: str = ""
-    """The played episode that has had no turn for the longest time."""
+    """The played episode that will be given to another harness first."""
     since_harness_s: float | None = None
     """Seconds since a harness last took, played or ended an episode; None if none ever did."""
     client_sessions: int = 0
@@ -114,8 +117,9 @@ class Snapshot:
     @property
     def work(self) -> str:
         """What is queued or runs."""
-        episodes = f" and {self.num_episodes} episodes" if self.num_episodes else ""
-        return f"{self.num_jobs} jobs{episodes}"
+        jobs = [f"{self.num_jobs} jobs"] if self.num_jobs or not self.num_episodes else []
+        episodes = [f"{self.num_episodes} episodes"] if self.num_episodes else []
+        return " and ".join(jobs + episodes)
 
     @property
     def oldest_job_s(self) -> float:
@@ -155,14 +159,14 @@ def no_trainer(s: Snapshot) -> str:
 
 
 def no_harness(s: Snapshot) -> str:
-    if s.episodes is None or s.episodes.pending or s.finished or not s.live:
+    if s.episodes is None or not s.num_episodes or s.finished or not s.live:
         return ""
-    # A harness that plays one episode after the other leaves moments in which none is played.
-    quiet_s = math.inf if s.since_harness_s is None else s.since_harness_s
-    if min(quiet_s, s.episodes.oldest_age_s or 0.0) < STARVED_S:
+    ages = [s.since_harness_s, None if s.episodes.pending else s.episodes.oldest_age_s]
+    quiet_s = min((age for age in ages if age is not None), default=0.0)
+    if quiet_s < (STALLED_S if s.episodes.pending else QUIET_S):
         return ""
-    seen = "never did anything" if s.since_harness_s is None else f"last did something {s.since_harness_s:.0f} s ago"
-    return f"{s.episodes.backlog} episodes wait, for up to {s.episodes.oldest_age_s:.0f} s; a harness {seen}"
+    counts = f"{s.episodes.backlog} episodes wait and {s.episodes.pending} are played"
+    return f"{counts}, but no harness has done anything for {quiet_s:.0f} s"
 
 
 def stalled(s: Snapshot) -> str:
@@ -312,8 +316,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         Verdict.NO_HARNESS,
         Severity.CRITICAL,
-        "episodes wait, but no harness plays",
-        "start the harness, or see in its log why it takes none (POST /v1/episodes on any replica)",
+        "there are episodes to play, but no harness does anything",
+        "start a harness, or see in its log why it takes none (POST /v1/episodes on any replica); dvp-queue sessions "
+        "drop --silent-s takes episodes back from a dead one",
         no_harness,
     ),
     Rule(
@@ -377,7 +382,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.HARNESSES_SLOW,
         Severity.WARNING,
         "harnesses are the bottleneck: the trainer waits for groups while episodes wait for a harness",
-        "run more harnesses, or let each play more episodes at once",
+        "run more harnesses, or let each play more episodes at once; if the replicas are full, add replicas",
         harnesses_slow,
     ),
     Rule(

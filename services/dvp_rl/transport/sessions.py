@@ -33,6 +33,9 @@ class Recorded(NamedTuple):
     """None are left of an episode that is finished."""
     nonce: str
     """Differs from that of a session that was deleted and opened again."""
+    unstored: bytes
+    """The session, if the broker does not have it: that of an episode is stored with its first turn, so that later
+    ones need not read the job with its task. Else empty."""
     job_id: str | None = None
     """The job's, if this is one of its episodes."""
 
@@ -71,11 +74,13 @@ class OpenSession(NamedTuple):
     """Seconds until it is forgotten, or given to another harness, unless it has a turn."""
 
 
-async def open_sessions(broker: Broker, count: int) -> list[OpenSession]:
-    """The `count` that will be forgotten first."""
+async def open_sessions(broker: Broker, count: int, *, clients: bool = True) -> list[OpenSession]:
+    """The `count` that will be forgotten first; without `clients` only episodes."""
     found = [
-        OpenSession._make([*(text.decode() for text in row[:4]), *row[4:-2], *(ms / 1000 for ms in row[-2:])])
-        for row in await broker.script("sessions", count)
+        OpenSession._make(
+            [*(text.decode(errors="replace") for text in row[:4]), *row[4:-2], *(ms / 1000 for ms in row[-2:])]
+        )
+        for row in await broker.script("sessions", count if clients else 0, count)
     ]
     return sorted(found, key=lambda session: session.left_s)[:count]
 
@@ -114,9 +119,7 @@ class SessionStore:
         session_id, parent = session.session_id, turn.parent
         follows = ("", "") if parent is None else (parent, recorded.turns[parent].turn_id)
         facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES // session.n)
-        # An episode's, so that later turns need not read the job with its task.
-        settings = session.to_bytes() if recorded.job_id and not recorded.turns else b""
-        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts, settings)
+        args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts, recorded.unstored)
         reply, number, allowed = await self.broker.script("session_append", *args)
         outcome = reply.decode()
         check_admitted(outcome, number, allowed, len(data), caller)
@@ -156,18 +159,20 @@ class SessionStore:
     async def status(self, session_id: str, *, caller: str = EVERYBODY) -> Summary:
         """Raises NotFoundError."""
         names = ("reward", "turns", "branches", "drifted", "tokens")
-        session, state, _, (reward, *counts), _ = await self._look(session_id, names, caller)
+        session, _, state, _, (reward, *counts), _ = await self._look(session_id, names, caller)
         return Summary(session, state, float(reward) if reward else None, *(int(count or 0) for count in counts))
 
     async def read(self, session_id: str, *, caller: str = EVERYBODY) -> Recorded:
         """Raises NotFoundError."""
-        session, state, job_id, (nonce,), turns = await self._look(session_id, ("nonce",), caller, turns=True)
-        return Recorded(session, state, await asyncio.to_thread(_decoded, turns), nonce.decode(), job_id)
+        look = await self._look(session_id, ("nonce",), caller, turns=True)
+        session, stored, state, job_id, (nonce,), records = look
+        turns = await asyncio.to_thread(_decoded, records)
+        return Recorded(session, state, turns, nonce.decode(), b"" if stored else session.to_bytes(), job_id)
 
     async def _look(
         self, session_id: str, names: Sequence[str], caller: str, *, turns: bool = False
-    ) -> tuple[Session, SessionState, str | None, list[Any], list[bytes]]:
-        """A session, its state, the id of its job, more fields, and the records of its turns."""
+    ) -> tuple[Session, bool, SessionState, str | None, list[Any], list[bytes]]:
+        """A session, whether it is stored, its state, the id of its job, more fields, and the records of its turns."""
         if not re.fullmatch(JOB_ID, session_id):
             raise NotFoundError(UNKNOWN.format(session_id))
         keys = self.broker.keys
@@ -184,7 +189,7 @@ class SessionStore:
             session = Session.from_bytes(data)
         else:
             session = Session.of(await self._job(job_id or "", session_id), int(index), session_id)
-        return session, SessionState(state.decode()), job_id, fields, records[0] if turns else []
+        return session, bool(data), SessionState(state.decode()), job_id, fields, records[0] if turns else []
 
     async def _job(self, job_id: str, session_id: str) -> Job:
         async with self.broker.call():
@@ -209,7 +214,8 @@ class SessionStore:
         """
         session_id, given = recorded.session.session_id, "" if reward is None else repr(reward)
         args = (session_id, caller, recorded.nonce, len(recorded.turns), given, "cut off" if truncated else "")
-        match (await self.broker.script("session_finish", *args, b"" if group is None else group.to_bytes())).decode():
+        records = (recorded.unstored, b"" if group is None else group.to_bytes())
+        match (await self.broker.script("session_finish", *args, *records)).decode():
             case "unknown":
                 raise NotFoundError(UNKNOWN.format(session_id))
             case "empty":
@@ -219,15 +225,26 @@ class SessionStore:
         return True
 
     async def delete(
-        self, session_id: str, error: str = "", *, most_deliveries: int = 1, caller: str = EVERYBODY, by: str = ""
+        self,
+        session_id: str,
+        error: str = "",
+        *,
+        most_deliveries: int = 1,
+        caller: str = EVERYBODY,
+        by: str = "",
+        silent_s: float | None = None,
     ) -> SessionState:
         """Deletes a session with its turns and returns the state that it had. Raises NotFoundError. An episode that is
         not finished is given to the next who asks; with an `error`, that counts as a delivery, as in `take`. `by`: the
-        operator who does it, for the audit."""
-        args = (session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries, by)
+        operator who does it, for the audit. `silent_s`: only if it is open and has had no turn for so long; else raises
+        RequestError."""
+        silent = "" if silent_s is None else math.ceil(1000 * silent_s)
+        args = (session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries, by, silent)
         state = (await self.broker.script("session_delete", *args)).decode()
         if state == "unknown":
             raise NotFoundError(UNKNOWN.format(session_id))
+        if state == "other":
+            raise RequestError(f"session {session_id!r} was left alone: it has had a turn since, or is finished")
         return SessionState(state)
 
 

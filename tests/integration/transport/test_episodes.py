@@ -161,6 +161,35 @@ async def test_each_turn_renews_an_episode(rig: Rig, harness: Harness) -> None:
     assert await rig.broker.redis.zscore(rig.broker.keys.episodes, name) >= before
 
 
+async def test_an_episode_is_dropped_only_if_it_is_still_silent(rig: Rig, harness: Harness) -> None:
+    await submit(rig, make_episodes(rig.run_id, n=2, idle_s=60))
+    played, ended = [await harness.taken() for _ in range(2)]
+    await harness.say(played)
+    await harness.play(ended)
+    for episode in (played, ended):
+        with pytest.raises(RequestError, match="has had a turn since, or is finished"):
+            await harness.store.delete(episode.session_id, silent_s=30)
+    await harness.finish(ended, 1.0)
+    await rig.broker.redis.pexpire(rig.broker.keys.session(played.session_id), 29_000)
+    await harness.store.delete(played.session_id, silent_s=30)
+    assert (await harness.taken()).index == 0
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_a_session_that_an_older_replica_did_not_store_is_stored_later(
+    rig: Rig, harness: Harness, turns: int
+) -> None:
+    job = make_episodes(rig.run_id, n=1)
+    await submit(rig, job)
+    episode = await harness.taken()
+    await harness.say(episode, "a")
+    await rig.broker.redis.hdel(rig.broker.keys.session(episode.session_id), "data")
+    if turns == 2:
+        await harness.say(episode, "b")
+    await harness.finish(episode)
+    assert (await harness.store.status(episode.session_id)).state is SessionState.FINISHED
+
+
 async def test_only_the_first_turn_reads_the_job(rig: Rig, harness: Harness) -> None:
     job = make_episodes(rig.run_id, n=1)
     await submit(rig, job)

@@ -18,6 +18,7 @@ from dvp_rl.transport.health import (
     CLIENTS_WAIT_S,
     LOST_S,
     MISSED_S,
+    QUIET_S,
     RULES,
     STALLED_S,
     STARVED_S,
@@ -330,22 +331,45 @@ async def test_no_harness(rig: Rig) -> None:
     await _beat_trainer(rig, waiting_s=STARVED_S + 1)
     await rig.submit_episodes(n=3)
     assert (await _health(rig)).verdict is Verdict.HARNESSES_SLOW, "one may come any moment"
-    await _wait_for_harness(rig, STARVED_S + 1, quiet_s=0)
+    await _wait_for_harness(rig, QUIET_S + 1, quiet_s=0)
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.NO_HARNESS]
-    assert re.fullmatch(r"3 episodes wait, for up to 1\d s; a harness never did anything", health.reasons[0].detail)
+    seen = r"3 episodes wait and 0 are played, but no harness has done anything for 6\d s"
+    assert re.fullmatch(seen, health.reasons[0].detail)
     harness = Harness(rig.broker)
     await harness.play(await harness.taken())
     assert (await _health(rig)).verdict is Verdict.HARNESSES_SLOW, "it plays one after the other"
-    await _wait_for_harness(rig, 0, quiet_s=STARVED_S + 1)
-    health = await _health(rig)
-    assert health.verdict is Verdict.NO_HARNESS
-    assert re.search(r"a harness last did something 1\d s ago", health.reasons[0].detail)
+    await _wait_for_harness(rig, 0, quiet_s=QUIET_S + 1)
+    assert (await _health(rig)).verdict is Verdict.NO_HARNESS
     await _age_replica(rig, "a", LOST_S + 1)
     assert Verdict.NO_HARNESS not in {reason.verdict for reason in (await _health(rig)).reasons}, "none could play"
     await _beat(rig)
     await harness.taken()
-    assert Verdict.NO_HARNESS not in {reason.verdict for reason in (await _health(rig)).reasons}
+    assert (await _health(rig)).verdict is Verdict.HARNESSES_SLOW
+
+
+async def test_a_harness_that_waited_long_for_episodes_is_not_missed(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    harness = Harness(rig.broker)
+    await rig.submit_episodes(n=1)
+    await harness.play(await harness.taken())
+    await rig.submit_episodes(1)
+    await _wait_for_harness(rig, 0, quiet_s=STALLED_S + 1)
+    assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_a_harness_that_died_while_it_played_is_missed(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit_episodes(n=2, idle_s=3600)
+    await Harness(rig.broker).taken()
+    await _wait_for_harness(rig, 0, quiet_s=STALLED_S - 10)
+    assert (await _health(rig)).verdict is Verdict.OK
+    await _wait_for_harness(rig, 0, quiet_s=20)
+    health = await _health(rig)
+    assert health.verdict is Verdict.NO_HARNESS
+    assert "1 episodes wait and 1 are played" in health.reasons[0].detail
 
 
 async def test_harnesses_slow(rig: Rig) -> None:
@@ -361,7 +385,7 @@ async def test_harnesses_slow(rig: Rig) -> None:
         await harness.taken()
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.TRAINER_STARVED]
-    assert "0 jobs and 3 episodes are queued or running" in health.reasons[0].detail
+    assert "; 3 episodes are queued or running" in health.reasons[0].detail
     await _beat_trainer(rig)
     assert (await _health(rig)).verdict is Verdict.OK
 
@@ -434,6 +458,14 @@ async def test_open_sessions_are_counted_and_listed(rig: Rig) -> None:
     await harness.finish(episode)
     assert await listed() == ["client-1"]
     assert (await _health(rig)).client_sessions == 1
+
+
+async def test_a_clock_that_was_set_back_makes_no_episode_silent(rig: Rig) -> None:
+    await rig.submit_episodes()
+    await _wait_for_harness(rig, -5, quiet_s=0)
+    episodes = (await _health(rig)).episodes
+    assert episodes is not None
+    assert (episodes.pending, episodes.silent_s) == (2, None)
 
 
 async def test_broker_memory(own_broker: EmbeddedBroker, run_id: str) -> None:

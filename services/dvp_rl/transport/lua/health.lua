@@ -19,8 +19,8 @@ local function client_wait()
   return first and now - string.match(first[1], '^%d+') or 0
 end
 
--- Episodes that wait for a harness, episodes that are played, and the one of these that has had no turn for the longest
--- time, if all may be idle for the same time. nil if the run never had any.
+-- Episodes that wait for a harness, episodes that are played, and the one of these that will be given to another harness
+-- first: of equal idle_ms, it has had no turn for the longest time. nil if the run never had any.
 local function episodes()
   local num, waiting = redis.call('ZCARD', EPISODES), redis.call('ZCOUNT', EPISODES, '-inf', now)
   if num == 0 and not redis.call('HGET', COUNTERS, 'harness_at') then return nil end
@@ -30,8 +30,10 @@ local function episodes()
   if name then
     local job, index = episode_of(name)
     local idle_ms, session = unpack(redis.call('HMGET', JOB .. job, 'idle_ms', 'session:' .. index))
-    found.silent_ms = (idle_ms or 0) - (ends - now)
-    found.silent = 'episode ' .. index .. ' of job ' .. job .. ' (session ' .. (session or 'unknown') .. ')'
+    if session then
+      found.silent_ms = idle_ms - (ends - now)
+      found.silent = 'episode ' .. index .. ' of job ' .. job .. ' (session ' .. session .. ')'
+    end
   end
   return found
 end

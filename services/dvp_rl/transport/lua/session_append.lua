@@ -1,7 +1,7 @@
 #!lua
 -- Records a turn. ARGV: session id, caller or '', nonce of the session that was read, index and id of the turn's parent
--- or '', turn id, record, number of tokens, 1 if it drifted, most bytes of all records, for an episode's first turn the
--- Session. Answers {'new' or 'recorded', the index of the turn; or 'unknown', 'finished', 'full', 'crowded' or what
+-- or '', turn id, record, number of tokens, 1 if it drifted, most bytes of all records, the Session if it is not
+-- stored or ''. Answers {'new' or 'recorded', the index of the turn; or 'unknown', 'finished', 'full', 'crowded' or what
 -- client_refusal returns, and two numbers with details}.
 local id, caller, nonce, parent, parent_id, turn, data, tokens, drifted, most, session = unpack(ARGV)
 local hash = SESSION .. id

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- Ends a session. A client's is kept like a result; that of an episode becomes part of its job's group. ARGV: session
 -- id, caller or '', nonce of the session that was read, number of turns that were read, reward or '', whether it was cut
--- off or '', for an episode the Group of it alone. Answers the state that it had, 'unknown', 'empty' (it has no turn) or
--- 'changed' (it has more turns).
-local id, caller, nonce, turns, reward, cut, group = unpack(ARGV)
+-- off or '', the Session if it is not stored or '', for an episode the Group of it alone. Answers the state that it had,
+-- 'unknown', 'empty' (it has no turn) or 'changed' (it has more turns).
+local id, caller, nonce, turns, reward, cut, session, group = unpack(ARGV)
 local hash = SESSION .. id
 local state, whose, opened, given, was_cut, recorded, job, index =
   unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'reward', 'cut', 'turns', 'job', 'index'))
@@ -24,6 +24,7 @@ if not job then
 end
 
 redis.call('UNLINK', TURNS .. id)
+if session ~= '' then redis.call('HSETNX', hash, 'data', session) end
 -- What was kept of each turn.
 for _, field in ipairs(redis.call('HKEYS', hash)) do
   if string.find(field, ':') then redis.call('HDEL', hash, field) end
