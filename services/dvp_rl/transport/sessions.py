@@ -95,6 +95,17 @@ class Episode:
     """Which of the job's n episodes it is, from 0."""
 
 
+class _Found(NamedTuple):
+    session: Session
+    stored: bool
+    """Else it is that of an episode without turns, and was made from its job."""
+    state: SessionState
+    job_id: str | None
+    fields: list[Any]
+    records: list[bytes]
+    """The session's turns."""
+
+
 class SessionStore:
     """A run's sessions. A named caller sees only its own."""
 
@@ -115,10 +126,10 @@ class SessionStore:
         """Records a turn of the session as it was read. Returns its index and True; if one with its id is recorded, the
         index of that and False. Raises NotFoundError, also if the session was opened anew since, RequestError
         if the session is finished or as large as it may be, OverloadedError as `open`."""
-        data, session = turn.to_bytes(), recorded.session
-        session_id, parent = session.session_id, turn.parent
+        data = turn.to_bytes()
+        session_id, parent = recorded.session.session_id, turn.parent
         follows = ("", "") if parent is None else (parent, recorded.turns[parent].turn_id)
-        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES // session.n)
+        facts = (turn.num_tokens, int(turn.fork is Fork.DRIFT), MAX_SESSION_BYTES // recorded.session.n)
         args = (session_id, caller, recorded.nonce, *follows, turn.turn_id, data, *facts, recorded.unstored)
         reply, number, allowed = await self.broker.script("session_append", *args)
         outcome = reply.decode()
@@ -159,20 +170,22 @@ class SessionStore:
     async def status(self, session_id: str, *, caller: str = EVERYBODY) -> Summary:
         """Raises NotFoundError."""
         names = ("reward", "turns", "branches", "drifted", "tokens")
-        session, _, state, _, (reward, *counts), _ = await self._look(session_id, names, caller)
-        return Summary(session, state, float(reward) if reward else None, *(int(count or 0) for count in counts))
+        found = await self._look(session_id, names, caller)
+        reward, *counts = found.fields
+        return Summary(
+            found.session, found.state, float(reward) if reward else None, *(int(count or 0) for count in counts)
+        )
 
     async def read(self, session_id: str, *, caller: str = EVERYBODY) -> Recorded:
         """Raises NotFoundError."""
-        look = await self._look(session_id, ("nonce",), caller, turns=True)
-        session, stored, state, job_id, (nonce,), records = look
-        turns = await asyncio.to_thread(_decoded, records)
-        return Recorded(session, state, turns, nonce.decode(), b"" if stored else session.to_bytes(), job_id)
+        found = await self._look(session_id, ("nonce",), caller, turns=True)
+        (nonce,) = found.fields
+        turns = await asyncio.to_thread(_decoded, found.records)
+        unstored = b"" if found.stored else found.session.to_bytes()
+        return Recorded(found.session, found.state, turns, nonce.decode(), unstored, found.job_id)
 
-    async def _look(
-        self, session_id: str, names: Sequence[str], caller: str, *, turns: bool = False
-    ) -> tuple[Session, bool, SessionState, str | None, list[Any], list[bytes]]:
-        """A session, whether it is stored, its state, the id of its job, more fields, and the records of its turns."""
+    async def _look(self, session_id: str, names: Sequence[str], caller: str, *, turns: bool = False) -> _Found:
+        """`names`: of more fields."""
         if not re.fullmatch(JOB_ID, session_id):
             raise NotFoundError(UNKNOWN.format(session_id))
         keys = self.broker.keys
@@ -189,7 +202,7 @@ class SessionStore:
             session = Session.from_bytes(data)
         else:
             session = Session.of(await self._job(job_id or "", session_id), int(index), session_id)
-        return session, bool(data), SessionState(state.decode()), job_id, fields, records[0] if turns else []
+        return _Found(session, bool(data), SessionState(state.decode()), job_id, fields, records[0] if turns else [])
 
     async def _job(self, job_id: str, session_id: str) -> Job:
         async with self.broker.call():

@@ -5,7 +5,8 @@
 local rows, now = {}, now_ms()
 
 local function add(id, ends)
-  local state, caller, job, index, idle_ms = unpack(redis.call('HMGET', SESSION .. id, 'state', 'caller', 'job', 'index', 'idle_ms'))
+  local state, caller, job, index, idle_ms =
+    unpack(redis.call('HMGET', SESSION .. id, 'state', 'caller', 'job', 'index', 'idle_ms'))
   if state ~= 'open' then return end
   local row = {id, caller or '', job or '', job and redis.call('HGET', JOB .. job, 'sink') or '', tonumber(index) or 0}
   for _, count in ipairs(redis.call('HMGET', SESSION .. id, 'turns', 'branches', 'drifted', 'tokens', 'bytes')) do
