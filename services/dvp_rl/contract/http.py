@@ -397,7 +397,7 @@ class EpisodeHealth(StreamHealth):
     redelivered: int
     """How often episodes were given to another harness, because theirs died, was silent or failed."""
     silent_s: float | None
-    """Time without a turn of the one that will be given to another harness first; null when none is played."""
+    """Longest time for which a played one has had no turn, if all have the same idle_s; null when none is played."""
 
 
 class ReplicaState(StrEnum):

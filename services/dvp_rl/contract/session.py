@@ -61,7 +61,7 @@ class Session(Record):
     task_digest: str = ""
     """Job.task_digest."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    """Number of sessions that share the largest size of a group."""
+    """Number of sessions that share the size limit of one group."""
     metadata: Metadata = Field(default_factory=dict)
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
     """Seconds without a turn after which the session is forgotten."""

@@ -26,11 +26,11 @@ from dvp_rl.transport.audit import Change, changes
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters, Outcome
 from dvp_rl.transport.health import queue_health, take_snapshot
-from dvp_rl.transport.pending import Stream, pending
-from dvp_rl.transport.results import Held, client_jobs
+from dvp_rl.transport.pending import Pending, Stream, pending
+from dvp_rl.transport.results import ClientJob, Held, client_jobs
 from dvp_rl.transport.roles import Role, rules
 from dvp_rl.transport.runs import check_run, close_queue, latest_runs, open_queue, purge_run
-from dvp_rl.transport.sessions import SessionStore, open_sessions
+from dvp_rl.transport.sessions import OpenSession, SessionStore, open_sessions
 from dvp_rl.transport.submission import Submission
 from dvp_rl.transport.urls import DEFAULT_URL
 
@@ -51,6 +51,7 @@ from .tables import (
 )
 
 T = TypeVar("T")
+Row = TypeVar("Row", Pending, Change, ClientJob, OpenSession)
 
 POLL_S = 0.5
 MOST_SESSIONS = 10_000
@@ -142,10 +143,7 @@ def show_held(
 ) -> None:
     """Show which replica or trainer holds which entries, and for how long."""
     rows = _run(context, lambda broker: pending(broker, stream, count, after=after))
-    if as_json:
-        typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
-    else:
-        show_pending(output(), rows)
+    _show_rows(rows, show_pending, as_json)
 
 
 @app.command()
@@ -203,10 +201,7 @@ def audit(context: typer.Context, count: Count = 50, as_json: Json = False) -> N
         return found
 
     found = _run(context, known, must_exist=False)
-    if as_json:
-        typer.echo(json.dumps([change._asdict() for change in found], indent=2))
-    else:
-        show_changes(output(), found)
+    _show_rows(found, show_changes, as_json)
 
 
 @app.command()
@@ -302,10 +297,7 @@ def list_results(
 ) -> None:
     """List results, dead letters of clients, and jobs in work with the size that they may reach. Largest first."""
     jobs = nlargest(count, _run(context, client_jobs), key=attrgetter("num_bytes"))
-    if as_json:
-        typer.echo(json.dumps([job._asdict() for job in jobs], indent=2))
-    else:
-        show_client_jobs(output(), jobs)
+    _show_rows(jobs, show_client_jobs, as_json)
 
 
 @results.command(name="drop")
@@ -337,10 +329,7 @@ def list_sessions(
 ) -> None:
     """List open sessions with their turns and how long they have been silent. Those that expire first come first."""
     found = _run(context, lambda broker: open_sessions(broker, count))
-    if as_json:
-        typer.echo(json.dumps([session._asdict() for session in found], indent=2))
-    else:
-        show_sessions(output(), found)
+    _show_rows(found, show_sessions, as_json)
 
 
 @sessions.command(name="drop")
@@ -366,9 +355,16 @@ def drop_sessions(
         if silent_s is not None:
             found = await open_sessions(broker, MOST_SESSIONS, clients=False)
             chosen = [one.session_id for one in found if one.silent_s >= silent_s]
-        return await _drop_each(chosen, lambda name: store.delete(name, by=me, silent_s=silent_s))
+        return await _drop_each(chosen, lambda name: store.drop(name, by=me, silent_s=silent_s))
 
     _show_dropped(_run(context, drop_them), as_json, may_be_gone=silent_s is not None)
+
+
+def _show_rows(rows: Sequence[Row], show: Callable[[Console, Sequence[Row]], None], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
+    else:
+        show(output(), rows)
 
 
 class Dropped(NamedTuple):

@@ -86,7 +86,7 @@ class Snapshot:
     episodes: EpisodeHealth | None = None
     """None if the run never had any."""
     silent: str = ""
-    """The played episode that will be given to another harness first."""
+    """The played episode that has had no turn for that long, in words."""
     since_harness_s: float | None = None
     """Seconds since a harness last took, played or ended an episode; None if none ever did."""
     client_sessions: int = 0
@@ -472,6 +472,13 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         since_harness_s=since("harness_at"),
         client_sessions=found["client_sessions"],
     )
+
+
+async def who_plays(broker: Broker) -> str:
+    """Human-readable: how many episodes of the run wait for a harness, and how many are played."""
+    found = (await take_snapshot(broker)).episodes
+    waiting, played = (0, 0) if found is None else (found.backlog, found.pending)
+    return f"{waiting} episodes wait for a harness (POST /v1/episodes on any replica), and {played} are being played"
 
 
 async def queue_health(broker: Broker) -> QueueHealth:

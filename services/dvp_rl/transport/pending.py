@@ -57,17 +57,6 @@ async def who_holds(broker: Broker, job_ids: Container[str]) -> str:
     return "; ".join(named) or "no replica holds any of them"
 
 
-async def who_plays(broker: Broker) -> str:
-    """Likewise of all episodes of the run that are to be played."""
-    async with broker.call(), broker.redis.pipeline(transaction=False) as calls:
-        calls.zcard(broker.keys.episodes)
-        calls.time()
-        num, (seconds, microseconds) = await calls.execute()
-    async with broker.call():
-        free = await broker.redis.zcount(broker.keys.episodes, "-inf", seconds * 1000 + microseconds // 1000)
-    return f"{free} episodes wait for a harness (POST /v1/episodes on any replica), and {num - free} are being played"
-
-
 def _described(entries: list[Pending]) -> str:
     replica_id, _, _ = entries[0].holder.rpartition("/")
     silent_s, age_s = (max(map(attrgetter(name), entries)) for name in ("silent_s", "age_s"))

@@ -67,7 +67,7 @@ _NEEDS = {
     Role.TRAINER: _Needs(
         scripts="create_groups lease_acquire lease_renew lease_release submit takeover bury_group settle "
         "acknowledge restore recount next_seq announce pin beat_trainer health pending sweep",
-        commands=f"{_CONNECTION} HMGET HGETALL PTTL ZCARD ZCOUNT XREADGROUP GET SMEMBERS MULTI EXEC RPUSH BLPOP",
+        commands=f"{_CONNECTION} HMGET HGETALL PTTL XREADGROUP GET SMEMBERS MULTI EXEC RPUSH BLPOP",
         writes="jobs client_jobs groups evals episodes dead in_flight uncheckpointed counters versions seq pinned "
         f"lease fence replicas trainer job result played session turns replica transfers transfer {_CLIENTS}",
         reads="backlogs closed",

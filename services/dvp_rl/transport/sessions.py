@@ -238,22 +238,20 @@ class SessionStore:
         return True
 
     async def delete(
-        self,
-        session_id: str,
-        error: str = "",
-        *,
-        most_deliveries: int = 1,
-        caller: str = EVERYBODY,
-        by: str = "",
-        silent_s: float | None = None,
+        self, session_id: str, error: str = "", *, most_deliveries: int = 1, caller: str = EVERYBODY
     ) -> SessionState:
         """Deletes a session with its turns and returns the state that it had. Raises NotFoundError. An episode that is
-        not finished is given to the next who asks; with an `error`, that counts as a delivery, as in `take`. `by`: the
-        operator who does it, for the audit. `silent_s`: only if it is open and has had no turn for so long; else raises
-        RequestError."""
+        not finished is given to the next who asks; with an `error`, that counts as a delivery, as in `take`."""
+        return await self._delete(session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries, "", "")
+
+    async def drop(self, session_id: str, *, by: str, silent_s: float | None = None) -> SessionState:
+        """Deletes a session for an operator, who is named in the audit. Raises NotFoundError. `silent_s`: only if it is
+        open and has had no turn for so long; else raises RequestError."""
         silent = "" if silent_s is None else math.ceil(1000 * silent_s)
-        args = (session_id, caller, error[:MAX_ERROR_CHARS], most_deliveries, by, silent)
-        state = (await self.broker.script("session_delete", *args)).decode()
+        return await self._delete(session_id, EVERYBODY, "", 1, by, silent)
+
+    async def _delete(self, session_id: str, *args: str | int) -> SessionState:
+        state = (await self.broker.script("session_delete", session_id, *args)).decode()
         if state == "unknown":
             raise NotFoundError(UNKNOWN.format(session_id))
         if state == "other":

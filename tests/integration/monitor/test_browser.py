@@ -113,7 +113,7 @@ async def test_a_run_with_episodes_has_a_box_for_them(staged: Rig, broker_url: s
             asyncio.run_coroutine_threadsafe(play(), loop).result(WITHIN_S)
             browser.until("document.getElementById('episodes-sub').textContent.includes('1 played')")
             text = browser.evaluate("document.getElementById('episodes').innerText").strip()
-            assert re.fullmatch(r"Episodes\s+2\s+waiting · oldest \d+ s · 1 played · silent \d+ s", text)
+            assert re.fullmatch(r"Episodes\s+2\s+waiting · 1 played · oldest \d+ s · silent \d+ s", text)
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
             assert browser.evaluate(LOW_CONTRAST) == []
             browser.screenshot(tmp_path / "episodes.png")

@@ -15,8 +15,8 @@ from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters, Outcome, Prospect
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.groups import Delivery, GroupQueue
+from dvp_rl.transport.health import who_plays
 from dvp_rl.transport.lease import TrainerLease
-from dvp_rl.transport.pending import who_plays
 from dvp_rl.transport.results import client_jobs
 from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, MOST_DELIVERIES, NO_LIMIT, Harness, Rig
@@ -83,8 +83,7 @@ async def test_a_job_ends_with_the_last_of_its_episodes(rig: Rig, harness: Harne
 
 
 async def test_what_is_acknowledged_leaves_only_ended_sessions(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id)
-    await submit(rig, job)
+    job = await rig.submit_episodes()
     for _ in range(2):
         await harness.play(await harness.taken())
     found = await rig.groups.read(9, BLOCK_MS)
@@ -116,8 +115,7 @@ async def test_no_two_harnesses_play_the_same_episode(rig: Rig) -> None:
 
 
 async def test_an_episode_left_alone_is_given_to_another(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=1, idle_s=SHORT_S)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=1, idle_s=SHORT_S)
     first = await harness.taken()
     await harness.say(first)
     second = await harness.taken()
@@ -133,8 +131,7 @@ async def test_an_episode_left_alone_is_given_to_another(rig: Rig, harness: Harn
 
 async def test_a_session_that_lost_its_episode_changes_nothing(rig: Rig, harness: Harness) -> None:
     """As when the run is purged while a harness plays."""
-    job = make_episodes(rig.run_id, n=1)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=1)
     episode = await harness.taken()
     await harness.say(episode)
     recorded = await harness.store.read(episode.session_id)
@@ -152,7 +149,7 @@ async def test_a_session_that_lost_its_episode_changes_nothing(rig: Rig, harness
 
 
 async def test_each_turn_renews_an_episode(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id, n=1, idle_s=60))
+    await rig.submit_episodes(n=1, idle_s=60)
     episode = await harness.taken()
     name = f"{episode.job.job_id}/0000"
     before = await rig.broker.redis.zscore(rig.broker.keys.episodes, name)
@@ -162,16 +159,16 @@ async def test_each_turn_renews_an_episode(rig: Rig, harness: Harness) -> None:
 
 
 async def test_an_episode_is_dropped_only_if_it_is_still_silent(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id, n=2, idle_s=60))
+    await rig.submit_episodes(n=2, idle_s=60)
     played, ended = [await harness.taken() for _ in range(2)]
     await harness.say(played)
     await harness.play(ended)
     for episode in (played, ended):
         with pytest.raises(RequestError, match="has had a turn since, or is finished"):
-            await harness.store.delete(episode.session_id, silent_s=30)
+            await harness.store.drop(episode.session_id, by="test", silent_s=30)
     await harness.finish(ended, 1.0)
     await rig.broker.redis.pexpire(rig.broker.keys.session(played.session_id), 29_000)
-    await harness.store.delete(played.session_id, silent_s=30)
+    await harness.store.drop(played.session_id, by="test", silent_s=30)
     assert (await harness.taken()).index == 0
 
 
@@ -179,8 +176,7 @@ async def test_an_episode_is_dropped_only_if_it_is_still_silent(rig: Rig, harnes
 async def test_a_session_that_an_older_replica_did_not_store_is_stored_later(
     rig: Rig, harness: Harness, turns: int
 ) -> None:
-    job = make_episodes(rig.run_id, n=1)
-    await submit(rig, job)
+    await rig.submit_episodes(n=1)
     episode = await harness.taken()
     await harness.say(episode, "a")
     await rig.broker.redis.hdel(rig.broker.keys.session(episode.session_id), "data")
@@ -191,8 +187,7 @@ async def test_a_session_that_an_older_replica_did_not_store_is_stored_later(
 
 
 async def test_only_the_first_turn_reads_the_job(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=1)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=1)
     episode = await harness.taken()
     await harness.say(episode, "a")
     await rig.broker.redis.hset(rig.broker.keys.job(job.job_id), "data", "its task may be large")
@@ -202,14 +197,12 @@ async def test_only_the_first_turn_reads_the_job(rig: Rig, harness: Harness) -> 
 
 
 async def test_a_job_whose_episode_is_always_left_alone_dies(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, idle_s=SHORT_S)
-    other = make_episodes(rig.run_id, 1, n=1, idle_s=60)
-    await submit(rig, job)
+    job = await rig.submit_episodes(idle_s=SHORT_S)
     played = await harness.taken()
     await harness.play(played)
     for _ in range(MOST_DELIVERIES):
         assert (await harness.taken()).index == 1
-    await submit(rig, other)
+    other = await rig.submit_episodes(1, n=1, idle_s=60)
     assert (await harness.taken()).job == other
 
     async def read() -> list[Delivery]:
@@ -226,8 +219,7 @@ async def test_a_job_whose_episode_is_always_left_alone_dies(rig: Rig, harness: 
 
 
 async def test_an_episode_that_is_given_back_costs_nothing(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=1)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=1)
     for _ in range(MOST_DELIVERIES + 2):
         episode = await harness.taken()
         assert await harness.store.delete(episode.session_id) is SessionState.OPEN
@@ -237,8 +229,7 @@ async def test_an_episode_that_is_given_back_costs_nothing(rig: Rig, harness: Ha
 
 
 async def test_an_episode_that_fails_too_often_ends_its_job_with_the_reason(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=2)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=2)
     other = await harness.taken()
     await harness.say(other)
     for _ in range(MOST_DELIVERIES):
@@ -253,8 +244,7 @@ async def test_an_episode_that_fails_too_often_ends_its_job_with_the_reason(rig:
 
 
 async def test_a_dead_job_is_played_anew_after_a_replay(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=2, idle_s=60)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=2, idle_s=60)
     await harness.play(await harness.taken(), reward=0.5)
     for _ in range(MOST_DELIVERIES):
         episode = await harness.taken()
@@ -272,7 +262,7 @@ async def test_a_dead_job_is_played_anew_after_a_replay(rig: Rig, harness: Harne
 
 
 async def test_a_repeated_call_takes_the_same_episode(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id))
+    await rig.submit_episodes()
     first, again = await harness.take("one"), await harness.take("one")
     assert first is not None
     assert again is not None
@@ -286,7 +276,7 @@ async def test_a_repeated_call_takes_the_same_episode(rig: Rig, harness: Harness
 
 
 async def test_the_end_of_an_episode_may_be_repeated(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id, n=1))
+    await rig.submit_episodes(n=1)
     episode = await harness.taken()
     with pytest.raises(RequestError, match="no turn"):
         await harness.finish(episode)
@@ -304,7 +294,7 @@ async def test_the_end_of_an_episode_may_be_repeated(rig: Rig, harness: Harness)
 
 
 async def test_an_episode_that_was_cut_off_says_so(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id, n=2))
+    await rig.submit_episodes(n=2)
     for truncated in (False, True):
         episode = await harness.taken()
         await harness.say(episode)
@@ -315,7 +305,7 @@ async def test_an_episode_that_was_cut_off_says_so(rig: Rig, harness: Harness) -
 
 async def test_the_last_turn_is_in_the_last_sample(rig: Rig, harness: Harness) -> None:
     """Though a sub-agent's branch was opened in between."""
-    await submit(rig, make_episodes(rig.run_id, n=1))
+    await rig.submit_episodes(n=1)
     episode = await harness.taken()
     for turn in (make_turn("main"), make_turn("sub", context_ids=[9]), make_turn("end", parent=0, num_tokens=3)):
         recorded = await harness.store.read(episode.session_id)
@@ -328,7 +318,7 @@ async def test_the_last_turn_is_in_the_last_sample(rig: Rig, harness: Harness) -
 
 
 async def test_episodes_keep_prompts_and_engines_of_their_own(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id, n=2))
+    await rig.submit_episodes(n=2)
     half = EngineFacts(name="fake", version="1", dtype="bfloat16")
     await harness.play(await harness.taken())
     await harness.play(await harness.taken(), context_ids=[7, 8], engine=half, at=1.0)
@@ -348,7 +338,7 @@ async def test_episodes_draw_from_streams_of_their_own(rig: Rig, harness: Harnes
 
 async def test_episodes_share_the_size_of_a_group(rig: Rig, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSION_BYTES", 8_000)
-    await submit(rig, make_episodes(rig.run_id, n=2))
+    await rig.submit_episodes(n=2)
     episode = await harness.taken()
     await harness.say(episode)
     with pytest.raises(RequestError, match="at most 4000 allowed: finish it"):
@@ -356,8 +346,7 @@ async def test_episodes_share_the_size_of_a_group(rig: Rig, harness: Harness, mo
 
 
 async def test_a_trainer_that_takes_over_gets_the_episodes(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=1)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=1)
     await harness.play(await harness.taken())
     assert len(await rig.groups.read(9, BLOCK_MS)) == 1
     await rig.broker.redis.delete(rig.broker.keys.lease)
@@ -367,8 +356,7 @@ async def test_a_trainer_that_takes_over_gets_the_episodes(rig: Rig, harness: Ha
 
 
 async def test_what_is_damaged_ends_its_job(rig: Rig, harness: Harness) -> None:
-    job = make_episodes(rig.run_id, n=2)
-    await submit(rig, job)
+    job = await rig.submit_episodes(n=2)
     for _ in range(2):
         await harness.play(await harness.taken())
     await rig.broker.redis.hset(rig.broker.keys.played(job.job_id), "1", b"damaged")
@@ -377,7 +365,7 @@ async def test_what_is_damaged_ends_its_job(rig: Rig, harness: Harness) -> None:
 
 
 async def test_it_is_said_who_plays(rig: Rig, harness: Harness) -> None:
-    await submit(rig, make_episodes(rig.run_id, n=3))
+    await rig.submit_episodes(n=3)
     await harness.taken()
     assert await who_plays(rig.broker) == (
         "2 episodes wait for a harness (POST /v1/episodes on any replica), and 1 are being played"

@@ -12,7 +12,8 @@ from dvp_rl.contract.errors import UnavailableError
 from dvp_rl.contract.group import DeadLetter, FinishReason
 from dvp_rl.contract.job import Job, Sink, own_prefix
 from dvp_rl.transport.groups import Delivery, GroupQueue
-from dvp_rl.transport.pending import who_holds, who_plays
+from dvp_rl.transport.health import who_plays
+from dvp_rl.transport.pending import who_holds
 from dvp_rl.transport.submission import Submission
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.prompts import Row

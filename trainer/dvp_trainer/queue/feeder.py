@@ -33,7 +33,8 @@ from dvp_rl.contract.group import DeadLetter, Group, LogprobKind
 from dvp_rl.contract.job import Job, Sink, job_id, job_position
 from dvp_rl.contract.sampling import MAX_SEED
 from dvp_rl.transport.groups import Delivery, GroupQueue
-from dvp_rl.transport.pending import who_holds, who_plays
+from dvp_rl.transport.health import who_plays
+from dvp_rl.transport.pending import who_holds
 from dvp_rl.transport.submission import Submission, Submitted
 from dvp_trainer.config import ModelSection, TrainSettings
 from dvp_trainer.data.batch import Batch, ScoredGroup

@@ -70,11 +70,12 @@ function showReasons(tone, verdict, reasons) {
   });
 }
 
+function waiting(stream, held = "held") {
+  const oldest = stream.oldest_age_s === null ? "" : ` · oldest ${duration(stream.oldest_age_s)}`;
+  return `waiting · ${whole(stream.pending)} ${held}${oldest}`;
+}
+
 function showFlow(health) {
-  const waiting = (stream) => {
-    const oldest = stream.oldest_age_s === null ? "" : ` · oldest ${duration(stream.oldest_age_s)}`;
-    return `waiting · ${whole(stream.pending)} held${oldest}`;
-  };
   showEpisodes(health.episodes);
   const live = health.replicas.filter((replica) => replica.state !== "lost");
   const newest = seqOf(picture.newest_version);
@@ -107,10 +108,9 @@ function showFlow(health) {
 function showEpisodes(episodes) {
   at("episodes").hidden = episodes === null;
   if (episodes === null) return;
-  const waited = episodes.oldest_age_s === null ? "" : ` · oldest ${duration(episodes.oldest_age_s)}`;
   const silent = episodes.silent_s === null ? "" : ` · silent ${duration(episodes.silent_s)}`;
   say("episodes-big", whole(episodes.backlog));
-  say("episodes-sub", `waiting${waited} · ${whole(episodes.pending)} played${silent}`);
+  say("episodes-sub", `${waiting(episodes, "played")}${silent}`);
 }
 
 function showReplicas(replicas) {

@@ -217,8 +217,8 @@ end
 -- Keeps a session for another `idle_ms` and accounts for its size. A client's counts like a result that clients hold;
 -- an episode of the trainer's is taken by another harness then.
 local function keep_session(id)
-  local idle_ms, bytes, caller, job, index =
-    unpack(redis.call('HMGET', SESSION .. id, 'idle_ms', 'bytes', 'caller', 'job', 'index'))
+  local state, idle_ms, bytes, caller, job, index =
+    unpack(redis.call('HMGET', SESSION .. id, 'state', 'idle_ms', 'bytes', 'caller', 'job', 'index'))
   redis.call('PEXPIRE', SESSION .. id, idle_ms)
   redis.call('PEXPIRE', TURNS .. id, idle_ms)
   if job then
@@ -226,7 +226,11 @@ local function keep_session(id)
     redis.call('HSET', COUNTERS, 'harness_at', now_ms())
     return
   end
-  redis.call('ZADD', CLIENT_SESSIONS, now_ms() + idle_ms, id)
+  if state == 'open' then
+    redis.call('ZADD', CLIENT_SESSIONS, now_ms() + idle_ms, id)
+  else
+    redis.call('ZREM', CLIENT_SESSIONS, id)
+  end
   redis.call('HSET', CLIENT_CALLERS, ':session:' .. id, caller)
   hold(':session:' .. id, tonumber(bytes), now_ms() + idle_ms)
 end

@@ -18,10 +18,7 @@ if not recorded then return 'empty' end
 if recorded ~= turns then return 'changed' end
 redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'cut', cut, 'idle_ms', 1000 * RESULT_TTL_S)
 keep_session(id)
-if not job then
-  redis.call('ZREM', CLIENT_SESSIONS, id)
-  return state
-end
+if not job then return state end
 
 redis.call('UNLINK', TURNS .. id)
 if session ~= '' then redis.call('HSETNX', hash, 'data', session) end
