@@ -5,9 +5,6 @@ import pytest
 from dvp_rl.contract.weights import Announcement
 from dvp_rl.transport import health
 from dvp_rl.transport.broker import Broker
-from dvp_rl.transport.groups import GroupQueue
-from dvp_rl.transport.lease import TrainerLease
-from dvp_rl.transport.submission import Submission
 from dvp_rl.weights.registry import WeightRegistry
 from tests.integration.monitor.process import stage
 from tests.integration.transport.rig import Rig
@@ -16,8 +13,7 @@ from tests.kit.wait import WITHIN_S
 
 @pytest.fixture
 async def rig(broker: Broker) -> Rig:
-    fence = await TrainerLease(broker, "test").acquire()
-    return Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
+    return await Rig.of(broker)
 
 
 @pytest.fixture

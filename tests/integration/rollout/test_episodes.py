@@ -12,15 +12,11 @@ import httpx
 import pytest
 
 from dvp_rl.contract.group import DeadLetter, Group
-from dvp_rl.contract.job import Job
 from dvp_rl.transport.broker import Broker
-from dvp_rl.transport.groups import GroupQueue
-from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.results import client_jobs
-from dvp_rl.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.rollout.test_sessions import check_logprobs
-from tests.integration.transport.rig import BLOCK_MS, NO_LIMIT, Rig
+from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit import web
 from tests.kit.harness import Harness
 from tests.kit.processes import ROOT
@@ -31,12 +27,7 @@ from tests.kit.wait import WITHIN_S, until_async
 
 @pytest.fixture
 async def rig(broker: Broker) -> Rig:
-    fence = await TrainerLease(broker, "test").acquire()
-    return Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
-
-
-async def submit(rig: Rig, job: Job) -> None:
-    await rig.submission.submit([job], fence=rig.fence, limit=NO_LIMIT)
+    return await Rig.of(broker)
 
 
 async def receive(rig: Rig) -> Group | DeadLetter:
@@ -101,12 +92,11 @@ def caller(args: list[str], tmp_path: Path) -> Iterator[Caller]:
 
 
 async def test_an_episode_goes_from_the_trainer_to_the_trainer(
-    args: list[str], tmp_path: Path, rig: Rig, run_id: str, model: Path
+    args: list[str], tmp_path: Path, rig: Rig, model: Path
 ) -> None:
     sampling = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
-    job = make_episodes(run_id, n=3, task={"prompt": "2+2=", "answer": "4"}, sampling=sampling)
+    job = await rig.submit_episodes(n=3, task={"prompt": "2+2=", "answer": "4"}, sampling=sampling)
     with ReplicaProcess(tmp_path / "replica", *args, "--threads", "1") as replica:
-        await submit(rig, job)
         harness = Harness([replica.url])
         for _ in range(3):
             assert harness.play_one()
@@ -123,10 +113,10 @@ async def test_an_episode_goes_from_the_trainer_to_the_trainer(
     assert first != second != third != first, "each draws from a stream of its own"
 
 
-async def test_the_example_of_the_readme_plays(args: list[str], tmp_path: Path, rig: Rig, run_id: str) -> None:
+async def test_the_example_of_the_readme_plays(args: list[str], tmp_path: Path, rig: Rig) -> None:
     page = (ROOT / "services" / "dvp_rl" / "rollout" / "README.md").read_text()
     _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    await submit(rig, make_episodes(run_id, n=1, task={"prompt": "1+1=", "answer": "2"}))
+    await rig.submit_episodes(n=1, task={"prompt": "1+1=", "answer": "2"})
     with ReplicaThread(tmp_path, *args, "--engine", "fake") as replica:
         exec(code.replace("http://127.0.0.1:8000", replica.url), names := dict[str, Any]())
     found = await receive(rig)
@@ -134,9 +124,9 @@ async def test_the_example_of_the_readme_plays(args: list[str], tmp_path: Path, 
     assert found.rewards == (names["reward"],)
 
 
-async def test_what_an_episode_is_told(caller: Caller, rig: Rig, run_id: str) -> None:
+async def test_what_an_episode_is_told(caller: Caller, rig: Rig) -> None:
     assert caller.ask().status_code == 204
-    await submit(rig, make_episodes(run_id, n=2, task={"row": 7, "prompt": "1+1="}, sampling={"max_tokens": 9}))
+    await rig.submit_episodes(n=2, task={"row": 7, "prompt": "1+1="}, sampling={"max_tokens": 9})
     body = caller.take()
     session_id = body["session_id"]
     assert (body["index"], body["n"], body["sink"], body["task"]) == (0, 2, "train", {"row": 7, "prompt": "1+1="})
@@ -159,27 +149,27 @@ async def test_what_an_episode_is_told(caller: Caller, rig: Rig, run_id: str) ->
 async def test_who_waits_gets_the_next_one(caller: Caller, rig: Rig, run_id: str) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(caller.take)
-        await submit(rig, make_episodes(run_id, n=1))
+        await rig.submit_episodes(n=1)
         assert waiting.result()["job_id"] == make_episodes(run_id).job_id
 
 
-async def test_the_same_key_takes_the_same_episode(caller: Caller, rig: Rig, run_id: str) -> None:
-    await submit(rig, make_episodes(run_id, n=2))
+async def test_the_same_key_takes_the_same_episode(caller: Caller, rig: Rig) -> None:
+    await rig.submit_episodes(n=2)
     first, again, other = (caller.take(**{"Idempotency-Key": key}) for key in ("a", "a", "b"))
     assert first == again
     assert other["index"] == 1
 
 
-async def test_turns_at_once_draw_their_own_samples(caller: Caller, rig: Rig, run_id: str) -> None:
-    await submit(rig, make_episodes(run_id, n=1, sampling={"max_tokens": 20, "seed": 1}))
+async def test_turns_at_once_draw_their_own_samples(caller: Caller, rig: Rig) -> None:
+    await rig.submit_episodes(n=1, sampling={"max_tokens": 20, "seed": 1})
     session_id = caller.take()["session_id"]
     with ThreadPoolExecutor() as pool:
         said = [answer.json()["choices"][0]["text"] for answer in pool.map(lambda _: caller.say(session_id), range(4))]
     assert len({*said}) == 4
 
 
-async def test_turns_with_keys_are_drawn_alike_in_another_attempt(caller: Caller, rig: Rig, run_id: str) -> None:
-    await submit(rig, make_episodes(run_id, n=1, sampling={"max_tokens": 20, "seed": 1}))
+async def test_turns_with_keys_are_drawn_alike_in_another_attempt(caller: Caller, rig: Rig) -> None:
+    await rig.submit_episodes(n=1, sampling={"max_tokens": 20, "seed": 1})
     said = []
     for _ in range(2):
         session_id = caller.take()["session_id"]
@@ -189,8 +179,8 @@ async def test_turns_with_keys_are_drawn_alike_in_another_attempt(caller: Caller
     assert said[0][0] != said[0][1]
 
 
-async def test_an_episode_is_given_back_or_fails(caller: Caller, rig: Rig, run_id: str) -> None:
-    await submit(rig, make_episodes(run_id, n=1))
+async def test_an_episode_is_given_back_or_fails(caller: Caller, rig: Rig) -> None:
+    await rig.submit_episodes(n=1)
     for _ in range(3):
         assert caller.delete(caller.take()["session_id"]).status_code == 200
     for _ in range(2):
@@ -204,25 +194,23 @@ async def test_an_episode_is_given_back_or_fails(caller: Caller, rig: Rig, run_i
     assert caller.ask().status_code == 204
 
 
-async def test_turns_wait_for_the_weights_that_their_job_needs(
-    args: list[str], tmp_path: Path, rig: Rig, run_id: str
-) -> None:
+async def test_turns_wait_for_the_weights_that_their_job_needs(args: list[str], tmp_path: Path, rig: Rig) -> None:
     with (
         ReplicaThread(tmp_path, *args, "--engine", "fake", "--job-timeout-s", "0.5") as replica,
         Caller(replica.url) as caller,
     ):
-        await submit(rig, make_episodes(run_id, n=1, min_seq=5))
+        await rig.submit_episodes(n=1, min_seq=5)
         session_id = caller.take()["session_id"]
         assert "took longer than 0 s" in caller.say(session_id).json()["detail"]
         assert caller.status(session_id).json()["turns"] == 0
 
 
-async def test_only_the_scope_harness_takes_episodes(args: list[str], tmp_path: Path, rig: Rig, run_id: str) -> None:
+async def test_only_the_scope_harness_takes_episodes(args: list[str], tmp_path: Path, rig: Rig) -> None:
     for scope, name in (("rollout", "alice"), ("harness", "bob"), ("harness", "carol")):
         (tmp_path / "tokens" / scope).mkdir(parents=True, exist_ok=True)
         (tmp_path / "tokens" / scope / name).write_text(name * 8)
     args = [*args, "--engine", "fake", "--token-folder", str(tmp_path / "tokens")]
-    await submit(rig, make_episodes(run_id, n=2))
+    await rig.submit_episodes(n=2)
     with (
         ReplicaThread(tmp_path / "replica", *args, token="alice" * 8) as replica,
         Caller(replica.url, "alice" * 8) as alice,

@@ -6,17 +6,13 @@ import pytest
 
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
-from dvp_rl.transport.groups import GroupQueue
-from dvp_rl.transport.lease import TrainerLease
-from dvp_rl.transport.submission import Submission
 from tests.integration.transport.rig import Rig
 from tests.integration.transport.world import Parts, connect_parts
 
 
 @pytest.fixture
 async def rig(broker: Broker) -> Rig:
-    fence = await TrainerLease(broker, "test").acquire()
-    return Rig(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
+    return await Rig.of(broker)
 
 
 @pytest.fixture

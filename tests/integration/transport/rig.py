@@ -10,6 +10,7 @@ from dvp_rl.contract.session import group_of
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.groups import GroupQueue
 from dvp_rl.transport.jobs import JobQueue, Lease
+from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.sessions import Episode, SessionStore
 from dvp_rl.transport.submission import Submission, Submitted
 from tests.kit.records import make_episodes, make_group, make_job, make_turn
@@ -29,6 +30,11 @@ class Rig:
     fence: int
     submission: Submission
     groups: GroupQueue
+
+    @classmethod
+    async def of(cls, broker: Broker) -> Rig:
+        fence = await TrainerLease(broker, "test").acquire()
+        return cls(broker, fence, Submission(broker), GroupQueue(broker, fence=fence))
 
     @property
     def run_id(self) -> str:

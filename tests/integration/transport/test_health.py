@@ -334,7 +334,7 @@ async def test_no_harness(rig: Rig) -> None:
     await _wait_for_harness(rig, QUIET_S + 1, quiet_s=0)
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.NO_HARNESS]
-    seen = r"3 episodes wait and 0 are played, but no harness has done anything for 6\d s"
+    seen = r"3 episodes wait and 0 are played, but no harness has done anything for \d+ s"
     assert re.fullmatch(seen, health.reasons[0].detail)
     harness = Harness(rig.broker)
     await harness.play(await harness.taken())
@@ -364,9 +364,9 @@ async def test_a_harness_that_died_while_it_played_is_missed(rig: Rig) -> None:
     await _beat_trainer(rig)
     await rig.submit_episodes(n=2, idle_s=3600)
     await Harness(rig.broker).taken()
-    await _wait_for_harness(rig, 0, quiet_s=STALLED_S - 10)
+    await _wait_for_harness(rig, 0, quiet_s=STALLED_S - 100)
     assert (await _health(rig)).verdict is Verdict.OK
-    await _wait_for_harness(rig, 0, quiet_s=20)
+    await _wait_for_harness(rig, 0, quiet_s=200)
     health = await _health(rig)
     assert health.verdict is Verdict.NO_HARNESS
     assert "1 episodes wait and 1 are played" in health.reasons[0].detail
@@ -426,10 +426,10 @@ async def test_replicas_whose_episodes_are_played_are_not_starved(rig: Rig) -> N
 async def test_open_sessions_are_counted_and_listed(rig: Rig) -> None:
     """Clients' and episodes, until they are finished, deleted or forgotten."""
     store, harness = SessionStore(rig.broker), Harness(rig.broker, "harness")
-    for number, idle_s in enumerate((60, 50, 40, SHORT_LEASE_MS / 1000)):
+    for number, idle_s in enumerate((6000, 5000, 4000, SHORT_LEASE_MS / 1000)):
         session = Session(session_id=f"client-{number}", run_id=rig.run_id, idle_s=idle_s)
         await store.open(session, caller="alice")
-    job = await rig.submit_episodes(n=2, idle_s=45)
+    job = await rig.submit_episodes(n=2, idle_s=4500)
     episode = await harness.taken()
     await harness.say(episode, num_tokens=4)
     recorded = await store.read("client-0")
@@ -447,8 +447,8 @@ async def test_open_sessions_are_counted_and_listed(rig: Rig) -> None:
     _, played, _, client = await open_sessions(rig.broker, 9)
     assert (played.caller, played.job_id, played.sink, played.episode) == ("harness", job.job_id, "train", 0)
     assert (played.turns, played.branches, played.drifted, played.tokens) == (1, 1, 0, 5)
-    assert 0 <= played.silent_s < 45
-    assert 0 < played.left_s <= 45
+    assert 0 <= played.silent_s < 4500
+    assert 0 < played.left_s <= 4500
     assert (client.caller, client.job_id, client.sink) == ("alice", "", "")
     assert (client.turns, client.branches, client.drifted, client.tokens) == (2, 2, 1, 6)
     assert client.num_bytes > 0
