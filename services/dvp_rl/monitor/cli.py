@@ -75,6 +75,7 @@ app.add_typer(results, name="results")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Count = Annotated[int, typer.Option(min=1, max=1000, help="Entries per page.")]
+Rows = Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ENTRY]...", help="Entries as the list shows them.")]
 All = Annotated[bool, typer.Option("--all", help="All that exist now.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
@@ -292,7 +293,7 @@ def drop(
 @results.command(name="list")
 def list_results(
     context: typer.Context,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 20,
+    count: Rows = 20,
     as_json: Json = False,
 ) -> None:
     """List results, dead letters of clients, and jobs in work with the size that they may reach. Largest first."""
@@ -324,7 +325,7 @@ def drop_results(
 @sessions.command(name="list")
 def list_sessions(
     context: typer.Context,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 50,
+    count: Rows = 50,
     as_json: Json = False,
 ) -> None:
     """List open sessions with their turns and how long they have been silent. Those that expire first come first."""
