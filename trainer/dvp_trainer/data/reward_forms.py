@@ -10,7 +10,6 @@ of None counts as 0, as it does in TRL. Of TRL's keywords, `trainer_state`, `log
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from enum import StrEnum
 from typing import Any, TypedDict
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.workers.child import Loop
 
 TRL_PARAMETERS = {"completions", "prompts", "completion_ids"}
 EXPECTED = "(completion, answer, *, prompt, extra) or, as in TRL, (completions, **kwargs)"
@@ -65,7 +65,7 @@ class RewardFunction:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.form, self._function = form_of(name, function), function
-        self._runner = asyncio.Runner()
+        self._loop = Loop()
 
     def __call__(self, request: Request) -> Sequence[Any]:
         """One value of any type per completion. Raises TypeError or ValueError if there are not as many, and whatever
@@ -74,41 +74,17 @@ class RewardFunction:
             extra = {name: value for name, value in request["columns"].items() if name != request["answer_column"]}
             (completion,) = request["completions"]
             return [
-                self._finished(self._function(completion, request["answer"], prompt=request["prompt"], extra=extra))
+                self._loop.finished(
+                    self._function(completion, request["answer"], prompt=request["prompt"], extra=extra)
+                )
             ]
-        values = list(self._finished(self._function(**_trl_arguments(request))))
+        values = list(self._loop.finished(self._function(**_trl_arguments(request))))
         if len(values) != len(request["completions"]):
             raise ValueError(f"returned {len(values)} rewards for {len(request['completions'])} completions")
         return [0.0 if value is None else value for value in values]
 
-    def _finished(self, result: Any) -> Any:
-        """The result of a coroutine, or the result itself."""
-        if not inspect.isawaitable(result):
-            return result
-
-        async def awaited() -> Any:
-            return await result
-
-        try:
-            return self._runner.run(awaited())
-        except BaseException:
-            self._cancel_rest()
-            raise
-
-    def _cancel_rest(self) -> None:
-        """Ends what a failed call left running. The event loop stays: clients and locks of the user's module are bound
-        to it."""
-
-        async def cancelled() -> None:
-            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-
-        self._runner.run(cancelled())
-
     def close(self) -> None:
-        self._runner.close()
+        self._loop.close()
 
 
 def _trl_arguments(request: Request) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Users' functions in processes of their own: process.py is the side of the program, child.py that of the function."""
