@@ -3,6 +3,13 @@
 from .extras import require
 
 
+def harness() -> None:
+    require("services", "dvp-harness")
+    from .harness.__main__ import main
+
+    main()
+
+
 def monitor() -> None:
     require("services", "dvp-monitor")
     from .monitor.__main__ import main

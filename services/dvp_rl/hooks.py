@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -85,6 +86,16 @@ def check_members(setting: str, result: object, *, attributes: Iterable[str] = (
     if lacking:
         found = describe_type(result)
         raise ConfigError(f"{setting}: your function returned {found} without {', '.join(sorted(lacking))}")
+
+
+def as_number(value: Any) -> float:
+    """A hook's result as a float. Raises TypeError or ValueError if it is not one finite number."""
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"returned a {type(value).__name__}, expected a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}, expected a finite number")
+    return number
 
 
 def describe_type(value: object) -> str:

@@ -28,6 +28,7 @@ from tests.kit.wait import WITHIN_S
 
 TRAINER = "dvp_trainer.__main__"
 ROLLOUT = "dvp_rl.rollout.__main__"
+HARNESS = "dvp_rl.harness.__main__"
 MONITOR = "dvp_rl.monitor.__main__"
 
 _lock = threading.Lock()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from dvp_rl.contract.errors import (
     ConfigError,
@@ -22,6 +23,9 @@ from dvp_rl.contract.errors import (
     WeightError,
 )
 from dvp_rl.contract.http import (
+    EpisodeBody,
+    EpisodeRequest,
+    FinishRequest,
     Health,
     JobAccepted,
     JobRequest,
@@ -32,9 +36,11 @@ from dvp_rl.contract.http import (
     RolloutRequest,
     RolloutResponse,
     SamplingBody,
+    SessionBody,
     WeightStatus,
 )
 from dvp_rl.contract.job import JobState
+from dvp_rl.contract.openai import ChatCompletion, ChatRequest, OpenAIProblem
 from dvp_rl.contract.record import describe
 
 R = TypeVar("R", bound=BaseModel)
@@ -70,6 +76,10 @@ class JobFields(RolloutFields, total=False):
     deadline_s: float
 
 
+class MaybeEpisode(RootModel[EpisodeBody | None]):
+    """An episode, or None if none waits to be played."""
+
+
 @dataclass(frozen=True)
 class Call(Generic[R]):
     method: str
@@ -77,7 +87,10 @@ class Call(Generic[R]):
     answer: type[R]
     body: BaseModel | None = None
     long: bool = False
-    """The answer comes when the work is done: the timeout is long, and work that may be running is not repeated."""
+    """The answer comes when the work is done: the timeout is long, and work that may be running is not repeated, unless
+    there is a key."""
+    key: str = ""
+    """Idempotency-Key: the server carries the call out once, however often it is sent."""
 
 
 def rollout(fields: RolloutFields) -> Call[RolloutResponse]:
@@ -95,6 +108,28 @@ def job(job_id: str) -> Call[JobStatus]:
 
 def delete(job_id: str) -> Call[JobStatus]:
     return Call("DELETE", f"/v1/jobs/{quote(job_id, safe='')}", JobStatus)
+
+
+def take_episode(wait_s: float) -> Call[MaybeEpisode]:
+    """The key is chosen here, so that sending the same call twice takes one episode."""
+    body = EpisodeRequest(wait_s=wait_s)
+    return Call("POST", "/v1/episodes", MaybeEpisode, body, key=uuid.uuid4().hex)
+
+
+def chat(session_id: str, fields: Mapping[str, Any], key: str) -> Call[ChatCompletion]:
+    """`fields`: those of ChatRequest. `key`: names the turn within its session."""
+    path = f"/v1/sessions/{quote(session_id, safe='')}/v1/chat/completions"
+    return Call("POST", path, ChatCompletion, _body(ChatRequest, fields), long=True, key=key)
+
+
+def finish_session(session_id: str, request: FinishRequest) -> Call[SessionBody]:
+    return Call("POST", f"/v1/sessions/{quote(session_id, safe='')}/finish", SessionBody, request)
+
+
+def delete_session(session_id: str, error: str = "") -> Call[SessionBody]:
+    """`error`: why an episode of a training run cannot be played."""
+    query = f"?error={quote(error, safe='')}" if error else ""
+    return Call("DELETE", f"/v1/sessions/{quote(session_id, safe='')}{query}", SessionBody)
 
 
 def queue() -> Call[QueueHealth]:
@@ -118,7 +153,7 @@ def parse(call: Call[R], response: httpx.Response) -> R:
     if not response.is_success:
         raise error_of(response)
     try:
-        return call.answer.model_validate_json(response.content)
+        return call.answer.model_validate_json(response.content or b"null")  # 204: nothing
     except ValidationError as error:
         raise DvpError(describe(f"answer to {call.method} {call.path}", error)) from None
 
@@ -131,18 +166,25 @@ def finished(status: JobStatus) -> RolloutResponse | None:
 
 
 def error_of(response: httpx.Response) -> DvpError:
-    try:
-        problem = Problem.model_validate_json(response.content)
-    except ValidationError:
-        problem = Problem(title=response.reason_phrase, status=response.status_code, detail=response.text[:200])
+    problem, code = _problem(response)
     if response.status_code == 429:
         return OverloadedError(problem.detail, retry_after(response))
     kind = ERRORS.get(response.status_code)
     if kind is not None:
         return kind(problem.detail)
     if response.is_client_error:
-        return RequestError(problem.detail, [error.model_dump() for error in problem.errors])
+        return RequestError(problem.detail, [error.model_dump() for error in problem.errors], code)
     return DvpError(f"{response.status_code} {problem.title}: {problem.detail}")
+
+
+def _problem(response: httpx.Response) -> tuple[Problem, str | None]:
+    """The problem document, or one made up, and OpenAI's code of the error if it has one."""
+    with suppress(ValidationError):
+        problem = OpenAIProblem.model_validate_json(response.content)
+        return problem, problem.error.code
+    with suppress(ValidationError):
+        return Problem.model_validate_json(response.content), None
+    return Problem(title=response.reason_phrase, status=response.status_code, detail=response.text[:200]), None
 
 
 def retry_after(response: httpx.Response) -> float:

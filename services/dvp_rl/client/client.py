@@ -54,10 +54,11 @@ class _Base:
 
     def _request(self, http: httpx.Client | httpx.AsyncClient, call: Call[R]) -> httpx.Request:
         timeout = httpx.Timeout(self._timeout, read=self._long_timeout if call.long else self._timeout)
+        headers = {"Idempotency-Key": call.key} if call.key else {}
         if call.body is None:
-            return http.build_request(call.method, call.path, timeout=timeout)
+            return http.build_request(call.method, call.path, headers=headers, timeout=timeout)
         content = call.body.model_dump_json(exclude_unset=True)
-        headers = {"Content-Type": "application/json"}
+        headers["Content-Type"] = "application/json"
         return http.build_request(call.method, call.path, content=content, headers=headers, timeout=timeout)
 
     def _answer(self, call: Call[R], outcome: httpx.Response | httpx.TransportError) -> R:

@@ -51,7 +51,11 @@ class Attempts:
         if isinstance(outcome, httpx.Response):
             return outcome.status_code in (429, 502, 503, 504)
         # A long call may still be running on the server: do not pay for it twice.
-        return not self._call.long or isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout))
+        return (
+            not self._call.long
+            or bool(self._call.key)
+            or isinstance(outcome, (httpx.ConnectError, httpx.ConnectTimeout))
+        )
 
 
 class Poll:

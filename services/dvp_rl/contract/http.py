@@ -268,6 +268,7 @@ class EpisodeBody(Body):
 
     model_config = example(
         session_id="0f6bb5c68d9d4e0f",
+        run_id="demo",
         job_id="demo:000000007:0",
         index=0,
         n=8,
@@ -279,6 +280,8 @@ class EpisodeBody(Body):
 
     session_id: str
     """Its OpenAI endpoint is /v1/sessions/{session_id}/v1."""
+    run_id: str
+    """The training run: the name of the endpoint's model."""
     job_id: str
     """The job whose n episodes make a group."""
     index: int

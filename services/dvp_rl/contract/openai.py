@@ -14,6 +14,8 @@ from .http import MAX_PROMPT_CHARS, Body, Problem, example
 from .job import Metadata
 from .sampling import MAX_SEED, MAX_STOPS
 
+CONTEXT_FULL = "context_length_exceeded"
+"""OpenAI's code of the error after which a conversation cannot go on."""
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 
@@ -229,7 +231,7 @@ class ErrorBody(Body):
     param: str | None
     """The first field that is wrong."""
     code: str | None
-    """context_length_exceeded if the context is full, else null."""
+    """context_length_exceeded if the context or the session is full, else null."""
 
 
 class OpenAIProblem(Problem):

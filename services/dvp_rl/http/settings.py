@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from dvp_rl.contract.errors import WeightError
+from dvp_rl.contract.errors import ConfigError, WeightError
 from dvp_rl.logs import LogFormat, LogLevel
 from dvp_rl.loopback import is_loopback
 from dvp_rl.settings import Section, Settings
@@ -82,10 +82,18 @@ class WeightReader(Section):
         if self.token_file is None:
             return self.token.get_secret_value()
         try:
-            return read_tokens(self.token_file)[0]
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise WeightError(f"{self.name}.token_file {self.token_file}: {reason}") from None
+            return first_token(f"{self.name}.token_file", self.token_file)
+        except ConfigError as error:
+            raise WeightError(str(error)) from None
+
+
+def first_token(setting: str, file: Path) -> str:
+    """The first token of a file. Raises ConfigError if the file is unreadable or holds no valid token."""
+    try:
+        return read_tokens(file)[0]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{setting} {file}: {reason}") from None
 
 
 class ListenSettings(Settings, Listening):  # type: ignore[misc]  # pydantic merges both configurations

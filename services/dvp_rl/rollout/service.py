@@ -31,7 +31,7 @@ from .engine import build
 from .loops import race
 from .metrics import Metrics
 from .replica import Replica
-from .sessions import Sessions
+from .sessions import STOPPING, Sessions
 from .settings import RolloutSettings
 from .swap import WeightSwap
 from .uplink import Uplink
@@ -112,6 +112,7 @@ class Service:
             self._draw,
             self.started_at,
             self.settings.max_deliveries,
+            lambda: self._stopping,
         )
 
     async def _draw(self, job: Job, caller: str) -> Group:
@@ -120,7 +121,7 @@ class Service:
         with slots.clients.admit(job.n, caller) if job.sink is Sink.CLIENT else slots.training.hold(job.n):
             group = await race(self._generate(job), self._cut_off.wait())
         if group is None:
-            raise UnavailableError("this replica is stopping")
+            raise UnavailableError(STOPPING)
         return group
 
     async def _generate(self, job: Job) -> Group:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dvp_rl.contract.errors import NotFoundError, RequestError
+from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import EpisodeBody, FinishRequest, SessionBody, SessionRequest
 from dvp_rl.contract.job import BYTES_PER_TOKEN, MAX_GROUP_TOKENS, Job, Sink
-from dvp_rl.contract.openai import ChatRequest, CompletionRequest, Model
+from dvp_rl.contract.openai import CONTEXT_FULL, ChatRequest, CompletionRequest, Model
 from dvp_rl.contract.sampling import MAX_STOPS
 from dvp_rl.contract.session import (
     Session,
@@ -38,10 +38,9 @@ from .replica import Replica
 
 POLL_S = 0.5
 """Time between two looks for an episode, in seconds."""
+STOPPING = "this replica is stopping"
 PATIENCE_S = 60.0
 """Longest wait of a drawn turn for a broker that is away, in seconds."""
-CONTEXT_FULL = "context_length_exceeded"
-"""OpenAI's code of the error, which harnesses know."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,17 @@ class Sessions:
         generate: Callable[[Job, str], Awaitable[Group]],
         started_at: int,
         most_deliveries: int,
+        is_stopping: Callable[[], bool],
     ) -> None:
-        """`generate`: draws for a caller, within its limits. `most_deliveries`: of an episode, before its job dies."""
+        """`generate`: draws for a caller, within its limits. `most_deliveries`: of an episode, before its job dies.
+        `is_stopping`: whether this replica hands out no more episodes."""
         self._started_at = started_at
         self._store = store
         self._replica = replica
         self._room = room
         self._generate = generate
         self._most_deliveries = most_deliveries
+        self._is_stopping = is_stopping
 
     async def open(self, request: SessionRequest, caller: str) -> SessionBody:
         """Raises RequestError, OverloadedError."""
@@ -93,6 +95,8 @@ class Sessions:
         session_id = digest(f"{caller}\n{key}") if key else uuid.uuid4().hex
         deadline = time.monotonic() + wait_s
         while True:
+            if self._is_stopping():
+                raise UnavailableError(STOPPING)
             taken = await self._store.take(session_id, most_deliveries=self._most_deliveries, caller=caller)
             left_s = deadline - time.monotonic()
             if taken is not None or left_s <= 0:
@@ -104,6 +108,7 @@ class Sessions:
         assert job.task is not None, "only jobs with a task have episodes"
         return EpisodeBody(
             session_id=session_id,
+            run_id=job.run_id,
             job_id=job.job_id,
             index=taken.index,
             n=job.n,
@@ -194,7 +199,8 @@ class Sessions:
         if left < 1:
             raise RequestError(
                 f"session {session.session_id!r}: with this turn, its samples and their prompts would have "
-                f"{allowed_tokens + 1 - left} tokens or more, at most {allowed_tokens} allowed: finish it"
+                f"{allowed_tokens + 1 - left} tokens or more, at most {allowed_tokens} allowed: finish it",
+                code=CONTEXT_FULL,
             )
         limit = min(request.limit or sampling.max_tokens, room, left)
         of_run = session.sink is not Sink.CLIENT

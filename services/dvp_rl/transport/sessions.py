@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.job import JOB_ID, Job
+from dvp_rl.contract.openai import CONTEXT_FULL
 from dvp_rl.contract.session import MAX_SESSION_BYTES, Fork, Session, SessionState, Turn
 from dvp_rl.contract.shares import EVERYBODY
 
@@ -142,7 +143,8 @@ class SessionStore:
             case "full" | "large":
                 raise RequestError(
                     f"session {session_id!r} holds {number} bytes of turns and this one has {len(data)}, at most "
-                    f"{allowed} allowed: finish it"
+                    f"{allowed} allowed: finish it",
+                    code=CONTEXT_FULL,
                 )
         return number, outcome == "new"
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.hooks import as_number
 from dvp_trainer.data import rewards
-from dvp_trainer.data.rewards import as_number, needs_answer, overlong_penalty, resolve_reward, stated_result
+from dvp_trainer.data.rewards import needs_answer, overlong_penalty, resolve_reward, stated_result
 
 
 def worth(name: str, completion: str, answer: str | None) -> float:

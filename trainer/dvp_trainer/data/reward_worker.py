@@ -7,11 +7,12 @@ import time
 from typing import Any, NamedTuple
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.hooks import as_number
 from dvp_rl.workers.child import Failure, Guard, Pipes, limit_memory
 from dvp_rl.workers.limits import Limits
 
 from .reward_forms import Request, RewardFunction
-from .rewards import as_number, resolve_reward
+from .rewards import resolve_reward
 
 
 class Outcome(NamedTuple):

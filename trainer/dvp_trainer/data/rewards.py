@@ -14,7 +14,6 @@ import path or in the working directory.
 from __future__ import annotations
 
 import logging
-import math as maths
 import re
 from collections.abc import Callable
 from functools import cache
@@ -142,13 +141,3 @@ def resolve_reward(name: str) -> Callable[..., Any]:
     if name == RewardName.MATH:
         _math_verify()
     return NAMED[name] if name in NAMED else load_hook("reward.name", name)
-
-
-def as_number(value: Any) -> float:
-    """The reward as a float. Raises TypeError or ValueError if it is not one finite number."""
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"returned a {type(value).__name__}, expected a number")
-    number = float(value)
-    if not maths.isfinite(number):
-        raise ValueError(f"returned {number}, expected a finite number")
-    return number

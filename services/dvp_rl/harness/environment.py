@@ -1,0 +1,32 @@
+"""The form of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+Message = Mapping[str, Any]
+"""A message in OpenAI's form: role, content and so on."""
+
+
+class Step(NamedTuple):
+    """What an environment says to an answer of the model. A plain tuple (messages, reward, done) will do, too."""
+
+    messages: Sequence[Message] = ()
+    """What the model reads next, after its own answer: of tools, or of the user."""
+    reward: float | None = None
+    """What the answer earned. The rewards of an episode are summed; if all are None, the trainer's reward function
+    scores it."""
+    done: bool = False
+    """Whether the episode has ended."""
+
+
+class Environment(Protocol):
+    """One object plays one episode. Both methods may be plain or async. Two more attributes are optional: `tools`, a
+    Tools or a list of tools in OpenAI's form, read after `reset`; and a method `close`, called after the last step."""
+
+    def reset(self, row: dict[str, Any], /) -> Any:
+        """The first messages. `row`: number (row), prompt (text or messages), answer and other columns of the data."""
+
+    def step(self, message: dict[str, Any], /) -> Any:
+        """A Step. `message`: what the model said, with role, content and, if it called tools, tool_calls."""

@@ -1,0 +1,159 @@
+"""Takes a run's episodes and plays them, as many at a time as there are worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
+from itertools import count
+from typing import NamedTuple
+
+from dvp_rl.cancellation import cancel, finished
+from dvp_rl.client import calls
+from dvp_rl.contract.errors import DvpError, EngineError, NotFoundError, RequestError
+from dvp_rl.contract.http import EpisodeBody, FinishRequest
+from dvp_rl.contract.openai import CONTEXT_FULL
+from dvp_rl.workers.limits import Limits
+
+from .process import EnvironmentFailedError, EnvironmentProcess
+from .replicas import Replicas
+from .settings import HarnessSettings
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 20.0
+"""Time for which one call waits for an episode, in seconds."""
+GIVE_BACK_S = 5.0
+"""Longest time to give an episode back when the program ends, in seconds."""
+REPORT_S = 60.0
+"""Time between two lines about what was played, in seconds."""
+
+
+class _Taken(NamedTuple):
+    episode: EpisodeBody
+    home: int
+    """Number of the replica that is asked first, where the tokens of earlier turns are cached."""
+
+
+class Harness:
+    """Plays until its task is cancelled."""
+
+    def __init__(self, settings: HarnessSettings, token: str) -> None:
+        self._settings = settings
+        self._limits = Limits(settings.timeout_s, settings.memory_mib)
+        self._replicas = Replicas(settings.urls, token, settings.patience_s)
+        self._homes = count()
+        self._taking = asyncio.Lock()
+        self._ends = Counter[str]()
+        self._earned = 0.0
+        """Sum of the rewards that were given."""
+        self._failing = False
+
+    async def run(self) -> None:
+        """Raises ConfigError if there is no such environment or the token is wrong, UnavailableError if no replica
+        answers for too long."""
+        slots = [asyncio.create_task(self._slot()) for _ in range(self._settings.workers)]
+        reporting = asyncio.create_task(self._report())
+        try:
+            ended, _ = await asyncio.wait((*slots, reporting), return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            await cancel((*slots, reporting))
+            await finished(self._replicas.close())
+
+    async def _slot(self) -> None:
+        environment = EnvironmentProcess(self._settings.environment, self._limits)
+        try:
+            await environment.start()
+            while True:
+                taken = await self._take()
+                if taken is not None:
+                    await self._play(taken, environment)
+        finally:
+            await finished(environment.stop())
+
+    async def _take(self) -> _Taken | None:
+        async with self._taking:  # one call that waits is enough
+            home = next(self._homes)
+            episode = (await self._replicas.send(calls.take_episode(WAIT_S), home)).root
+        return None if episode is None else _Taken(episode, home)
+
+    async def _play(self, taken: _Taken, environment: EnvironmentProcess) -> None:
+        """Plays an episode to its end, or gives it back with a reason."""
+        session_id = taken.episode.session_id
+        try:
+            end = await self._turns(taken, environment)
+            await self._replicas.send(calls.finish_session(session_id, end), taken.home)
+        except asyncio.CancelledError:
+            with suppress(DvpError, TimeoutError):
+                await finished(self._give_back(taken))
+            raise
+        except (NotFoundError, TimeoutError):
+            self._ends["lost"] += 1
+            logger.warning("episode %s was given to another harness, or its job has ended", _name(taken))
+        except (EnvironmentFailedError, EngineError, RequestError) as error:
+            self._ends["failed"] += 1
+            logger.warning("episode %s cannot be played: %s", _name(taken), error)
+            if isinstance(error, EnvironmentFailedError) and error.trace and not self._failing:
+                logger.warning("%s", error.trace)
+            self._failing = True
+            with suppress(NotFoundError):
+                await self._replicas.send(calls.delete_session(session_id, str(error)), taken.home)
+        else:
+            self._failing = False
+            self._ends["cut off" if end.truncated else "finished"] += 1
+            self._earned += end.reward or 0.0
+        await self._close(environment)
+
+    async def _turns(self, taken: _Taken, environment: EnvironmentProcess) -> FinishRequest:
+        """Plays to the end, and returns that."""
+        episode, home = taken
+        messages, tools = await environment.reset(episode.task)
+        rewards: list[float] = []
+        for turn in range(self._settings.max_turns):
+            said = {"model": episode.run_id, "messages": messages} | ({"tools": tools} if tools else {})
+            call = calls.chat(episode.session_id, said, key=f"turn-{turn}")
+            try:
+                async with asyncio.timeout(episode.idle_s):  # after that somebody else plays it
+                    answer = await self._replicas.send(call, home)
+            except RequestError as error:
+                if error.code != CONTEXT_FULL or turn == 0:
+                    raise
+                break
+            message = answer.choices[0].message.model_dump(mode="json", exclude_none=True)
+            added, reward, done = await environment.step(message)
+            rewards += [] if reward is None else [reward]
+            if done:
+                return FinishRequest(reward=sum(rewards) if rewards else None)
+            messages += [message, *added]
+        return FinishRequest(reward=sum(rewards) if rewards else None, truncated=True)
+
+    async def _give_back(self, taken: _Taken) -> None:
+        async with asyncio.timeout(GIVE_BACK_S):
+            await self._replicas.send(calls.delete_session(taken.episode.session_id), taken.home)
+
+    async def _close(self, environment: EnvironmentProcess) -> None:
+        try:
+            await environment.close()
+        except EnvironmentFailedError as error:
+            logger.warning("%s\n%s", error, error.trace)
+
+    async def _report(self) -> None:
+        reported = Counter[str]()
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if self._ends != reported:
+                logger.info("%s", self.summary())
+                reported = self._ends.copy()
+
+    def summary(self) -> str:
+        """What became of the episodes, in words."""
+        counts = ", ".join(f"{number} {end}" for end, number in sorted(self._ends.items()))
+        num = self._ends["finished"] + self._ends["cut off"]
+        return f"episodes: {counts or 'none'}" + (f"; mean reward {self._earned / num:.3f}" if num else "")
+
+
+def _name(taken: _Taken) -> str:
+    return f"{taken.episode.index} of job {taken.episode.job_id}"

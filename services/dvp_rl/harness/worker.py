@@ -1,0 +1,96 @@
+"""The process in which environments run, one after the other: one JSON line in and one out per call. process.py starts
+it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.openai import ChatMessage
+from dvp_rl.contract.record import describe
+from dvp_rl.hooks import as_number, load_hook
+from dvp_rl.workers.child import Failure, Guard, Loop, Pipes, limit_memory
+from dvp_rl.workers.limits import Limits
+
+from .environment import Environment, Step
+from .tools import Tools
+
+SETTING = "environment"
+MESSAGES = TypeAdapter(list[ChatMessage])
+
+
+class Stage:
+    """Holds the environment of the episode that is played."""
+
+    def __init__(self, create: Callable[[], Environment]) -> None:
+        self._create = create
+        self._loop = Loop()
+        self._environment: Any = None
+
+    def reset(self, row: dict[str, Any]) -> dict[str, Any]:
+        self._environment = self._create()
+        messages = self._loop.finished(self._environment.reset(row))
+        tools = getattr(self._environment, "tools", None) or []
+        return {
+            "messages": _plain(messages),
+            "tools": tools.definitions if isinstance(tools, Tools) else list(tools),
+        }
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        step = Step(*self._loop.finished(self._environment.step(message)))
+        return {
+            "messages": _plain(step.messages or ()),
+            "reward": None if step.reward is None else as_number(step.reward),
+            "done": bool(step.done),
+        }
+
+    def close(self, _: None) -> dict[str, Any]:
+        environment, self._environment = self._environment, None
+        close = getattr(environment, "close", None)
+        if close is not None:
+            self._loop.finished(close())
+        return {}
+
+
+def _plain(messages: Any) -> Any:
+    """The messages as JSON. Raises ValueError."""
+    try:
+        checked = MESSAGES.validate_python(list(messages))
+    except ValidationError as error:
+        raise ValueError(describe("messages", error)) from None
+    return MESSAGES.dump_python(checked, mode="json", exclude_none=True)
+
+
+def _loaded(name: str) -> Callable[[], Environment]:
+    """Raises ConfigError if it cannot be an environment."""
+    create = load_hook(SETTING, name)
+    lacking = [method for method in ("reset", "step") if inspect.isclass(create) and not hasattr(create, method)]
+    if lacking:
+        raise ConfigError(f"{SETTING} {name!r}: the class has no method {' and no method '.join(lacking)}")
+    try:
+        inspect.signature(create).bind()
+    except TypeError as error:
+        raise ConfigError(f"{SETTING} {name!r}: must be created without arguments ({error})") from None
+    return create
+
+
+def main(name: str, given: tuple[float, int, str]) -> None:
+    limits, pipes = Limits(*given), Pipes()
+    try:
+        stage = Stage(_loaded(name))
+    except ConfigError as refusal:
+        return pipes.send({"error": str(refusal)})
+    limit_memory(limits.memory_mib)
+    pipes.send({})
+    guard = Guard(limits, __file__)
+    calls: dict[str, Callable[[Any], dict[str, Any]]]
+    calls = {"reset": stage.reset, "step": stage.step, "close": stage.close}
+    for call, argument in pipes.requests():
+        answer = guard.call(partial(calls[call], argument))
+        pipes.send(answer._asdict() if isinstance(answer, Failure) else answer)
+    return None

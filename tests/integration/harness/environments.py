@@ -1,0 +1,121 @@
+"""Environments as users would write them, good ones and bad ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dvp_rl.harness import Step, Tools
+
+
+class Sums:
+    """Asks for one sum after another. The reward of each is 0.5."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        sys.stdout.write("environments may print\n")
+        return [{"role": "user", "content": row.get("prompt", "1+1=")}]
+
+    async def step(self, message: dict[str, Any]) -> Step:
+        assert message["role"] == "assistant"
+        self.turns += 1
+        return Step([{"role": "user", "content": "2+2="}], reward=0.5, done=self.turns == 2)
+
+
+class Plain:
+    """Nothing is async, nothing is rewarded, and a plain tuple will do."""
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "1+1="}]
+
+    def step(self, message: dict[str, Any]) -> tuple[Any, ...]:
+        return ([], None, True)
+
+
+class Endless(Plain):
+    def step(self, message: dict[str, Any]) -> tuple[Any, ...]:
+        return ([{"role": "user", "content": "go on"}], 0.25)
+
+
+class Silent(Plain):
+    def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        return []
+
+
+class Moody(Plain):
+    """Fails as the row's prompt says."""
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        self.mood = row["prompt"]
+        return super().reset(row)
+
+    def step(self, message: dict[str, Any]) -> Any:
+        match self.mood:
+            case "raise":
+                raise ValueError("no more sums")
+            case "exit":
+                raise SystemExit
+            case "die":
+                os._exit(3)
+            case "wait":
+                time.sleep(600)
+            case "hang":
+                while True:
+                    with suppress(BaseException):
+                        time.sleep(600)
+            case "grow":
+                return [bytes(1 << 40)]
+            case "nothing":
+                return None
+            case "nan":
+                return Step(reward=float("nan"))
+            case "role":
+                return Step([{"role": "robot", "content": "beep"}])
+            case "open":
+                Path("closed").write_text("no")
+        return Step(reward=1.0, done=True)
+
+    def close(self) -> None:
+        if self.mood == "open":
+            Path("closed").write_text("yes")
+        if self.mood == "stuck":
+            raise ValueError("will not close")
+
+
+def slow(seconds: float) -> str:
+    time.sleep(seconds)
+    return "done"
+
+
+async def gently(seconds: float) -> str:
+    import asyncio
+
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+class WithTools(Plain):
+    tools = Tools(slow, gently)
+
+    async def step(self, message: dict[str, Any]) -> Step:
+        return Step(await self.tools.run(message), reward=1.0, done=True)
+
+
+class NoStep:
+    def reset(self, row: dict[str, Any]) -> list[Any]:
+        return []
+
+
+class WithArguments(Plain):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def made() -> Plain:
+    return Plain()

@@ -1,0 +1,137 @@
+"""Environments in real worker processes: what they answer, and every way in which they fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dvp_rl.contract.errors import ConfigError
+from dvp_rl.harness.process import EnvironmentFailedError, EnvironmentProcess
+from dvp_rl.workers.limits import Limits
+from tests.kit.wait import WITHIN_S
+
+MODULE = "tests.integration.harness.environments"
+SAID = {"role": "assistant", "content": "2"}
+PATIENT = Limits(WITHIN_S, 1024)
+HASTY = Limits(0.3, 1024)
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def started(name: str, limits: Limits = PATIENT) -> EnvironmentProcess:
+            process = EnvironmentProcess(f"{MODULE}:{name}", limits)
+            stack.push_async_callback(process.stop)
+            await process.start()
+            return process
+
+        yield started
+
+
+async def test_an_episode(start: Start) -> None:
+    sums = await start("Sums")
+    for _ in range(2):  # each with an object of its own
+        assert await sums.reset({"prompt": "3+4="}) == ([{"role": "user", "content": "3+4="}], [])
+        again = [{"role": "user", "content": "2+2="}]
+        assert await sums.step(SAID) == (again, 0.5, False)
+        assert await sums.step(SAID) == (again, 0.5, True)
+        await sums.close()
+
+
+@pytest.mark.parametrize("name", ["Plain", "made"])
+async def test_plain_methods_plain_tuples_and_factories(start: Start, name: str) -> None:
+    plain = await start(name)
+    assert await plain.reset({}) == ([{"role": "user", "content": "1+1="}], [])
+    assert await plain.step(SAID) == ([], None, True)
+
+
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("raise", "step: ValueError: no more sums"),
+        ("exit", "step: SystemExit: "),
+        ("nothing", "step: TypeError: "),
+        ("nan", "step: ValueError: returned nan, expected a finite number"),
+        ("role", "step: ValueError: messages: 0.role: Input should be 'system'"),
+        ("grow", "step: needed more memory than memory_mib allows"),
+    ],
+)
+async def test_a_failure_costs_the_episode_but_not_the_process(start: Start, mood: str, error: str) -> None:
+    moody = await start("Moody")
+    await moody.reset({"prompt": mood})
+    with pytest.raises(EnvironmentFailedError) as failed:
+        await moody.step(SAID)
+    assert str(failed.value).startswith(error)
+    if mood == "raise":
+        assert failed.value.trace.splitlines()[1].endswith("in step"), "the traceback begins with the user's code"
+    await moody.close()
+    assert (await moody.reset({"prompt": "good"}))[0]
+    assert await moody.step(SAID) == ([], 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("die", "step: its process ended with exit status 3"),
+        ("wait", "step: took longer than timeout_s allows"),
+        ("hang", "step: took longer than timeout_s allows and had to be killed"),
+    ],
+)
+async def test_a_process_that_ends_or_hangs_is_replaced(start: Start, mood: str, error: str) -> None:
+    moody = await start("Moody", HASTY if mood != "die" else PATIENT)
+    await moody.reset({"prompt": mood})
+    with pytest.raises(EnvironmentFailedError, match=f"^{error}$"):
+        await moody.step(SAID)
+    await moody.close()
+    await moody.reset({"prompt": "good"})
+    assert await moody.step(SAID) == ([], 1.0, True)
+
+
+async def test_the_end_of_an_episode(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    moody = await start("Moody")
+    await moody.reset({"prompt": "open"})
+    await moody.step(SAID)
+    closed = tmp_path / "closed"
+    assert closed.read_text() == "no"
+    await moody.close()
+    assert closed.read_text() == "yes"
+    await moody.reset({"prompt": "stuck"})
+    with pytest.raises(EnvironmentFailedError, match="close: ValueError: will not close"):
+        await moody.close()
+    await moody.close()
+
+
+async def test_a_tool_that_hangs_is_an_observation(start: Start) -> None:
+    process = await start("WithTools", HASTY)
+    _, tools = await process.reset({})
+    assert [tool["function"]["name"] for tool in tools] == ["slow", "gently"]
+    calls = [
+        {"id": str(at), "type": "function", "function": {"name": name, "arguments": json.dumps({"seconds": seconds})}}
+        for at, (name, seconds) in enumerate([("slow", 600), ("gently", 600), ("slow", 0), ("gently", 0)])
+    ]
+    messages, reward, done = await process.step({"role": "assistant", "content": None, "tool_calls": calls})
+    late = "error: this took too long"
+    assert [message["content"] for message in messages] == [late, late, "done", "done"]
+    assert [message["tool_call_id"] for message in messages] == ["0", "1", "2", "3"]
+    assert (reward, done) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("NoStep", "the class has no method step"),
+        ("WithArguments", r"must be created without arguments \(missing a required argument: 'size'\)"),
+        ("Absent", "has no function 'Absent'"),
+    ],
+)
+async def test_what_is_no_environment_is_refused(start: Start, name: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        await start(name)

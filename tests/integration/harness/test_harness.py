@@ -1,0 +1,202 @@
+"""A harness plays episodes of a real queue through real replicas, in environments in worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import pytest
+
+from dvp_rl.cancellation import cancel
+from dvp_rl.contract.errors import ConfigError, UnavailableError
+from dvp_rl.contract.group import DeadLetter, FinishReason, Group, Sample
+from dvp_rl.contract.job import Sink
+from dvp_rl.harness.harness import Harness
+from dvp_rl.harness.settings import HarnessSettings
+from dvp_rl.transport.broker import Broker
+from tests.integration.transport.rig import BLOCK_MS, Rig
+from tests.kit import web
+from tests.kit.forked import HARNESS, service
+from tests.kit.ports import free_port
+from tests.kit.replicas import ReplicaThread
+from tests.kit.tokens import TOKEN
+from tests.kit.wait import until, until_async
+
+MODULE = "tests.integration.harness.environments"
+
+
+@pytest.fixture
+async def rig(broker: Broker) -> Rig:
+    return await Rig.of(broker)
+
+
+@pytest.fixture
+def args(model: Path, broker_url: str, run_id: str) -> list[str]:
+    return ["--model", str(model), "--redis-url", broker_url, "--run-id", run_id, "--engine", "fake"]
+
+
+def settings(*urls: str, environment: str = "Sums", **options: Any) -> HarnessSettings:
+    flags = {"environment": f"{MODULE}:{environment}", "urls": ",".join(urls), "workers": 2} | options
+    return HarnessSettings.load([f"--{name.replace('_', '-')}={value}" for name, value in flags.items()])
+
+
+@asynccontextmanager
+async def playing(*urls: str, **options: Any) -> AsyncIterator[Harness]:
+    harness = Harness(settings(*urls, **options), token=options.get("token", ""))
+    task = asyncio.create_task(harness.run())
+    try:
+        yield harness
+        assert not task.done(), await task
+    finally:
+        await cancel([task])
+
+
+async def receive(rig: Rig) -> Group | DeadLetter:
+    (delivery,) = await until_async(lambda: rig.groups.read(9, BLOCK_MS))
+    return delivery.item
+
+
+def num_turns(samples: Sequence[Sample]) -> int:
+    """Turns of an episode: what the environment said in between separates those of one branch."""
+    return sum(len(sample.environment) + 1 for sample in samples)
+
+
+async def test_episodes_go_from_the_trainer_to_the_trainer(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    job = await rig.submit_episodes(n=3, task={"prompt": "1+1="})
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url) as harness:
+            group = await receive(rig)
+            assert isinstance(group, Group)
+            await until_async(lambda: harness.summary() == "episodes: 3 finished; mean reward 1.000")
+    assert (group.job_id, group.rewards) == (job.job_id, (1.0, 1.0, 1.0))
+    assert [num_turns(samples) for samples in group.episodes] == [2, 2, 2]
+
+
+async def test_an_environment_may_leave_the_reward_to_the_trainer(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    await rig.submit_episodes(n=2)
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url, environment="Plain"):
+            group = await receive(rig)
+    assert isinstance(group, Group)
+    assert group.rewards == (None, None)
+
+
+async def test_too_many_turns_cut_an_episode_off(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    await rig.submit_episodes(n=1, sampling={"max_tokens": 4})
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url, environment="Endless", max_turns=3):
+            group = await receive(rig)
+    assert isinstance(group, Group)
+    assert group.rewards == (0.75,)
+    (*_, last) = group.samples
+    assert last.finish_reason is FinishReason.LENGTH
+    assert num_turns(group.samples) == 3
+
+
+async def test_a_full_context_cuts_an_episode_off(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    await rig.submit_episodes(n=1, sampling={"max_tokens": 64})
+    with ReplicaThread(tmp_path, *args, "--fake.num-tokens=64") as replica:
+        async with playing(replica.url, environment="Endless", max_turns=1000) as harness:
+            group = await receive(rig)
+            await until_async(lambda: harness.summary().startswith("episodes: 1 cut off"))
+    assert isinstance(group, Group)
+    (*_, last) = group.samples
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.num_model_tokens + sum(span.end - span.start for span in last.environment) <= 256
+
+
+async def test_an_episode_that_cannot_be_played_says_why_and_spares_the_others(
+    args: list[str], tmp_path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = await rig.submit_episodes(0, n=2, task={"prompt": "die"})
+    good = await rig.submit_episodes(1, n=2, task={"prompt": "good"})
+    with ReplicaThread(tmp_path, *args, "--max-deliveries=2") as replica:
+        async with playing(replica.url, environment="Moody"):
+            found = {item.job_id: item for item in [await receive(rig), await receive(rig)]}
+    letter, group = found[broken.job_id], found[good.job_id]
+    assert isinstance(letter, DeadLetter)
+    assert letter.error == "episode 0: step: its process ended with exit status 3"
+    assert isinstance(group, Group)
+    assert group.rewards == (1.0, 1.0)
+    assert "cannot be played: step: its process ended with exit status 3" in caplog.text
+
+
+async def test_messages_that_no_turn_can_have_are_the_environments_fault(
+    args: list[str], tmp_path: Path, rig: Rig
+) -> None:
+    await rig.submit_episodes(n=1, task={"prompt": "good"})
+    with ReplicaThread(tmp_path, *args, "--max-deliveries=1") as replica:
+        async with playing(replica.url, environment="Silent"):
+            letter = await receive(rig)
+    assert isinstance(letter, DeadLetter)
+    assert "messages: List should have at least 1 item" in letter.error
+
+
+async def test_the_next_replica_takes_over(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    await rig.submit_episodes(n=8)
+    dead = f"http://127.0.0.1:{free_port()}"
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(dead, replica.url, dead):
+            group = await receive(rig)
+    assert isinstance(group, Group)
+    assert len(group.episodes) == 8
+
+
+async def test_replicas_may_start_after_the_harness(
+    args: list[str], tmp_path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    await rig.submit_episodes(n=1)
+    port = free_port()
+    async with playing(f"http://127.0.0.1:{port}"):
+        await until_async(lambda: "trying again for at most 600 s" in caplog.text)
+        with ReplicaThread(tmp_path, *args, "--port", str(port)):
+            assert isinstance(await receive(rig), Group)
+
+
+async def test_a_harness_without_replicas_ends_after_a_while() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(UnavailableError, match=url):
+        await Harness(settings(url, patience_s=0.3), token="").run()
+
+
+async def test_only_a_harness_may_play(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    with ReplicaThread(tmp_path, *args, "--token", TOKEN, token=TOKEN) as replica:
+        with pytest.raises(ConfigError, match="token"):
+            await Harness(settings(replica.url), token="").run()
+        await rig.submit_episodes(n=1)
+        async with playing(replica.url, token=TOKEN):
+            assert isinstance(await receive(rig), Group)
+
+
+async def test_no_environment_ends_the_harness(args: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no function 'Absent'"):
+        await Harness(settings("http://127.0.0.1:1", environment="Absent"), token="").run()
+
+
+async def test_evaluations_are_played_too(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    await rig.submit_episodes(n=1, sink=Sink.EVAL)
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url):
+            await until_async(lambda: rig.length(rig.broker.keys.evals))
+
+
+async def test_the_program_gives_back_what_it_plays_when_it_is_stopped(
+    args: list[str], tmp_path: Path, rig: Rig
+) -> None:
+    await rig.submit_episodes(n=1)
+    log = tmp_path / "harness.log"
+    with ReplicaThread(tmp_path, *args, "--fake.service-time-s=600") as replica:
+        flags = [f"--environment={MODULE}:Sums", f"--urls={replica.url}", "--workers=1"]
+        with service(HARNESS, flags, log) as program:
+            busy = "dvp_rollout_in_flight_samples 1.0"
+            await asyncio.to_thread(until, lambda: busy in web.get(f"{replica.url}/metrics").text)
+            program.send_signal(SIGTERM)
+            assert await asyncio.to_thread(program.wait) == 0, log.read_text()
+        assert "stopped; episodes: none" in log.read_text()
+        with replica.client() as client:
+            episodes = (await asyncio.to_thread(client.queue)).episodes
+    assert (episodes.backlog, episodes.pending, episodes.redelivered) == (1, 0, 0)
