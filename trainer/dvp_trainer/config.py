@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from dvp_rl.contract.engine import EngineName
@@ -31,7 +31,11 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
-SET_BY_UP = {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"}
+SET_BY_UP = {
+    "options": {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"},
+    "harness_options": {"config", "dry_run", "environment", "urls"},
+}
+"""By the section's setting that holds options of another program."""
 SGLANG_SHARES = {"sglang.max_total_tokens", "sglang.mem_fraction_static", "sglang.url"}
 """Options of a replica that leave memory of its GPU to others."""
 SECRET = re.compile(r"(^|[._])(token|\w*key)$")
@@ -65,6 +69,7 @@ def _unicode(text: str) -> str:
     return text
 
 
+Options = Annotated[dict[str, bool | int | float | str], BeforeValidator(_from_text)]
 TemplateArguments = Annotated[Metadata, BeforeValidator(_from_text), AfterValidator(_without_null)]
 
 
@@ -157,7 +162,8 @@ class DataSection(Section):
 class RewardSection(Section):
     name: Annotated[str, AfterValidator(partial(choice_or_hook, RewardName))]
     """`math`, `exact_match`, `arithmetic`, or `module:function` importable from the working directory, in this
-    project's form or TRL's, plain or async. `given`: a harness rewards every episode (episodes.harness)."""
+    project's form or TRL's, plain or async. `given`: a harness rewards every episode (episodes.harness); one that was
+    cut off without a reward has 0."""
     workers: Positive = 1
     """Processes that compute rewards."""
     timeout_s: Seconds = 10.0
@@ -339,8 +345,13 @@ class UpSection(Section):
     """Number format in which they compute. None: model.compute_dtype."""
     gpus: tuple[str, ...] = ()
     """For each replica in turn its CUDA_VISIBLE_DEVICES, e.g. ["1", "2"], or ["1,2"]. Empty: model.device."""
-    options: Annotated[dict[str, bool | int | float | str], BeforeValidator(_from_text)] = Field(default={})
+    options: Options = Field(default={})
     """More options of dvp-rollout, e.g. { max_batch = 256 }. Secrets belong in its environment (DVP_ROLLOUT__...)."""
+    environment: HookName | None = None
+    """Your class, as module:Environment, in which dvp-harness plays the episodes (episodes.harness). None: another
+    harness does."""
+    harness_options: Options = Field(default={})
+    """More options of dvp-harness, e.g. { workers = 32 }. Secrets belong in its environment (DVP_HARNESS__...)."""
     monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Port of the monitor on 127.0.0.1; 0 takes a free one. None: no monitor."""
     show_completions: bool = False
@@ -352,15 +363,22 @@ class UpSection(Section):
             raise ValueError("show_completions needs the monitor: set monitor_port")
         return self
 
-    @field_validator("options")
+    @model_validator(mode="after")
+    def _for_the_harness(self) -> Self:
+        if self.harness_options and self.environment is None:
+            raise ValueError("harness_options are for dvp-harness, which only plays in an environment: set that, too")
+        return self
+
+    @field_validator("options", "harness_options")
     @classmethod
-    def _not_ours(cls, options: dict[str, Any]) -> dict[str, Any]:
+    def _not_ours(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         plain = {name.replace("-", "_"): value for name, value in options.items()}
-        if own := plain.keys() & SET_BY_UP:
+        if own := plain.keys() & SET_BY_UP[str(info.field_name)]:
             raise ValueError(f"`dvp-train up` sets {', '.join(sorted(own))} itself")
         for name in plain:
             if SECRET.search(name):
-                variable = f"DVP_ROLLOUT__{name.upper().replace('.', '__')}"
+                program = "ROLLOUT" if info.field_name == "options" else "HARNESS"
+                variable = f"DVP_{program}__{name.upper().replace('.', '__')}"
                 raise ValueError(f"{name} is a secret, which would be written down; give it as {variable}")
         return plain
 
@@ -460,6 +478,8 @@ class TrainSettings(Settings):
             )
         if self.reward.name == RewardName.GIVEN and not self.episodes.harness:
             raise ValueError("reward.name is 'given', but nobody gives rewards: episodes.harness is false")
+        if self.up.environment is not None and not self.episodes.harness:
+            raise ValueError("up.environment plays episodes, but there are none: episodes.harness is false")
         self._check_gpus_of_sglang()
         if self.batch.updates > self.batch.groups:
             raise ValueError(

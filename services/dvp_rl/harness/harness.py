@@ -46,9 +46,10 @@ class Harness:
         self._homes = count()
         self._taking = asyncio.Lock()
         self._ends = Counter[str]()
-        self._earned = 0.0
-        """Sum of the rewards that were given."""
+        self._num_rewarded, self._earned = 0, 0.0
+        """Number of the rewards that were given, and their sum."""
         self._failing = False
+        """Whether the last episode failed."""
 
     async def run(self) -> None:
         """Raises ConfigError if there is no such environment or the token is wrong, UnavailableError if no replica
@@ -104,7 +105,8 @@ class Harness:
         else:
             self._failing = False
             self._ends["cut off" if end.truncated else "finished"] += 1
-            self._earned += end.reward or 0.0
+            if end.reward is not None:
+                self._num_rewarded, self._earned = self._num_rewarded + 1, self._earned + end.reward
         await self._close(environment)
 
     async def _turns(self, taken: _Taken, environment: EnvironmentProcess) -> FinishRequest:
@@ -151,8 +153,8 @@ class Harness:
     def summary(self) -> str:
         """What became of the episodes, in words."""
         counts = ", ".join(f"{number} {end}" for end, number in sorted(self._ends.items()))
-        num = self._ends["finished"] + self._ends["cut off"]
-        return f"episodes: {counts or 'none'}" + (f"; mean reward {self._earned / num:.3f}" if num else "")
+        mean = f"; mean reward {self._earned / self._num_rewarded:.3f}" if self._num_rewarded else ""
+        return f"episodes: {counts or 'none'}{mean}"
 
 
 def _name(taken: _Taken) -> str:

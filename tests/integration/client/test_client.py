@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dvp_rl.client import AsyncClient, Client, Retry
+from dvp_rl.client import AsyncClient, Client, Retry, calls
 from dvp_rl.client.calls import JobFields, RolloutFields
 from dvp_rl.contract.errors import (
     ConfigError,
@@ -26,6 +26,7 @@ from dvp_rl.contract.errors import (
 )
 from dvp_rl.contract.http import ANSWERED, JobRequest, RolloutRequest, SamplingBody
 from dvp_rl.contract.job import JobState
+from dvp_rl.contract.openai import CONTEXT_FULL, ChatCompletion
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
 from tests.kit.tokens import TOKEN
@@ -239,6 +240,31 @@ def test_a_rollout_that_was_cut_off_is_not_paid_for_twice() -> None:
         with pytest.raises(UnavailableError):
             client.rollout(prompt="1")
         assert len(seen) == 1
+
+
+def test_a_turn_is_repeated_by_its_key() -> None:
+    turn = calls.chat("a/b", {"model": "m", "messages": [{"role": "user", "content": "1"}]}, key="turn-3")
+    completion = ChatCompletion.model_config["json_schema_extra"]["examples"][0]  # type: ignore[index,call-overload]
+    with scripted(None, (503, {}, {}), (200, {}, completion)) as (url, seen), Client(url, retry=QUICK) as client:
+        assert client.send(turn).choices[0].message.content == "85"
+    assert [body["messages"] for body in seen] == [[{"role": "user", "content": "1"}]] * 3
+    assert turn.path == "/v1/sessions/a%2Fb/v1/chat/completions"
+
+
+def test_a_session_that_is_full_is_told_by_its_code() -> None:
+    error = {"message": "why", "type": "t", "param": "messages", "code": CONTEXT_FULL}
+    document = {"title": "t", "status": 422, "detail": "why", "error": error}
+    with (
+        scripted((422, {}, document)) as (url, _),
+        Client(url, retry=QUICK) as client,
+        pytest.raises(RequestError, match="why") as caught,
+    ):
+        client.weights()
+    assert caught.value.code == CONTEXT_FULL
+
+
+def test_there_may_be_no_episode(client: Client) -> None:
+    assert client.send(calls.take_episode(0)).root is None
 
 
 @pytest.mark.parametrize(

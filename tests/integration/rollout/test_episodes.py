@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from dvp_rl.contract.group import DeadLetter, Group
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.results import client_jobs
+from dvp_rl.transport.sessions import SessionStore
 from tests.integration.engines.oracle import Oracle
 from tests.integration.rollout.test_sessions import check_logprobs
 from tests.integration.transport.rig import BLOCK_MS, Rig
@@ -234,3 +237,25 @@ def test_without_a_queue_there_are_no_episodes(model: Path, tmp_path: Path) -> N
 
 def test_a_wait_has_a_bound(caller: Caller) -> None:
     assert "60" in web.problem(caller.ask(61), 422).detail
+
+
+async def test_a_replica_that_stops_gives_no_episode(
+    args: list[str], tmp_path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, take = threading.Event(), SessionStore.take
+
+    async def noticed(self: SessionStore, *given: Any, **options: Any) -> Any:
+        looked.set()
+        return await take(self, *given, **options)
+
+    monkeypatch.setattr(SessionStore, "take", noticed)
+    with (
+        ReplicaThread(tmp_path, *args, "--engine", "fake", "--drain-s", "60") as replica,
+        Caller(replica.url) as caller,
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(caller.ask, 60)
+        await until_async(looked.is_set)
+        await asyncio.to_thread(replica.stop)
+        assert waiting.result().status_code == 503
+        assert "stopping" in waiting.result().json()["detail"]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dvp_rl.harness.process import EnvironmentProcess
 from dvp_rl.hooks import load_hook
+from dvp_rl.workers.limits import Limits
 from dvp_trainer.data.prompts import Row, load_prompts
 from dvp_trainer.data.reward_forms import RewardFunction
 from dvp_trainer.data.reward_pool import RewardRequest
@@ -17,13 +19,14 @@ from dvp_trainer.report.sinks import read_metrics
 from tests.kit.forked import ROLLOUT, run
 from tests.kit.processes import ROOT
 from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer
+from tests.kit.wait import WITHIN_S
 
 PAGE = ROOT / "trainer" / "HOOKS.md"
 
 
 def write_hooks(folder: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     (folder / "my_hooks.py").write_text("\n\n".join(blocks))
 
 
@@ -171,3 +174,22 @@ def broken(settings, *, version): raise RuntimeError("no GPU")
     done = run(ROLLOUT, f"--model={MODEL}", f"--engine={name}", "--port=0", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert said in done.stderr
+
+
+async def test_the_documented_environment_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hooks(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (option,) = documented_options("dvp-harness")
+    calculator = EnvironmentProcess(option.removeprefix("--environment="), Limits(WITHIN_S, 1024))
+    await calculator.start()
+    try:
+        messages, tools = await calculator.reset({"row": 0, "prompt": "3+4=", "answer": "7", "columns": {}})
+        assert messages == [{"role": "user", "content": "3+4="}]
+        assert [tool["function"]["name"] for tool in tools] == ["add"]
+        function = {"name": "add", "arguments": '{"a": 3, "b": 4}'}
+        call = {"id": "c1", "type": "function", "function": function}
+        observed, reward, done = await calculator.step({"role": "assistant", "content": None, "tool_calls": [call]})
+        assert (observed, reward, done) == ([{"role": "tool", "tool_call_id": "c1", "content": "7"}], None, False)
+        assert await calculator.step({"role": "assistant", "content": "7"}) == ([], 1.0, True)
+    finally:
+        await calculator.stop()

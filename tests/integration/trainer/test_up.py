@@ -20,6 +20,7 @@ from dvp_trainer.programs import program
 from dvp_trainer.report.sinks import read_metrics
 from tests.kit import forked, web
 from tests.kit.forked import TRAINER, Service, service
+from tests.kit.models import make_model
 from tests.kit.processes import PYTHON, process
 from tests.kit.runs import HELDOUT, config, run_trainer
 from tests.kit.wait import WITHIN_S, until
@@ -152,6 +153,40 @@ def test_people_can_look_at_monitor_replica_and_queue(tmp_path: Path, run_id: st
     assert "Traceback" not in run.output
 
 
+PLAYED = {
+    "steps": "3",
+    "episodes__harness": "true",
+    "reward__name": "given",
+    "batch__groups": "2",
+    "up__environment": "tests.integration.harness.environments:Sums",
+    "up__harness_options": '{"workers": 3}',
+}
+
+
+@pytest.mark.slow
+def test_episodes_are_played_in_the_users_environment(tmp_path: Path, run_id: str) -> None:
+    model = make_model(tmp_path / "model", "qwen3", seed=1)
+    with up(tmp_path, run_id, **PLAYED, model__path=str(model)) as run:
+        run.says("harness    tests.integration.harness.environments:Sums")
+        (harness,) = [one for one in run.processes() if "dvp_rl.harness" in one.cmdline()]
+        harness.kill()
+        run.says("harness is started again: harness was killed by SIGKILL")
+        assert run.service.wait() == 0, run.output
+    records = read_metrics(run.out / "metrics.jsonl")
+    assert [record["reward/mean"] for record in records] == [1.0] * 3
+    assert all(record["length/environment_mean"] > 0 for record in records)
+    assert all(record["mismatch/k3_kl"] < 1e-6 for record in records if "mismatch/k3_kl" in record)
+
+
+def test_an_environment_that_cannot_be_ends_the_run_with_its_last_words(tmp_path: Path, run_id: str) -> None:
+    absent = PLAYED | {"up__environment": "tests.integration.harness.environments:Absent"}
+    done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, **absent)])
+    assert done.returncode == 2
+    assert "dvp-train: error: harness ended with exit code 2" in done.stderr
+    assert "has no function 'Absent'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def be_impatient() -> None:
     patience.SILENCE_S = patience.LONGEST_SILENCE_S = 0.05
 
@@ -228,6 +263,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
     assert (done.returncode, "error: out_dir: " in done.stderr, "Traceback" in done.stderr) == (2, True, False)
     done = run_trainer(["up", *flags(tmp_path, run_id, **FAKE, up__options='{"sglang.api-key": "x"}')])
     assert "is a secret, which would be written down; give it as DVP_ROLLOUT__SGLANG__API_KEY" in done.stderr
+    done = run_trainer(["up", *flags(tmp_path, run_id, **PLAYED | {"up__harness_options": '{"token": "x"}'})])
+    assert "is a secret, which would be written down; give it as DVP_HARNESS__TOKEN" in done.stderr
+    done = run_trainer(["up", *flags(tmp_path, run_id, **PLAYED | {"up__environment": None})])
+    assert "harness_options are for dvp-harness, which only plays in an environment" in done.stderr
+    done = run_trainer(
+        ["up", *flags(tmp_path, run_id, **PLAYED | {"episodes__harness": "false", "reward__name": "arithmetic"})]
+    )
+    assert "up.environment plays episodes, but there are none: episodes.harness is false" in done.stderr
     assert "up.engine" in run_trainer(["up", *flags(tmp_path, run_id, up__engine="sglagn")]).stderr
     done = run_trainer(["up", "doctor", *flags(tmp_path, run_id)])
     assert "`up` goes with CONFIG or eval" in done.stderr

@@ -331,13 +331,17 @@ async def test_what_a_harness_gave_is_the_reward(
     assert (result.reward_s > 0) is (expected is not None)
 
 
-async def test_a_harness_that_owes_rewards_is_a_failure(folder: Path, tmp_path: Path) -> None:
+async def test_a_harness_that_owes_rewards_is_a_failure_unless_the_episode_was_cut_off(
+    folder: Path, tmp_path: Path
+) -> None:
     tokenizer, section = load_tokenizer(folder), RewardSection(name="given")
-    samples = [[make_turns([(tokenizer.encode("7"), [-1.0])])]] * 2
-    group = scored(FIRST, samples, [0.0] * 2).group.model_copy(update={"rewards": (0.5, None)})
+    whole = make_turns([(tokenizer.encode("7"), [-1.0])])
+    cut_off = whole.model_copy(update={"finish_reason": FinishReason.LENGTH})
+    group = scored(FIRST, [[whole], [whole], [cut_off]], [0.0] * 3).group
+    group = group.model_copy(update={"rewards": (0.5, None, None)})
     async with RewardPool("given") as pool:
         scorer = Scorer(pool, tokenizer, section, RewardFailures(section, tmp_path, "answers", patience=9))
         await scorer.try_on([Row(0, "say it", "7")], n=2)
         result = await scorer.score(group, Row(0, "say it", "7"))
-    assert (result.rewards, result.num_failed) == ((0.5, 0.0), 1)
+    assert (result.rewards, result.num_failed) == ((0.5, 0.0, 0.0), 1)
     assert "without a reward" in (tmp_path / "reward_error.txt").read_text()

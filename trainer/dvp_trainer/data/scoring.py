@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from dvp_rl.contract.group import Group
+from dvp_rl.contract.group import FinishReason, Group
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_rl.hooks import is_hook
 from dvp_trainer.config import RewardSection
@@ -38,7 +38,7 @@ class Scorer:
         arrived = time.monotonic()
         token_ids = [last.token_ids.tolist() for *_, last in group.episodes]
         completions = [self.tokenizer.decode(ids) for ids in token_ids]
-        given = group.rewards or (None,) * len(completions)
+        given = self._given(group)
         results = [RewardResult(value, None, 0.0) for value in given]
         if None in given:
             self.num_waiting, self.num_groups = self.num_waiting + len(completions), self.num_groups + 1
@@ -56,6 +56,15 @@ class Scorer:
             reward_s=sum(result.seconds for result in results),
             arrived=arrived,
         )
+
+    def _given(self, group: Group) -> list[float | None]:
+        """What the harness gave each episode. Where only it gives rewards, 0 to one that was cut off without any."""
+        ends = [last.finish_reason for *_, last in group.episodes]
+        rewards = group.rewards or (None,) * len(ends)
+        if self._rules.name != RewardName.GIVEN:
+            return [*rewards]
+        cut_off = [end is FinishReason.LENGTH for end in ends]
+        return [0.0 if reward is None and cut else reward for reward, cut in zip(rewards, cut_off, strict=True)]
 
     def waiting(self) -> str:
         """What scoring waits for, in words; "" for nothing."""

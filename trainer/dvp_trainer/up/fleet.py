@@ -35,6 +35,10 @@ class Child:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
+    def was_killed(self) -> bool:
+        """By a signal, once it has ended."""
+        return self.process.returncode < 0
+
     def obituary(self) -> str:
         """How the process ended, and the last lines of its log."""
         code = self.process.returncode

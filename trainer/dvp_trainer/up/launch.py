@@ -1,6 +1,7 @@
 """`dvp-train up`: a broker, replicas and a monitor on this machine, for as long as the trainer runs.
 
-broker (embedded, or broker.redis_url)  <-->  replica-1 .. replica-N, monitor
+broker (embedded, or broker.redis_url)  <-->  replica-1 .. replica-N  <--  harness (up.environment)
+        ^----------------------------------->  monitor
         ^----------------------------------->  the trainer: this process
 """
 
@@ -41,14 +42,20 @@ OPERATOR_URL = "broker/operator.url"
 
 
 @dataclass
-class Server:
-    """A service in a process of its own. Its port is reserved, so that it keeps it when it starts again."""
+class Program:
+    """A program in a process of its own."""
 
     name: str
     command: list[str]
     env: Mapping[str, str]
-    port: ReservedPort
     child: Child
+
+
+@dataclass
+class Server(Program):
+    """A service. Its port is reserved, so that it keeps it when it starts again."""
+
+    port: ReservedPort
     started: float = field(default_factory=time.monotonic)
     has_served: bool = False
     """Since it was started last."""
@@ -95,6 +102,12 @@ class Local:
             if up.engine == "sglang":
                 options["sglang.log_file"] = logs / f"{name}-sglang.log"
             self.replicas.append(self._start(name, "dvp_rl.rollout", options | up.options, env))
+        self.harness = None
+        if up.environment is not None:
+            urls = ",".join(replica.url for replica in self.replicas)
+            played = {"environment": up.environment, "urls": urls} | up.harness_options
+            command = [sys.executable, "-m", "dvp_rl.harness", *flags(played)]
+            self.harness = Program("harness", command, {}, fleet.start("harness", command, {}))
         self.monitor = None
         if up.monitor_port is not None:
             shown = {"run_id": settings.run_id, "metrics_file": settings.out_dir / "metrics.jsonl"}
@@ -113,11 +126,11 @@ class Local:
                 f"{name}: port {port} cannot be taken: {error.strerror}; set up.monitor_port to another one, or to 0"
             ) from None
         command = [sys.executable, "-m", module, *flags({"port": reserved.number} | dict(options))]
-        return Server(name, command, env, reserved, self._fleet.start(name, command, env))
+        return Server(name, command, env, self._fleet.start(name, command, env), reserved)
 
     async def watch(self) -> None:
-        """Starts a replica again that served and ended, until cancelled. Raises UnavailableError if one ends before it
-        served, as the next would, or if the broker ends."""
+        """Starts a replica again that served and ended, and a harness that was killed, until cancelled. Raises
+        UnavailableError if one ends before it served, or by itself, as the next would, or if the broker ends."""
         while True:
             if self._broker is not None and self._broker.has_ended():
                 raise UnavailableError(
@@ -125,6 +138,10 @@ class Local:
                 )
             for server in self.replicas:
                 await self._look_at(server)
+            if self.harness is not None and self.harness.child.has_ended():
+                if not self.harness.child.was_killed():
+                    raise UnavailableError(self.harness.child.obituary())
+                self._start_again(self.harness)
             if self.monitor is not None and self.monitor.child.has_ended():
                 logger.warning("the run goes on without its monitor: %s", self.monitor.child.obituary())
                 self.monitor = None
@@ -134,12 +151,15 @@ class Local:
         if server.child.has_ended():
             if not server.has_served:
                 raise UnavailableError(server.child.obituary())
-            logger.warning("%s is started again: %s", server.name, server.child.obituary())
-            server.child = self._fleet.start(server.name, server.command, server.env)
+            self._start_again(server)
             server.started, server.has_served = time.monotonic(), False
         elif not server.has_served and await asyncio.to_thread(server.is_ready):
             server.has_served = True
             logger.info("%s serves, %.0f s after its start", server.name, time.monotonic() - server.started)
+
+    def _start_again(self, program: Program) -> None:
+        logger.warning("%s is started again: %s", program.name, program.child.obituary())
+        program.child = self._fleet.start(program.name, program.command, program.env)
 
     def await_version(self, seq: int, timeout_s: float) -> list[str]:
         """What each replica serves, once all serve version `seq`, or after `timeout_s`."""
@@ -181,6 +201,8 @@ def _described(settings: TrainSettings, local: Local) -> Iterator[str]:
     yield f"{settings.run_id}: {up.replicas} {noun} ({up.engine}, {dtype}) on {broker}, logs in {settings.out_dir}/logs"
     for server in (*local.replicas, *filter(None, [local.monitor])):
         yield f"  {server.name:<10} {server.url}"
+    if up.environment is not None:
+        yield f"  harness    {up.environment}"
     if settings.broker.redis_url is None:
         url = quote(str(settings.out_dir / OPERATOR_URL))
         status = f"{program('dvp-queue')} --run-id {settings.run_id} status"
