@@ -26,6 +26,8 @@ R = TypeVar("R", bound=BaseModel)
 BASE_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 LONG_TIMEOUT_S = 3600.0
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+"""As many connections as there are calls: in a line for one, calls would time out while others generate."""
 
 
 class _Base:
@@ -82,8 +84,8 @@ class Client(_Base):
     ) -> None:
         super().__init__(base_url, token, timeout, long_timeout, retry)
         if transport is None and self._is_here:
-            transport = httpx.HTTPTransport()
-        self._http = httpx.Client(base_url=base_url, headers=self._headers, transport=transport)
+            transport = httpx.HTTPTransport(limits=LIMITS)
+        self._http = httpx.Client(base_url=base_url, headers=self._headers, limits=LIMITS, transport=transport)
 
     def rollout(self, **fields: Unpack[RolloutFields]) -> RolloutResponse:
         """Samples now, on the replica at base_url."""
@@ -163,8 +165,8 @@ class AsyncClient(_Base):
     ) -> None:
         super().__init__(base_url, token, timeout, long_timeout, retry)
         if transport is None and self._is_here:
-            transport = httpx.AsyncHTTPTransport()
-        self._http = httpx.AsyncClient(base_url=base_url, headers=self._headers, transport=transport)
+            transport = httpx.AsyncHTTPTransport(limits=LIMITS)
+        self._http = httpx.AsyncClient(base_url=base_url, headers=self._headers, limits=LIMITS, transport=transport)
 
     async def rollout(self, **fields: Unpack[RolloutFields]) -> RolloutResponse:
         """Cancelling the task disconnects, and the replica stops generating."""

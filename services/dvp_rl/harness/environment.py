@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]
@@ -25,8 +25,8 @@ class Environment(Protocol):
     """One object plays one episode. Both methods may be plain or async. Two more attributes are optional: `tools`, a
     Tools or a list of tools in OpenAI's form, read after `reset`; and a method `close`, called after the last step."""
 
-    def reset(self, row: dict[str, Any], /) -> Any:
+    def reset(self, row: dict[str, Any], /) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """The first messages. `row`: number (row), prompt (text or messages), answer and other columns of the data."""
 
-    def step(self, message: dict[str, Any], /) -> Any:
-        """A Step. `message`: what the model said, with role, content and, if it called tools, tool_calls."""
+    def step(self, message: dict[str, Any], /) -> Step | Awaitable[Step]:
+        """`message`: what the model said, with role, content and, if it called tools, tool_calls."""

@@ -26,6 +26,8 @@ WAIT_S = 20.0
 """Time for which one call waits for an episode, in seconds."""
 GIVE_BACK_S = 5.0
 """Longest time to give an episode back when the program ends, in seconds."""
+MAX_SHOWN = 32
+"""Different errors whose traceback is logged."""
 REPORT_S = 60.0
 """Time between two lines about what was played, in seconds."""
 
@@ -33,7 +35,7 @@ REPORT_S = 60.0
 class _Taken(NamedTuple):
     episode: EpisodeBody
     home: int
-    """Number of the replica that is asked first, where the tokens of earlier turns are cached."""
+    """Number of the replica that is asked first: its engine may have the earlier turns in its cache."""
 
 
 class Harness:
@@ -48,21 +50,21 @@ class Harness:
         self._ends = Counter[str]()
         self._num_rewarded, self._earned = 0, 0.0
         """Number of the rewards that were given, and their sum."""
-        self._failing = False
-        """Whether the last episode failed."""
+        self._shown = set[str]()
+        """Errors whose traceback was logged."""
 
     async def run(self) -> None:
         """Raises ConfigError if there is no such environment or the token is wrong, UnavailableError if no replica
         answers for too long."""
-        slots = [asyncio.create_task(self._slot()) for _ in range(self._settings.workers)]
-        reporting = asyncio.create_task(self._report())
-        try:
-            ended, _ = await asyncio.wait((*slots, reporting), return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
-        finally:
-            await cancel((*slots, reporting))
-            await finished(self._replicas.close())
+        async with self._replicas:
+            tasks = [asyncio.create_task(self._slot()) for _ in range(self._settings.workers)]
+            tasks.append(asyncio.create_task(self._report()))
+            try:
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+            finally:
+                await cancel(tasks)
 
     async def _slot(self) -> None:
         environment = EnvironmentProcess(self._settings.environment, self._limits)
@@ -87,23 +89,19 @@ class Harness:
         try:
             end = await self._turns(taken, environment)
             await self._replicas.send(calls.finish_session(session_id, end), taken.home)
-        except asyncio.CancelledError:
-            with suppress(DvpError, TimeoutError):
-                await finished(self._give_back(taken))
-            raise
         except (NotFoundError, TimeoutError):
             self._ends["lost"] += 1
             logger.warning("episode %s was given to another harness, or its job has ended", _name(taken))
         except (EnvironmentFailedError, EngineError, RequestError) as error:
             self._ends["failed"] += 1
-            logger.warning("episode %s cannot be played: %s", _name(taken), error)
-            if isinstance(error, EnvironmentFailedError) and error.trace and not self._failing:
-                logger.warning("%s", error.trace)
-            self._failing = True
+            logger.warning("episode %s cannot be played: %s%s", _name(taken), error, self._new_trace(error))
             with suppress(NotFoundError):
                 await self._replicas.send(calls.delete_session(session_id, str(error)), taken.home)
+        except BaseException:
+            with suppress(DvpError, TimeoutError):
+                await finished(self._give_back(taken))
+            raise
         else:
-            self._failing = False
             self._ends["cut off" if end.truncated else "finished"] += 1
             if end.reward is not None:
                 self._num_rewarded, self._earned = self._num_rewarded + 1, self._earned + end.reward
@@ -136,11 +134,19 @@ class Harness:
         async with asyncio.timeout(GIVE_BACK_S):
             await self._replicas.send(calls.delete_session(taken.episode.session_id), taken.home)
 
+    def _new_trace(self, error: Exception) -> str:
+        """The traceback of the error, on a line of its own, unless it was logged before."""
+        trace = error.trace if isinstance(error, EnvironmentFailedError) else ""
+        if not trace or str(error) in self._shown or len(self._shown) == MAX_SHOWN:
+            return ""
+        self._shown.add(str(error))
+        return f"\n{trace}"
+
     async def _close(self, environment: EnvironmentProcess) -> None:
         try:
             await environment.close()
         except EnvironmentFailedError as error:
-            logger.warning("%s\n%s", error, error.trace)
+            logger.warning("%s%s", error, self._new_trace(error))
 
     async def _report(self) -> None:
         reported = Counter[str]()

@@ -7,10 +7,11 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from pydantic import BaseModel
 
+from dvp_rl.cancellation import finished
 from dvp_rl.client import AsyncClient, Retry
 from dvp_rl.client.calls import Call
 from dvp_rl.contract.errors import EngineError, OverloadedError, UnavailableError
@@ -22,6 +23,8 @@ R = TypeVar("R", bound=BaseModel)
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 ENGINE_TRIES = 3
+TELL_AFTER_S = 5.0
+"""Time without an answer after which the log says so, in seconds: a replica that is busy for a moment is nothing."""
 
 
 class Replicas:
@@ -33,6 +36,7 @@ class Replicas:
         self._patience_s = patience_s
         self._failing_since: float | None = None
         """Monotonic time of the first failure since a call was answered."""
+        self._told = False
 
     async def send(self, call: Call[R], first: int) -> R:
         """The answer. `first`: number of the replica to begin with.
@@ -47,11 +51,10 @@ class Replicas:
             except EngineError:
                 if num_tries + 1 >= ENGINE_TRIES:
                     raise
-            except UnavailableError as error:
+            except (OverloadedError, UnavailableError) as error:
                 self._look_at(error)
-            except OverloadedError as error:
-                self._look_at(error)
-                pause_s = max(pause_s, error.retry_after_s / num)
+                if isinstance(error, OverloadedError):
+                    pause_s = max(pause_s, error.retry_after_s / num)
             else:
                 self._look_at(None)
                 return answer
@@ -63,15 +66,23 @@ class Replicas:
         """Raises the error if it has been like that for too long."""
         now = time.monotonic()
         if error is None:
-            if self._failing_since is not None and now - self._failing_since > LONGEST_PAUSE_S:
-                logger.info("a replica answers again, after %.0f s", now - self._failing_since)
-            self._failing_since = None
-        elif self._failing_since is None:
-            self._failing_since = now
-            logger.warning("%s; trying again for at most %g s", error, self._patience_s)
-        elif now - self._failing_since > self._patience_s:
+            if self._told:
+                logger.info("a replica answers again")
+            self._failing_since, self._told = None, False
+            return
+        since = self._failing_since = self._failing_since or now
+        if now - since > self._patience_s:
             raise error
+        if now - since >= TELL_AFTER_S and not self._told:
+            self._told = True
+            logger.warning("%s; trying again for at most %g s", error, self._patience_s)
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await finished(self._close())
+
+    async def _close(self) -> None:
         for client in self._clients:
             await client.close()

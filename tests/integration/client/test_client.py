@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -162,10 +163,12 @@ class Script(BaseHTTPRequestHandler):
 
     answers: list[tuple[int, dict[str, str], object] | None]
     seen: list[dict[str, object]]
+    before: Callable[[], object]
 
     def answer(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
         self.seen.append(json.loads(self.rfile.read(length) or "{}"))
+        self.before()
         answer = self.answers.pop(0) if self.answers else (500, {}, "the script has ended")
         if answer is None:
             self.close_connection = True
@@ -184,12 +187,19 @@ class Script(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256
+
+
 @contextmanager
-def scripted(*answers: tuple[int, dict[str, str], object] | None) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """The address of a real server with that script, and the bodies that it saw."""
+def scripted(
+    *answers: tuple[int, dict[str, str], object] | None, before: Callable[[], object] = lambda: None
+) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """The address of a real server with that script, and the bodies that it saw. `before`: is called before each
+    answer."""
     seen: list[dict[str, object]] = []
-    handler = type("Handler", (Script,), {"answers": list(answers), "seen": seen})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    handler = type("Handler", (Script,), {"answers": list(answers), "seen": seen, "before": staticmethod(before)})
+    with Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -211,6 +221,13 @@ def test_a_submission_is_repeated_with_the_same_id_until_it_is_accepted() -> Non
         assert client.submit(prompt="1") == "a"
     assert len(seen) == 4
     assert len({body["job_id"] for body in seen}) == 1
+
+
+async def test_calls_do_not_wait_for_each_other() -> None:
+    together = threading.Barrier(120, timeout=WITHIN_S)
+    with scripted(*[ACCEPTED] * 120, before=together.wait) as (url, _):
+        async with AsyncClient(url, retry=Retry(tries=1)) as client:
+            assert await asyncio.gather(*(client.submit(prompt="1") for _ in range(120))) == ["a"] * 120
 
 
 async def test_the_async_client_retries_alike() -> None:

@@ -15,6 +15,7 @@ from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.group import DeadLetter, FinishReason, Group, Sample
 from dvp_rl.contract.job import Sink
+from dvp_rl.harness import replicas
 from dvp_rl.harness.harness import Harness
 from dvp_rl.harness.settings import HarnessSettings
 from dvp_rl.transport.broker import Broker
@@ -147,8 +148,9 @@ async def test_the_next_replica_takes_over(args: list[str], tmp_path: Path, rig:
 
 
 async def test_replicas_may_start_after_the_harness(
-    args: list[str], tmp_path: Path, rig: Rig, caplog: pytest.LogCaptureFixture
+    args: list[str], tmp_path: Path, rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replicas, "TELL_AFTER_S", 0.0)
     await rig.submit_episodes(n=1)
     port = free_port()
     async with playing(f"http://127.0.0.1:{port}"):
