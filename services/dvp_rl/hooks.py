@@ -108,4 +108,9 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001 - the exception's class is a user's
         text = "(it has no text)"
-    return f"{type(error).__name__}: {text.partition(chr(10))[0]:.200}"
+    return readable(f"{type(error).__name__}: {text.partition(chr(10))[0]:.200}")
+
+
+def readable(text: str) -> str:
+    """The text with lone surrogates, which nothing can encode, written as escapes."""
+    return text.encode(errors="backslashreplace").decode()

@@ -128,7 +128,7 @@ def finish_session(session_id: str, request: FinishRequest) -> Call[SessionBody]
 
 def delete_session(session_id: str, error: str = "") -> Call[SessionBody]:
     """`error`: why an episode of a training run cannot be played."""
-    query = f"?error={quote(error, safe='')}" if error else ""
+    query = f"?error={quote(error, safe='', errors='replace')}" if error else ""
     return Call("DELETE", f"/v1/sessions/{quote(session_id, safe='')}{query}", SessionBody)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
@@ -126,9 +128,9 @@ class Harness:
             added, reward, done = await environment.step(message)
             rewards += [] if reward is None else [reward]
             if done:
-                return FinishRequest(reward=sum(rewards) if rewards else None)
+                return FinishRequest(reward=_total(rewards))
             messages += [message, *added]
-        return FinishRequest(reward=sum(rewards) if rewards else None, truncated=True)
+        return FinishRequest(reward=_total(rewards), truncated=True)
 
     async def _give_back(self, taken: _Taken) -> None:
         async with asyncio.timeout(GIVE_BACK_S):
@@ -165,3 +167,13 @@ class Harness:
 
 def _name(taken: _Taken) -> str:
     return f"{taken.episode.index} of job {taken.episode.job_id}"
+
+
+def _total(rewards: Sequence[float]) -> float | None:
+    """The sum, or None if there are none. Raises EnvironmentFailedError if it is not finite."""
+    if not rewards:
+        return None
+    total = sum(rewards)
+    if not math.isfinite(total):
+        raise EnvironmentFailedError(f"the rewards of the steps sum to {total}")
+    return total

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
+from pydantic_core import to_jsonable_python
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.openai import FunctionSpec, Tool
 from dvp_rl.contract.record import describe
-from dvp_rl.hooks import describe_error
+from dvp_rl.hooks import describe_error, readable
 from dvp_rl.workers.child import TimeLimitError, alarm
 
 
@@ -29,12 +30,13 @@ class Tools:
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         """Raises ConfigError if a function cannot be a tool, or two have the same name."""
-        self._functions = {function.__name__: validate_call(function) for function in functions}
+        tools = [_tool(function) for function in functions]
+        self.definitions = [definition for _, definition in tools]
+        """In OpenAI's form."""
+        self._functions = {definition["function"]["name"]: function for function, definition in tools}
         if len(self._functions) < len(functions):
             names = ", ".join(function.__name__ for function in functions)
             raise ConfigError(f"tools {names}: two of them have the same name")
-        self.definitions = [_definition(function) for function in functions]
-        """In OpenAI's form."""
 
     async def run(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One message per call of an answer of the model, in order. Calls run one after the other."""
@@ -53,7 +55,9 @@ class Tools:
                 if inspect.isawaitable(result):
                     async with asyncio.timeout(alarm.limit_s or None):
                         result = await result
-                return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+                if not isinstance(result, str):
+                    result = json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
+                return readable(result)
         except ValidationError as error:
             return f"error: {describe(name, error)}"
         except (TimeLimitError, TimeoutError):
@@ -73,13 +77,20 @@ def _object(arguments: str) -> dict[str, Any]:
     return found
 
 
-def _definition(function: Callable[..., Any]) -> dict[str, Any]:
+def _tool(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function with its arguments checked, and its definition. Raises ConfigError."""
+    if not inspect.isroutine(function):
+        raise ConfigError(f"tool {function!r:.100}: not a function or a method")
     try:
+        checked = validate_call(function)
         schema = TypeAdapter[Any](cast(Any, function)).json_schema()
-        schema.pop("additionalProperties", None)
+        if schema.get("additionalProperties") is False:
+            del schema["additionalProperties"]
         for argument in schema.get("properties", {}).values():
             argument.pop("title", None)  # its name once more
         spec = FunctionSpec(name=function.__name__, description=inspect.getdoc(function), parameters=schema)
-    except (PydanticUserError, ValidationError) as error:
+    except ValidationError as error:
+        raise ConfigError(describe(f"tool {function.__name__}", error)) from None
+    except (PydanticUserError, NameError) as error:
         raise ConfigError(f"tool {function.__name__}: {describe_error(error)}") from None
-    return Tool(type="function", function=spec).model_dump(exclude_none=True)
+    return checked, Tool(type="function", function=spec).model_dump(exclude_none=True)

@@ -4,16 +4,16 @@ it."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from dvp_rl.contract.errors import ConfigError
-from dvp_rl.contract.openai import ChatMessage
+from dvp_rl.contract.openai import ChatMessage, Tool
 from dvp_rl.contract.record import describe
-from dvp_rl.hooks import as_number, load_hook
+from dvp_rl.hooks import as_number, describe_type, load_hook
 from dvp_rl.workers.child import Failure, Guard, Loop, Pipes, limit_memory
 from dvp_rl.workers.limits import Limits
 
@@ -22,6 +22,7 @@ from .tools import Tools
 
 SETTING = "environment"
 MESSAGES = TypeAdapter(list[ChatMessage])
+TOOLS = TypeAdapter(list[Tool])
 
 
 class Stage:
@@ -37,14 +38,17 @@ class Stage:
         messages = self._loop.finished(self._environment.reset(row))
         tools = getattr(self._environment, "tools", None) or []
         return {
-            "messages": _plain(messages),
-            "tools": tools.definitions if isinstance(tools, Tools) else list(tools),
+            "messages": _checked(MESSAGES, "messages", messages),
+            "tools": _checked(TOOLS, "tools", tools.definitions if isinstance(tools, Tools) else tools),
         }
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
-        step = Step(*self._loop.finished(self._environment.step(message)))
+        result = self._loop.finished(self._environment.step(message))
+        if not isinstance(result, tuple):
+            raise TypeError(f"returned {describe_type(result)}, expected a Step")
+        step = Step(*result)
         return {
-            "messages": _plain(step.messages or ()),
+            "messages": _checked(MESSAGES, "messages", step.messages or ()),
             "reward": None if step.reward is None else as_number(step.reward),
             "done": bool(step.done),
         }
@@ -57,13 +61,15 @@ class Stage:
         return {}
 
 
-def _plain(messages: Any) -> Any:
-    """The messages as JSON. Raises ValueError."""
+def _checked(adapter: TypeAdapter[Any], what: str, given: Any) -> Any:
+    """What was given, as JSON. Raises TypeError or ValueError."""
+    if isinstance(given, (str, Mapping)):
+        raise TypeError(f"{what}: expected a list, got {describe_type(given)}")
     try:
-        checked = MESSAGES.validate_python(list(messages))
+        checked = adapter.validate_python(list(given))
     except ValidationError as error:
-        raise ValueError(describe("messages", error)) from None
-    return MESSAGES.dump_python(checked, mode="json", exclude_none=True)
+        raise ValueError(describe(what, error)) from None
+    return adapter.dump_python(checked, mode="json", exclude_none=True)
 
 
 def _loaded(name: str) -> Callable[[], Environment]:

@@ -11,14 +11,13 @@ import resource
 import signal
 import sys
 import traceback
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from dvp_rl.hooks import describe_error
+from dvp_rl.hooks import describe_error, readable
 from dvp_rl.tether import end_with_parent
 
 from .limits import Limits
@@ -48,12 +47,15 @@ class Pipes:
 
     def __init__(self) -> None:
         end_with_parent(signal.SIGKILL)  # also in code that never reads a pipe
+        self._pid = os.getpid()
         self._requests, self._answers = os.dup(0), os.dup(1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(2, 1)
 
     def send(self, message: Any) -> None:
+        if os.getpid() != self._pid:
+            os._exit(1)  # a fork of this process, which a user's function made and let return
         data = json.dumps(message).encode() + b"\n"
         try:
             while data:
@@ -131,7 +133,7 @@ class Guard:
             return Failure(self._limits.too_slow, self._trace_of(error))
         except MemoryError as error:
             return Failure(self._limits.too_large, self._trace_of(error))
-        except (Exception, SystemExit, CancelledError) as error:  # noqa: BLE001 - a user's function can raise anything
+        except BaseException as error:  # noqa: BLE001 - a user's function can raise anything
             return Failure(self._limits.too_slow if alarm.expired else describe_error(error), self._trace_of(error))
         return Failure(self._limits.too_slow) if alarm.expired else result
 
@@ -140,7 +142,7 @@ class Guard:
         frames = error.__traceback__
         while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent in self._callers:
             frames = frames.tb_next
-        trace = "".join(traceback.format_exception(type(error), error, frames))
+        trace = readable("".join(traceback.format_exception(type(error), error, frames)))
         half = MAX_TRACE // 2
         return trace if len(trace) <= MAX_TRACE else f"{trace[:half]}\n...\n{trace[-half:]}"
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from functools import partial
 from typing import Any
 
 from dvp_rl.contract.errors import ConfigError
@@ -20,6 +21,8 @@ GRACE_S = 1.0
 """Extra time beyond the time limit before a worker is killed, in seconds."""
 LAST_LOOK_S = 0.2
 """Time for a last read of the pipe after that, in seconds: this event loop itself may have been blocked until then."""
+LOOK_S = 1.0
+"""Time between two looks at whether a silent process is alive, in seconds."""
 READ_BYTES = 1 << 16
 
 # Uses -P and the parent's sys.path: `-m` would put the working directory first, and a user's math.py would shadow
@@ -44,15 +47,25 @@ class WorkerProcess:
         self._command = (sys.executable, "-P", "-c", BOOTSTRAP.format(module=module))
         self._arguments, self._limits = json.dumps((name, limits)), limits
         self._process: Process | None = None
+        self._pipe: asyncio.BaseTransport | None = None
+        self._answers: asyncio.StreamReader | None = None
         self._unread = b""
 
     async def start(self) -> Any:
         """Returns the first message, an object. Raises ConfigError if that has an `error`, or does not come."""
-        # A separate session: Ctrl-C at the terminal reaches only the program, and a kill includes grandchildren.
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, json.dumps(sys.path), self._arguments, stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
-        self._unread = b""
+        # A pipe of our own: asyncio would take a process for running while one that it forked holds its stdout.
+        ours, theirs = os.pipe()
+        try:
+            self._answers, self._unread = asyncio.StreamReader(), b""
+            self._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+                partial(asyncio.StreamReaderProtocol, self._answers), os.fdopen(ours, "rb")
+            )
+            # A separate session: Ctrl-C at the terminal reaches only the program, and a kill includes grandchildren.
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, json.dumps(sys.path), self._arguments, stdin=PIPE, stdout=theirs, start_new_session=True
+            )
+        finally:
+            os.close(theirs)
         try:
             (hello, *_) = await self.receive(START_TIMEOUT_S)
         except WorkerLostError as error:
@@ -86,33 +99,55 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     async def _read(self, timeout_s: float) -> bytes:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for patience in (timeout_s, LAST_LOOK_S):
+        assert self._answers is not None
+        clock = asyncio.get_running_loop().time
+        end = clock() + timeout_s
+        while True:
+            left_s = min(LOOK_S, end - clock())
+            is_last = left_s <= 0
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    data = await self._process.stdout.read(READ_BYTES)
-                if not data:
-                    raise WorkerLostError(await self._how_it_ended())
-                return data
-        raise WorkerLostError(f"{self._limits.too_slow} and had to be killed")
+                async with asyncio.timeout(LAST_LOOK_S if is_last else left_s):
+                    if data := await self._answers.read(READ_BYTES):
+                        return data
+                raise WorkerLostError(await self._how_it_ended())
+            is_alive = self.is_alive()
+            if is_last:
+                raise WorkerLostError(
+                    f"{self._limits.too_slow} and had to be killed" if is_alive else await self._how_it_ended()
+                )
+            if not is_alive:  # although a process that it forked holds its pipe
+                end = clock()
 
     async def _how_it_ended(self) -> str:
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
-                code = await self._process.wait()
-            return f"its process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit status {code}'}"
-        return "its process closed its pipe"
+                while process.returncode is None:  # noqa: ASYNC110 - `wait` would wait for the pipes, too
+                    await asyncio.sleep(0.01)
+        code = process.returncode
+        if code is None:
+            return "its process closed its pipe"
+        _kill_group(process)
+        return f"its process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit status {code}'}"
 
     async def stop(self) -> None:
         """Kills the process and everything it started."""
         process, self._process = self._process, None
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            pipe.close()
         if process is None:
             return
         if process.returncode is None:  # otherwise its pid may belong to another process
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.stdin is not None:
-            process.stdin.close()
-        await process.wait()
+            _kill_group(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):  # its pipe may be held by a process that left its group
+            async with asyncio.timeout(GRACE_S):
+                await process.wait()
+
+
+def _kill_group(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

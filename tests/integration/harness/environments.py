@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dvp_rl.harness import Step, Tools
 
@@ -48,6 +49,10 @@ class Silent(Plain):
         return []
 
 
+class Uncaught(BaseException):
+    pass
+
+
 class Moody(Plain):
     """Fails as the row's prompt says."""
 
@@ -73,10 +78,35 @@ class Moody(Plain):
                 return [bytes(1 << 40)]
             case "nothing":
                 return None
+            case "much":
+                return Step([{"role": "user", "content": "more"}], reward=1.7e308)
             case "nan":
                 return Step(reward=float("nan"))
             case "role":
                 return Step([{"role": "robot", "content": "beep"}])
+            case "other":
+                return {"reward": 1.0}
+            case "base":
+                raise Uncaught("from below")
+            case "surrogate":
+                raise ValueError("not \ud800 text")
+            case "fork":  # and let the child return
+                if os.fork():
+                    os.wait()
+            case "escape":  # with the pipes, and hang
+                if os.fork() == 0:
+                    os.setsid()
+                    Path("escaped").write_text(str(os.getpid()))
+                    time.sleep(600)
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+                time.sleep(600)
+            case "leave":  # a child behind that holds the pipes
+                if os.fork() == 0:
+                    Path("left").write_text(str(os.getpid()))
+                    time.sleep(600)
+                while not Path("left").exists():
+                    time.sleep(0.01)
+                os._exit(3)
             case "open":
                 Path("closed").write_text("no")
         return Step(reward=1.0, done=True)
@@ -105,6 +135,10 @@ class WithTools(Plain):
 
     async def step(self, message: dict[str, Any]) -> Step:
         return Step(await self.tools.run(message), reward=1.0, done=True)
+
+
+class Unwrapped(Plain):
+    tools: ClassVar[list[Any]] = [slow]
 
 
 class NoStep:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
+import psutil
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.harness.process import EnvironmentFailedError, EnvironmentProcess
 from dvp_rl.workers.limits import Limits
-from tests.kit.wait import WITHIN_S
+from tests.kit.wait import WITHIN_S, until_async
 
 MODULE = "tests.integration.harness.environments"
 SAID = {"role": "assistant", "content": "2"}
@@ -57,7 +60,10 @@ async def test_plain_methods_plain_tuples_and_factories(start: Start, name: str)
     [
         ("raise", "step: ValueError: no more sums"),
         ("exit", "step: SystemExit: "),
-        ("nothing", "step: TypeError: "),
+        ("nothing", "step: TypeError: returned an object of type NoneType, expected a Step"),
+        ("other", "step: TypeError: returned an object of type dict, expected a Step"),
+        ("base", "step: Uncaught: from below"),
+        ("surrogate", r"step: ValueError: not \ud800 text"),
         ("nan", "step: ValueError: returned nan, expected a finite number"),
         ("role", "step: ValueError: messages: 0.role: Input should be 'system'"),
         ("grow", "step: needed more memory than memory_mib allows"),
@@ -92,6 +98,38 @@ async def test_a_process_that_ends_or_hangs_is_replaced(start: Start, mood: str,
     await moody.close()
     await moody.reset({"prompt": "good"})
     assert await moody.step(SAID) == ([], 1.0, True)
+
+
+async def test_a_fork_that_returns_answers_nothing(start: Start) -> None:
+    moody = await start("Moody")
+    await moody.reset({"prompt": "fork"})
+    assert await moody.step(SAID) == ([], 1.0, True)
+    assert await moody.step(SAID) == ([], 1.0, True), "not the second answer to the first call"
+
+
+async def test_processes_that_an_environment_leaves_behind_hold_nothing_up(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    moody = await start("Moody", HASTY)
+    await moody.reset({"prompt": "escape"})
+    with pytest.raises(EnvironmentFailedError, match="had to be killed"):
+        await moody.step(SAID)
+    os.kill(int((tmp_path / "escaped").read_text()), SIGKILL)
+    moody = await start("Moody")
+    await moody.reset({"prompt": "leave"})
+    with pytest.raises(EnvironmentFailedError, match="its process ended with exit status 3"):
+        await moody.step(SAID)
+    left = int((tmp_path / "left").read_text())
+    await until_async(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_tools_that_are_none_are_refused(start: Start) -> None:
+    unwrapped = await start("Unwrapped")
+    with pytest.raises(
+        EnvironmentFailedError, match=r"reset: ValueError: tools: 0: Input should be a valid dictionary"
+    ):
+        await unwrapped.reset({})
 
 
 async def test_the_end_of_an_episode(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,24 @@ async def test_an_episode_that_cannot_be_played_says_why_and_spares_the_others(
     assert "cannot be played: step: its process ended with exit status 3" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("much", "episode 0: the rewards of the steps sum to inf"),
+        ("surrogate", r"episode 0: step: ValueError: not \ud800 text"),
+    ],
+)
+async def test_no_episode_ends_the_harness(args: list[str], tmp_path: Path, rig: Rig, mood: str, error: str) -> None:
+    await rig.submit_episodes(0, n=1, task={"prompt": mood})
+    await rig.submit_episodes(1, n=1, task={"prompt": "good"})
+    with ReplicaThread(tmp_path, *args, "--max-deliveries=1") as replica:
+        async with playing(replica.url, environment="Moody", max_turns=2, workers=1):
+            letter, group = await receive(rig), await receive(rig)
+    assert isinstance(letter, DeadLetter)
+    assert letter.error == error
+    assert isinstance(group, Group)
+
+
 async def test_messages_that_no_turn_can_have_are_the_environments_fault(
     args: list[str], tmp_path: Path, rig: Rig
 ) -> None:

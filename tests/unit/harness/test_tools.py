@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -28,6 +32,24 @@ def fail() -> str:
 
 def leave() -> str:
     raise SystemExit(3)
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Spot:
+    colour: Colour
+    at: datetime
+
+
+def paint() -> Spot:
+    return Spot(Colour.RED, datetime(2026, 1, 2))
+
+
+def echo(text: str) -> str:
+    return text
 
 
 def called(name: str, arguments: str) -> dict[str, Any]:
@@ -73,11 +95,13 @@ def test_what_the_model_reads_of_a_function() -> None:
         ("add", "[1]", "error: ValueError: the arguments must be a JSON object, got [1]"),
         ("fail", "{}", "error: ZeroDivisionError: on purpose"),
         ("leave", "{}", "error: SystemExit: 3"),
-        ("subtract", "{}", "error: there is no tool 'subtract', only add, look, fail, leave"),
+        ("subtract", "{}", "error: there is no tool 'subtract', only add, look, fail, leave, paint, echo"),
+        ("paint", "{}", '{"colour": "red", "at": "2026-01-02T00:00:00"}'),
+        ("echo", r'{"text": "\ud800"}', r"\ud800"),
     ],
 )
 async def test_what_the_model_reads_of_a_call(name: str, arguments: str, observation: str) -> None:
-    (message,) = await Tools(add, look, fail, leave).run(called(name, arguments))
+    (message,) = await Tools(add, look, fail, leave, paint, echo).run(called(name, arguments))
     assert (message["role"], message["tool_call_id"]) == ("tool", "c1")
     assert message["content"].startswith(observation)
     assert "\n" not in message["content"]
@@ -101,8 +125,15 @@ def test_what_cannot_be_a_tool_is_refused() -> None:
 
     def callback(then: Any, /) -> None: ...
 
-    for function in (anything, callback):
+    def nowhere(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821, UP037
+
+    for function in (anything, callback, nowhere, len):
         with pytest.raises(ConfigError, match=f"tool {function.__name__}: "):
             Tools(function)
+    for other in (partial(add, 1), [add], Colour):
+        with pytest.raises(ConfigError, match="not a function or a method"):
+            Tools(other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tool <lambda>: name: String should match pattern"):
+        Tools(lambda: None)
     with pytest.raises(ConfigError, match="tools add, add: two of them have the same name"):
         Tools(add, add)
