@@ -115,7 +115,7 @@ class Harness:
         messages, tools = await environment.reset(episode.task)
         rewards: list[float] = []
         for turn in range(self._settings.max_turns):
-            said = {"model": episode.run_id, "messages": messages} | ({"tools": tools} if tools else {})
+            said = {"model": episode.run_id, "messages": messages, "tools": tools or None}
             call = calls.chat(episode.session_id, said, key=f"turn-{turn}")
             try:
                 async with asyncio.timeout(episode.idle_s):  # after that somebody else plays it

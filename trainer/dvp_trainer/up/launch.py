@@ -83,7 +83,7 @@ class Local:
     """What runs beside the trainer."""
 
     def __init__(self, settings: TrainSettings, broker: EmbeddedBroker | None, fleet: Fleet, logs: Path) -> None:
-        """Starts replicas and monitor. `broker`: None is that of broker.redis_url."""
+        """Starts replicas, harness and monitor. `broker`: None is that of broker.redis_url."""
 
         def url_of(role: Role) -> str:
             return settings.broker.url if broker is None else broker.url_of(role)
