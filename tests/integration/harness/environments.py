@@ -49,6 +49,13 @@ class Silent(Plain):
         return []
 
 
+def tell_pid(name: str) -> None:
+    """Writes a file that is whole once it exists."""
+    partial = Path(f"{name}.partial")
+    partial.write_text(str(os.getpid()))
+    partial.rename(name)
+
+
 class Uncaught(BaseException):
     pass
 
@@ -96,13 +103,13 @@ class Moody(Plain):
             case "escape":  # with the pipes, and hang
                 if os.fork() == 0:
                     os.setsid()
-                    Path("escaped").write_text(str(os.getpid()))
+                    tell_pid("escaped")
                     time.sleep(600)
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
                 time.sleep(600)
             case "leave":  # a child behind that holds the pipes
                 if os.fork() == 0:
-                    Path("left").write_text(str(os.getpid()))
+                    tell_pid("left")
                     time.sleep(600)
                 while not Path("left").exists():
                     time.sleep(0.01)
