@@ -28,6 +28,8 @@ from dvp_rl.contract.weights import WeightVersion
 from .broker import MEMORY_SHARE, Broker
 from .replicas import BACKLOG_EVERY_S, BEAT_S, MAX_REPLICAS, MISSED_BEATS, NUM_BACKLOGS
 
+BEATING_S = 2 * BEAT_S
+"""Silence in seconds up to which a replica may count as behind: a killed one stays behind, and is not yet lost."""
 LOST_S = BEAT_S * MISSED_BEATS
 STALLED_S = 300.0
 """Age in seconds from which jobs count as stuck, if no job has finished for as long."""
@@ -181,8 +183,7 @@ def closed(s: Snapshot) -> str:
 
 
 def replicas_behind(s: Snapshot) -> str:
-    # A killed replica stays behind, and is not yet lost.
-    beating = (replica for replica in s.live if replica.last_seen_s <= 2 * BEAT_S)
+    beating = (replica for replica in s.live if replica.last_seen_s <= BEATING_S)
     behind = tuple(replica for replica in beating if _seq(replica.version) < s.min_seq)
     if not behind:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -27,6 +28,14 @@ class Sums:
         assert message["role"] == "assistant"
         self.turns += 1
         return Step([{"role": "user", "content": "2+2="}], reward=0.5, done=self.turns == 2)
+
+
+class Uneven(Sums):
+    """Its rewards differ a little, so that every group has a signal."""
+
+    async def step(self, message: dict[str, Any]) -> Step:
+        step = await super().step(message)
+        return Step(step.messages, reward=0.5 + random.random() / 100, done=step.done)
 
 
 class Plain:

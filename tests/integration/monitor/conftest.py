@@ -18,9 +18,10 @@ async def rig(broker: Broker) -> Rig:
 
 @pytest.fixture
 async def staged(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """A run in progress with three dead letters; see `stage`. Its processes send no more heartbeats, and do not count
-    as lost."""
+    """A run in progress with three dead letters; see `stage`. Its processes send no more heartbeats, and count as
+    neither lost nor silent."""
     monkeypatch.setattr(health, "LOST_S", WITHIN_S)
+    monkeypatch.setattr(health, "BEATING_S", WITHIN_S)
     await stage(rig)
     version = f"{rig.run_id}:7:ab"
     announcement = Announcement(version=version, step=7, folder="/weights", min_seq=7, announced_at=1.0)
