@@ -41,7 +41,8 @@ def documented_options(program: str) -> list[str]:
 def test_a_run_of_the_users_own_functions(tmp_path: Path, broker_url: str, run_id: str) -> None:
     write_hooks(tmp_path)
     evaluation = {"evaluate__interval": "1", "evaluate__limit": "4", "data__heldout": str(HELDOUT)}
-    flags = config(tmp_path, run_id, broker_url, steps="2", **evaluation) + documented_options("dvp-train")
+    fixed = {"steps": "2", "batch__max_staleness": "0"}
+    flags = config(tmp_path, run_id, broker_url, **fixed, **evaluation) + documented_options("dvp-train")
     options = documented_options("dvp-rollout")
     assert len(options) == 1
     with replica(tmp_path, run_id, broker_url, *options, PYTHONPATH=str(tmp_path)):
