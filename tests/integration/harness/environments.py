@@ -34,8 +34,7 @@ class Uneven(Sums):
     """Its rewards differ a little, so that every group has a signal."""
 
     async def step(self, message: dict[str, Any]) -> Step:
-        step = await super().step(message)
-        return Step(step.messages, reward=0.5 + random.random() / 100, done=step.done)
+        return (await super().step(message))._replace(reward=0.5 + random.random() / 100)
 
 
 class Plain:
@@ -110,11 +109,10 @@ class Moody(Plain):
                 if os.fork():
                     os.wait()
             case "escape":  # with the pipes, and hang
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
                 if os.fork() == 0:
                     os.setsid()
                     tell_pid("escaped")
-                    time.sleep(600)
-                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
                 time.sleep(600)
             case "leave":  # a child behind that holds the pipes
                 if os.fork() == 0:

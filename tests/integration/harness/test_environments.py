@@ -130,9 +130,14 @@ async def test_processes_that_an_environment_leaves_behind_hold_nothing_up(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     moody = await start("Moody", Limits(3.0, 1024))
-    await ready(moody, "escape")
-    with pytest.raises(EnvironmentFailedError, match="had to be killed"):
-        await moody.step(SAID)
+
+    async def has_escaped() -> bool:
+        await ready(moody, "escape")
+        with pytest.raises(EnvironmentFailedError, match="had to be killed"):
+            await moody.step(SAID)
+        return (tmp_path / "escaped").exists()
+
+    await until_async(has_escaped)
     os.kill(int((tmp_path / "escaped").read_text()), SIGKILL)
     moody = await start("Moody")
     await moody.reset({"prompt": "leave"})
