@@ -29,7 +29,7 @@ from .broker import MEMORY_SHARE, Broker
 from .replicas import BACKLOG_EVERY_S, BEAT_S, MAX_REPLICAS, MISSED_BEATS, NUM_BACKLOGS
 
 BEATING_S = 2 * BEAT_S
-"""Silence in seconds up to which a replica may count as behind: a killed one stays behind, and is not yet lost."""
+"""Longest silence in seconds of a replica that is called behind. One that is silent for longer may have been killed."""
 LOST_S = BEAT_S * MISSED_BEATS
 STALLED_S = 300.0
 """Age in seconds from which jobs count as stuck, if no job has finished for as long."""
