@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
 from .job import IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata, Sink
-from .sampling import LOG_RHO, MAX_SEED, MAX_STOPS, MIN_P, Sampling
+from .sampling import MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS, MIN_P, Sampling, log_of
 from .session import SessionState
 
 MAX_PROMPT_CHARS = 4_000_000
@@ -57,7 +56,7 @@ class SamplingBody(Body):
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS, fail_fast=True)
     ] = ()
     """Strings that end a sample. Their tokens stay in token_ids; the text is cut before them."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=64, fail_fast=True)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = ()
     """Token ids that end a sample, besides the model's end of sequence."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Sample i is a function of (seed, i), and of how the engine computes. null: the job's id gives the seed."""
@@ -67,9 +66,7 @@ class SamplingBody(Body):
     """Only null, for the same reason."""
 
     def to_sampling(self) -> Sampling:
-        # The documented default is exp(-13) in float64, whose log is not exactly -13; the wire carries exactly -13.
-        log_min_p = LOG_RHO if self.min_p == MIN_P else math.log(self.min_p)
-        return Sampling(log_min_p=log_min_p, **self.model_dump(exclude={"min_p", "top_p", "top_k"}))
+        return Sampling(log_min_p=log_of(self.min_p), **self.model_dump(exclude={"min_p", "top_p", "top_k"}))
 
 
 class Message(Body):

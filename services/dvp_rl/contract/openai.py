@@ -6,13 +6,13 @@ those of the sampler. So is one that nothing here obeys. None is ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .http import MAX_PROMPT_CHARS, Body, Problem, example
+from .http import MAX_PROMPT_CHARS, Body, Problem, TokenId, example
 from .job import Metadata
-from .sampling import MAX_SEED, MAX_STOPS
+from .sampling import MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS
 
 CONTEXT_FULL = "context_length_exceeded"
 """OpenAI's code of the error after which a conversation cannot go on."""
@@ -132,37 +132,30 @@ class ResponseFormat(Body):
     """Only text: a grammar would prune tokens."""
 
 
-class Turned(Body):
-    """What both kinds of turns have in common."""
+class Drawn(Body):
+    """How tokens are drawn, as clients of other engines say it."""
 
-    model: Annotated[str, Field(max_length=256)]
-    """The run's id, as `GET .../models` names it."""
+    AT: ClassVar = ""
+    """Where these fields are in a request."""
+
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Most tokens of the answer. Default: the session's sampling.max_tokens. Less if the context ends before."""
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     """Strings that end the answer, besides the session's."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    """Token ids that end the answer, besides the session's and the model's end of sequence."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """The answer is a function of it, and of how the engine computes. Default: a stream of the session's own seed."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Only null or the session's: an episode is drawn from one policy."""
+    min_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Only null or the session's, for the same reason."""
     n: Annotated[int, Field(ge=1, le=1)] | None = None
     """Only 1."""
-    stream: bool | None = None
-    """Whether the answer comes as server-sent events. It is sent when it is complete."""
-    stream_options: StreamOptions | None = None
-    """What a stream has besides the answer."""
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    """Has no effect."""
-    metadata: Metadata | None = None
-    """Has no effect: a session has its own."""
-    store: bool | None = None
-    """Has no effect."""
     top_p: One | None = None
     """Only 1: nothing but min-p may prune, or the log-probs would not be the sampler's."""
-    top_k: Annotated[int, Field(ge=-1, le=-1)] | None = None
-    """Only -1 or null, for the same reason."""
-    min_p: None = None
-    """Only null: the session has it."""
+    top_k: Annotated[int, Field(ge=-1, le=0)] | None = None
+    """Only -1, 0 or null, for the same reason."""
     presence_penalty: Zero | None = None
     """Only 0: the policy that is trained has no penalties."""
     frequency_penalty: Zero | None = None
@@ -173,12 +166,39 @@ class Turned(Body):
     """Only empty, for the same reason."""
 
     @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+class Turned(Drawn):
+    """What both kinds of turns have in common."""
+
+    model: Annotated[str, Field(max_length=256)]
+    """The run's id, as `GET .../models` names it."""
+    stream: bool | None = None
+    """Whether the answer comes as server-sent events. It is sent when it is complete."""
+    stream_options: StreamOptions | None = None
+    """What a stream has besides the answer."""
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    """Has no effect."""
+    metadata: Metadata | None = None
+    """Has no effect: a session has its own."""
+    store: bool | None = None
+    """Has no effect."""
+
+    @property
+    def drawn(self) -> Drawn:
+        return self
+
+
 class ChatRequest(Turned):
     """A turn of a conversation."""
+
+    READ: ClassVar = "messages"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """The whole conversation. What the session has recorded of it is read from the record, token for token."""
@@ -205,6 +225,8 @@ class ChatRequest(Turned):
 class CompletionRequest(Turned):
     """A turn that continues a text."""
 
+    READ: ClassVar = "prompt"
+
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     """The whole text so far. What the session has recorded of it is read from the record, token for token."""
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -215,10 +237,6 @@ class CompletionRequest(Turned):
     """Only null."""
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     """Only 1."""
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens
 
 
 class ErrorBody(Body):
@@ -245,7 +263,7 @@ MODEL = {"id": "default", "object": "model", "created": 1795855048, "owned_by": 
 
 
 class Model(Body):
-    """The model of a session."""
+    """What a replica serves: a run's weights."""
 
     model_config = example(**MODEL)
 
@@ -262,7 +280,7 @@ class Model(Body):
 
 
 class Models(Body):
-    """The only model of a session."""
+    """The only model."""
 
     model_config = example(object="list", data=[MODEL])
 

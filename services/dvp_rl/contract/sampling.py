@@ -16,6 +16,13 @@ MIN_P = math.exp(LOG_RHO)
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 """Most stop strings of a sample."""
+MAX_STOP_TOKENS = 64
+"""Most stop tokens of a sample, besides the model's end of sequence."""
+
+
+def log_of(min_p: float) -> float:
+    """Natural log of a min-p that a client gave."""
+    return LOG_RHO if min_p == MIN_P else math.log(min_p)  # exp(-13) has a log that is not exactly -13
 
 
 class Sampling(Record):
@@ -34,6 +41,6 @@ class Sampling(Record):
 
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=64)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=MAX_STOP_TOKENS)] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Sample i of a job draws from a stream that is a function of (seed, i). None: the job id gives the seed."""

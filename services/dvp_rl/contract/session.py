@@ -134,6 +134,23 @@ def longest_beginning(turns: Sequence[Turn], text: str) -> int | None:
     return max(found, key=lambda index: (turns[index].num_chars, index), default=None)
 
 
+def longest_history(turns: Sequence[Turn], token_ids: NDArray[np.int32]) -> tuple[int | None, int]:
+    """The turn with the longest history that `token_ids`, [P], begins with, and its length; of several, the newest.
+    None and 0 if there is none."""
+    import numpy as np
+
+    ends: dict[int | None, int] = {None: 0}
+    for index, turn in enumerate(turns):  # parents come before their children
+        start = ends.get(turn.parent)
+        if start is None:
+            continue
+        own = np.concatenate([turn.context_ids, turn.sample.token_ids])
+        if np.array_equal(token_ids[start : start + len(own)], own):
+            ends[index] = start + len(own)
+    last = max(ends, key=lambda index: (ends[index], -1 if index is None else index))
+    return last, ends[last]
+
+
 def path(turns: Sequence[Turn], last: int | None) -> list[Turn]:
     """The turns that turn `last` continues, oldest first, and itself; none if it is None."""
     found: list[Turn] = []

@@ -40,7 +40,7 @@ NOT_JSON = "the body is not JSON: {}"
 MAX_ERRORS = 16
 MAX_VALUE_CHARS = 200
 
-OPENAI = re.compile(r"/v1/sessions/[^/]*/v1(/|$)")
+OPENAI = re.compile(r"(/v1/sessions/[^/]*(/inference)?/v1|/inference/v1|/v1/models)(/|$)")
 """Paths whose callers expect OpenAI's errors."""
 
 PHRASES = {

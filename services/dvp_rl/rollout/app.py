@@ -31,7 +31,7 @@ from dvp_rl.http.counted import CountedRequests
 from dvp_rl.http.openapi import NOT_READY, refusals
 from dvp_rl.transport.jobs import MAX_ERROR_CHARS
 
-from . import openai
+from . import generate, openai
 from .answers import Streamed
 from .examples import (
     BAD_N,
@@ -64,6 +64,7 @@ SCOPES = {
     "/v1/jobs": Scope.ROLLOUT,
     "/v1/sessions": Scope.ROLLOUT,
     "/v1/episodes": Scope.HARNESS,
+    "/inference": Scope.ROLLOUT,
 }
 router = APIRouter()
 
@@ -204,3 +205,4 @@ async def metrics(service: Served) -> Response:
 
 
 router.include_router(openai.router)
+router.include_router(generate.router)

@@ -9,8 +9,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.generate import GenerateRequest
 from dvp_rl.contract.openai import ChatMessage, ChatRequest, CompletionRequest
-from dvp_rl.contract.session import Fork, Session, Turn, branches, digest, history, longest_beginning, path
+from dvp_rl.contract.session import (
+    Fork,
+    Session,
+    Turn,
+    branches,
+    digest,
+    history,
+    longest_beginning,
+    longest_history,
+    path,
+)
 from dvp_rl.engines.tool_calls import ToolCall, ToolFormat, tool_format
 
 if TYPE_CHECKING:
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
     from dvp_rl.contract.group import Group
     from dvp_rl.engines.tokenizer import Tokenizer
 
+TurnRequest = ChatRequest | CompletionRequest | GenerateRequest
 MAX_BLAMED = 64
 """Most messages of which the one that a chat template refuses is searched for."""
 CONTEXT_TOKENS = 8
@@ -63,11 +75,16 @@ class Dialogue:
         """Raises RequestError if the chat template has no such arguments."""
         self._tokenizer.check_arguments(session.chat_template_kwargs)
 
-    def prompt(self, session: Session, turns: Sequence[Turn], request: ChatRequest | CompletionRequest) -> Prompt:
+    def prompt(self, session: Session, turns: Sequence[Turn], request: TurnRequest) -> Prompt:
         """The recorded tokens of the longest beginning of the request's text that the session has, then the rest of the
         text in tokens of its own. Raises RequestError if the chat template cannot render the request."""
         import numpy as np
 
+        if isinstance(request, GenerateRequest):
+            token_ids = np.asarray(request.token_ids, np.int32)
+            parent, start = longest_history(turns, token_ids)
+            text, fork = self._tokenizer.decode(request.token_ids), _fork(turns, parent, request)
+            return Prompt(text, parent, fork, context_ids=token_ids[start:], token_ids=token_ids)
         encode = self._tokenizer.encode_rest
         if isinstance(request, ChatRequest):
             text = self._render(session, request)
@@ -116,12 +133,12 @@ class Dialogue:
         self,
         read: NDArray[np.int32],
         drawn: NDArray[np.int32],
-        request: ChatRequest | CompletionRequest,
+        request: TurnRequest,
         session: Session,
     ) -> Answer:
         """What the client is told of tokens that were drawn after the tokens `read`."""
-        stops = (*session.sampling.stop, *request.stops)
-        wants_pieces = request.logprobs not in (None, False)
+        stops = (*session.sampling.stop, *request.drawn.stops)
+        wants_pieces = not isinstance(request, GenerateRequest) and request.logprobs not in (None, False)
         pieces = tuple(self._tokenizer.pieces(drawn.tolist())) if wants_pieces else ()
         if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
             assert self._format is not None, "its prompt could be rendered"
@@ -205,11 +222,11 @@ class Dialogue:
         return arguments if self._format and self._format.verbatim else parsed
 
 
-def _fork(turns: Sequence[Turn], parent: int | None, request: ChatRequest | CompletionRequest) -> Fork | None:
+def _fork(turns: Sequence[Turn], parent: int | None, request: TurnRequest) -> Fork | None:
     """Why a turn with this parent opens a branch; None if it does not."""
     if not turns or any(branch[-1] == parent for branch in branches(turns)):
         return None
-    if isinstance(request, CompletionRequest):
+    if not isinstance(request, ChatRequest):
         return Fork.REWRITTEN
     said = next((message for message in reversed(request.messages) if message.role == "assistant"), None)
     if said is None:

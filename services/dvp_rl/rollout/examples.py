@@ -52,6 +52,15 @@ CHAT_EXAMPLES: dict[str, Any] = {
 COMPLETION_EXAMPLES: dict[str, Any] = {
     "first turn": {"summary": "The first turn of a text", "value": {"model": "default", "prompt": "37+58="}},
 }
+GENERATE_EXAMPLES: dict[str, Any] = {
+    "token ids": {
+        "summary": "Two samples with log-probabilities",
+        "value": {
+            "token_ids": [22, 26, 14, 24, 27, 32],
+            "sampling_params": {"n": 2, "max_tokens": 6, "seed": 1, "logprobs": 1},
+        },
+    },
+}
 
 LOADING = UnavailableError(STILL_LOADING.format("/models/qwen3"))
 NO_QUEUE = UnavailableError(NO_REDIS)
@@ -72,7 +81,7 @@ NOT_LOADED = WeightError("qwen3-math:13:0f6e8d6d2a9b4c11: /weights/13: No such f
 OPENAI = "OpenAI's routes are those of a session: POST /v1/sessions opens one, and its base_url is /v1/sessions/ID/v1;"
 CHAT = f'{OPENAI} without one, POST /v1/rollouts takes {{"messages": [{{"role": "user", "content": "..."}}]}};'
 PROMPT = f'{OPENAI} without one, POST /v1/rollouts takes {{"prompt": "..."}};'
-MODELS = f"{OPENAI} GET /v1/weights names the weights that are served;"
+MODELS = "GET /v1/models names the run that this replica serves, GET /v1/weights its weights;"
 HEALTH = "GET /readyz answers 200 if this replica can do its work, /healthz if its process runs;"
 HINTS = {
     "/v1/chat/completions": CHAT,
@@ -85,7 +94,6 @@ HINTS = {
     "/completions": PROMPT,
     "/generate": PROMPT,
     "/api/generate": PROMPT,
-    "/v1/models": MODELS,
     "/models": MODELS,
     "/health": HEALTH,
     "/v1/health": HEALTH,

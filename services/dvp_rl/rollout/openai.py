@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from itertools import accumulate
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request, Response
-from fastapi import Path as InPath
+from fastapi import APIRouter, Body, Response
 from pydantic import BaseModel
 
 from dvp_rl.contract.openai import (
@@ -21,7 +19,6 @@ from dvp_rl.contract.openai import (
     FunctionCall,
     Model,
     Models,
-    Recording,
     TextChoice,
     TextCompletion,
     TextLogprobs,
@@ -32,34 +29,18 @@ from dvp_rl.contract.openai import (
 )
 from dvp_rl.http.openapi import refusals
 
-from .examples import CHAT_EXAMPLES, COMPLETION_EXAMPLES, NO_QUEUE, NO_SESSION, NOT_GENERATED, NOT_ONLY_MIN_P
-from .routes import By, Key, Served, SessionId, as_json, served_while_connected
+from .examples import CHAT_EXAMPLES, COMPLETION_EXAMPLES, NO_QUEUE, NO_SESSION
+from .routes import TURN, By, ModelId, Served, SessionId, Take, as_json
 from .sessions import Taken
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/v1")
 
 STREAM = "text/event-stream"
-TURN = refusals(NO_SESSION, NOT_ONLY_MIN_P, NOT_GENERATED, NO_QUEUE)
 SENT: dict[str, Any] = {"content": {STREAM: {}}, "description": "The turn, or events if stream is true."}
 
 
-Take = Callable[[ChatRequest | CompletionRequest], Awaitable[Taken | Response]]
-
-
-def _take(session_id: SessionId, request: Request, service: Served, caller: By, key: Key = "") -> Take:
-    """A function that takes the turn which a body asks for, unless the client disconnects."""
-
-    def take(body: ChatRequest | CompletionRequest) -> Awaitable[Taken | Response]:
-        turn = service.sessions.turn(session_id, body, caller, key)
-        return served_while_connected(turn, request)
-
-    return take
-
-
 @router.post("/chat/completions", response_model=ChatCompletion, responses={200: SENT, **TURN})
-async def chat_completion(
-    body: Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)], take: Annotated[Take, Depends(_take)]
-) -> Response:
+async def chat_completion(body: Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)], take: Take) -> Response:
     """A turn of a conversation. Tokens that the session has recorded are never tokenised again."""
     taken = await take(body)
     return taken if isinstance(taken, Response) else _chat(taken, body)
@@ -67,8 +48,7 @@ async def chat_completion(
 
 @router.post("/completions", response_model=TextCompletion, responses={200: SENT, **TURN})
 async def completion(
-    body: Annotated[CompletionRequest, Body(openapi_examples=COMPLETION_EXAMPLES)],
-    take: Annotated[Take, Depends(_take)],
+    body: Annotated[CompletionRequest, Body(openapi_examples=COMPLETION_EXAMPLES)], take: Take
 ) -> Response:
     """A turn that continues a text. Tokens that the session has recorded are never tokenised again."""
     taken = await take(body)
@@ -82,12 +62,7 @@ async def models(session_id: SessionId, service: Served, caller: By) -> Response
 
 
 @router.get("/models/{model}", response_model=Model, responses=refusals(NO_SESSION, NO_QUEUE))
-async def model(
-    session_id: SessionId,
-    model: Annotated[str, InPath(description="The run's id.")],
-    service: Served,
-    caller: By,
-) -> Response:
+async def model(session_id: SessionId, model: ModelId, service: Served, caller: By) -> Response:
     """The model of the session, if that is its name."""
     return as_json(await service.sessions.model(session_id, caller, model))
 
@@ -150,7 +125,7 @@ def _common(prefix: str, taken: Taken) -> dict[str, Any]:
         "created": int(turn.at),
         "model": taken.session.run_id,
         "system_fingerprint": " ".join(dict.fromkeys(span.version for span in turn.sample.versions)),
-        "recording": Recording(turn=taken.index, parent=turn.parent, fork=turn.fork),
+        "recording": taken.recording,
         "usage": Usage(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn),
     }
 

@@ -7,15 +7,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
 from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.generate import GeneratedChoice, GenerateResponse
 from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.http import JobRequest, RolloutRequest, RolloutResponse, SampleBody
 from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.openai import CONTEXT_FULL
 from dvp_rl.contract.record import describe
 from dvp_rl.engines.limits import check_size
 
@@ -23,6 +24,9 @@ from .answers import in_pieces
 from .dialogue import Dialogue, trim
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dvp_rl.engines.protocol import Engine
     from dvp_rl.engines.tokenizer import Tokenizer
 
@@ -42,11 +46,12 @@ class Prompts:
         self._dialogue = Dialogue(tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
-    async def job(self, request: RolloutRequest, run_id: str) -> Job:
-        """The job for a request. Raises RequestError if it cannot run on this model."""
+    async def job(self, request: RolloutRequest, run_id: str, field: str = "") -> Job:
+        """The job for a request. `field`: where the client gave the prompt, if not in the request. Raises RequestError
+        if it cannot run on this model."""
         prompt_ids = await self._in_thread(self._encode, request)
-        field = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
-        self._check(field, prompt_ids)
+        given = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
+        self.check(field or given, prompt_ids)
         named = request.job_id if isinstance(request, JobRequest) else None
         sampling = request.sampling.to_sampling()
         room = self._engine.context_length - len(prompt_ids)
@@ -76,11 +81,31 @@ class Prompts:
         fields = group.model_dump(mode="json", include={"job_id", "run_id", "prompt_ids", "engine"})
         return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", self._samples(group))
 
-    async def _samples(self, group: Group) -> AsyncIterator[bytes]:
+    def generated(self, body: GenerateResponse, samples: Sequence[Sample], *, logprobs: bool) -> AsyncIterator[bytes]:
+        """`body` as JSON with its choices, in pieces."""
+
+        def encode(indexed: Sequence[tuple[int, Sample]]) -> bytes:
+            choices = (GeneratedChoice.of(index, sample, logprobs=logprobs) for index, sample in indexed)
+            return b",".join(choice.model_dump_json().encode() for choice in choices)
+
+        return in_pieces(body, "choices", self._in_array(samples, encode))
+
+    def _samples(self, group: Group) -> AsyncIterator[bytes]:
         stops = None if group.metadata.get(NO_TEXT) else group.sampling.stop
+
+        def encode(indexed: Sequence[tuple[int, Sample]]) -> bytes:
+            bodies = (SampleBody.of(sample, self._text(sample, stops)) for _, sample in indexed)
+            return b",".join(body.model_dump_json().encode() for body in bodies)
+
+        return self._in_array(group.samples, encode)
+
+    async def _in_array(
+        self, samples: Sequence[Sample], encode: Callable[[Sequence[tuple[int, Sample]]], bytes]
+    ) -> AsyncIterator[bytes]:
+        """A JSON array, in pieces. `encode`: the elements of a few samples, which it gets with their indices."""
         separator = b"["
-        for few in _few_tokens(group.samples):
-            yield separator + await self._in_thread(partial(self._encode_samples, stops), few)
+        for few in _few_tokens(enumerate(samples)):
+            yield separator + await self._in_thread(encode, few)
             separator = b","
         yield b"]"
 
@@ -100,18 +125,14 @@ class Prompts:
         assert request.prompt is not None, "RolloutRequest holds exactly one prompt"
         return self._tokenizer.encode(request.prompt)
 
-    def _check(self, field: str, prompt_ids: Sequence[int]) -> None:
+    def check(self, field: str, prompt_ids: Sequence[int] | NDArray[np.int32]) -> None:
+        """Raises RequestError, with `field`, unless the engine can read the prompt and draw a token after it."""
         longest = self._engine.context_length - 1
         if not 1 <= len(prompt_ids) <= longest:
             allowed = f"1 to {longest} tokens: a context of {self._engine.context_length} less one for the answer"
-            raise RequestError.at(field, f"{len(prompt_ids)} tokens", allowed)
+            raise RequestError.at(field, f"{len(prompt_ids)} tokens", allowed, CONTEXT_FULL)
         if max(prompt_ids) >= self._engine.vocab_size:
             raise RequestError.at(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
-
-    def _encode_samples(self, stops: Sequence[str] | None, samples: Sequence[Sample]) -> bytes:
-        return b",".join(
-            SampleBody.of(sample, self._text(sample, stops)).model_dump_json().encode() for sample in samples
-        )
 
     def _text(self, sample: Sample, stops: Sequence[str] | None) -> str | None:
         if stops is None:
@@ -120,12 +141,12 @@ class Prompts:
         return text if sample.environment else trim(text, stops)  # the stop string of a turn may be in its middle
 
 
-def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+def _few_tokens(samples: Iterable[tuple[int, Sample]]) -> Iterator[list[tuple[int, Sample]]]:
     """Batches of samples with at least PIECE_TOKENS tokens each, own prompts too; the last batch may have fewer."""
-    few: list[Sample] = []
+    few: list[tuple[int, Sample]] = []
     num_tokens = 0
-    for sample in samples:
-        few.append(sample)
+    for index, sample in samples:
+        few.append((index, sample))
         num_tokens += len(sample.token_ids) + (0 if sample.prompt_ids is None else len(sample.prompt_ids))
         if num_tokens >= PIECE_TOKENS:
             yield few

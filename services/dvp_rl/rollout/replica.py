@@ -6,9 +6,10 @@ import asyncio
 import time
 from functools import partial
 
-from dvp_rl.contract.errors import EngineError
+from dvp_rl.contract.errors import EngineError, NotFoundError
 from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.openai import Model
 from dvp_rl.engines.protocol import Engine, Recovering, recovered
 from dvp_rl.engines.seeds import alone
 
@@ -27,12 +28,19 @@ class Replica:
         self.prompts = prompts
         self.slots = slots
         self.metrics = metrics
+        self._started_at = int(time.time())
         metrics.in_flight.set_function(lambda: slots.in_flight)
 
     @property
     def outage(self) -> str:
         """Why the engine cannot generate now; "" while it can."""
         return self.engine.outage if isinstance(self.engine, Recovering) else ""
+
+    def model(self, name: str | None = None) -> Model:
+        """What clients of OpenAI and vLLM call a model: the run. Raises NotFoundError if `name` is another one's."""
+        if name not in (None, self.run_id):
+            raise NotFoundError(f"model {name!r}: this replica has only {self.run_id!r}, the run's id")
+        return Model(id=self.run_id, created=self._started_at, max_model_len=self.engine.context_length)
 
     async def recovered(self) -> None:
         """Returns when there is no outage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request, Response
@@ -10,9 +10,13 @@ from fastapi import Path as InPath
 from pydantic import BaseModel
 
 from dvp_rl.http.api_tokens import Caller
+from dvp_rl.http.openapi import refusals
 
+from .dialogue import TurnRequest
+from .examples import NO_QUEUE, NO_SESSION, NOT_GENERATED, NOT_ONLY_MIN_P
 from .loops import race
 from .service import Service
+from .sessions import Taken
 
 T = TypeVar("T")
 
@@ -41,12 +45,24 @@ Key = Annotated[
     ),
 ]
 SessionId = Annotated[str, InPath(description="The session_id that POST /v1/sessions was given, or returned.")]
+ModelId = Annotated[str, InPath(description="The run's id.")]
+TURN = refusals(NO_SESSION, NOT_ONLY_MIN_P, NOT_GENERATED, NO_QUEUE)
 
 
 async def served_while_connected(work: Coroutine[Any, Any, T], request: Request) -> T | Response:
     """The result of `work`, which is cancelled when the client disconnects; then an answer that nobody reads."""
     done = await race(work, _disconnected(request))
     return Response(status_code=CLIENT_GONE) if done is None else done
+
+
+def _take(
+    session_id: SessionId, request: Request, service: Served, caller: By, key: Key = ""
+) -> Callable[[TurnRequest], Awaitable[Taken | Response]]:
+    return lambda body: served_while_connected(service.sessions.turn(session_id, body, caller, key), request)
+
+
+Take = Annotated[Callable[[TurnRequest], Awaitable[Taken | Response]], Depends(_take)]
+"""Takes the turn that a body asks for, unless the client disconnects."""
 
 
 async def _disconnected(request: Request) -> None:

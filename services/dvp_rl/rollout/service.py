@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
+from dvp_rl.contract.generate import GenerateRequest
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import (
     Health,
@@ -56,7 +56,6 @@ class Service:
         self._swap: WeightSwap | None = None
         self._uplink: Uplink | None = None
         self._room = Room(MAX_RESULTS_BYTES)
-        self.started_at = int(time.time())
         self._stopping = False
         self._cut_off = asyncio.Event()
 
@@ -102,6 +101,13 @@ class Service:
         job = await replica.prompts.job(request, replica.run_id)
         return replica.prompts.response(await self._draw(job, caller))
 
+    async def generate(self, request: GenerateRequest, caller: str = EVERYBODY) -> Group:
+        """Samples of token ids, generated on this replica without queue or session. Cancelling stops them."""
+        replica = self.replica
+        replica.model(request.model)
+        plain = request.to_rollout(replica.engine.context_length)
+        return await self._draw(await replica.prompts.job(plain, replica.run_id, GenerateRequest.READ), caller)
+
     @property
     def sessions(self) -> Sessions:
         """Raises UnavailableError if there is no broker."""
@@ -110,7 +116,6 @@ class Service:
             self.replica,
             self._room,
             self._draw,
-            self.started_at,
             self.settings.max_deliveries,
             lambda: self._stopping,
         )

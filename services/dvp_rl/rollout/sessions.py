@@ -4,6 +4,7 @@ answered. A replica keeps nothing between two turns."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,8 +17,8 @@ from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import EpisodeBody, FinishRequest, SessionBody, SessionRequest
 from dvp_rl.contract.job import BYTES_PER_TOKEN, MAX_GROUP_TOKENS, Job, Sink
-from dvp_rl.contract.openai import CONTEXT_FULL, ChatRequest, CompletionRequest, Model
-from dvp_rl.contract.sampling import MAX_STOPS
+from dvp_rl.contract.openai import CONTEXT_FULL, Model, Recording
+from dvp_rl.contract.sampling import MAX_STOP_TOKENS, MAX_STOPS, log_of
 from dvp_rl.contract.session import (
     Session,
     SessionState,
@@ -32,7 +33,7 @@ from dvp_rl.engines.seeds import alone, seeded
 from dvp_rl.transport.sessions import ENDED, UNKNOWN, Recorded, SessionStore, Summary
 
 from .answers import Room, in_pieces, null
-from .dialogue import Answer, Dialogue, Prompt
+from .dialogue import Answer, Dialogue, Prompt, TurnRequest
 from .loops import outlast
 from .replica import Replica
 
@@ -53,6 +54,10 @@ class Taken:
     num_prompt_tokens: int
     answer: Answer
 
+    @property
+    def recording(self) -> Recording:
+        return Recording(turn=self.index, parent=self.turn.parent, fork=self.turn.fork)
+
 
 class Sessions:
     def __init__(
@@ -61,13 +66,11 @@ class Sessions:
         replica: Replica,
         room: Room,
         generate: Callable[[Job, str], Awaitable[Group]],
-        started_at: int,
         most_deliveries: int,
         is_stopping: Callable[[], bool],
     ) -> None:
         """`generate`: draws for a caller, within its limits. `most_deliveries`: of an episode, before its job dies.
         `is_stopping`: whether this replica hands out no more episodes."""
-        self._started_at = started_at
         self._store = store
         self._replica = replica
         self._room = room
@@ -118,7 +121,7 @@ class Sessions:
             idle_s=job.idle_s,
         )
 
-    async def turn(self, session_id: str, request: ChatRequest | CompletionRequest, caller: str, key: str) -> Taken:
+    async def turn(self, session_id: str, request: TurnRequest, caller: str, key: str) -> Taken:
         """Draws and records a turn. `key`: the client's name of this request, or "": the same request with the same key
         is recorded once. Raises NotFoundError, RequestError, OverloadedError, UnavailableError, EngineError."""
         recorded = await self._store.read(session_id, caller=caller)
@@ -156,22 +159,21 @@ class Sessions:
     async def model(self, session_id: str, caller: str, name: str | None = None) -> Model:
         """The session's only model. Raises NotFoundError."""
         await self._store.status(session_id, caller=caller)
-        run_id, length = self._replica.run_id, self._replica.engine.context_length
-        self._check_model(run_id if name is None else name)
-        return Model(id=run_id, created=self._started_at, max_model_len=length)
+        return self._replica.model(name)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._replica.run_id:
-            raise NotFoundError(f"model {name!r}: a session has only {self._replica.run_id!r}, the run's id")
-
-    def _check(self, session: Session, request: ChatRequest | CompletionRequest) -> None:
-        self._check_model(request.model)
-        if session.sink is not Sink.CLIENT and request.seed is not None:
-            raise RequestError.at("seed", request.seed, "null: the run gives each episode a seed of its own")
-        own = session.sampling.temperature
-        if request.temperature not in (None, own):
-            allowed = f"null or {own:g}, the session's: open it with another sampling.temperature"
-            raise RequestError.at("temperature", f"{request.temperature:g}", allowed)
+    def _check(self, session: Session, request: TurnRequest) -> None:
+        self._replica.model(request.model)
+        drawn, own = request.drawn, session.sampling
+        if session.sink is not Sink.CLIENT and drawn.seed is not None:
+            raise RequestError.at(f"{drawn.AT}seed", drawn.seed, "null: the run gives each episode a seed of its own")
+        if drawn.temperature not in (None, own.temperature):
+            allowed = f"null or {own.temperature:g}, the session's: open it with another sampling.temperature"
+            raise RequestError.at(f"{drawn.AT}temperature", f"{drawn.temperature:g}", allowed)
+        if drawn.min_p is not None and log_of(drawn.min_p) != own.log_min_p:
+            allowed = f"null or {math.exp(own.log_min_p):g}, the session's: open it with another sampling.min_p"
+            raise RequestError.at(f"{drawn.AT}min_p", f"{drawn.min_p:g}", allowed)
+        if drawn.n not in (None, 1):
+            raise RequestError.at(f"{drawn.AT}n", drawn.n, "1 in a session")
 
     def _job(
         self,
@@ -179,21 +181,20 @@ class Sessions:
         turn_id: str,
         name: str,
         prompt: Prompt,
-        request: ChatRequest | CompletionRequest,
+        request: TurnRequest,
     ) -> Job:
         """The job that draws the turn. `name`: of the request in its session. Raises RequestError if the context or the
         session is full."""
         session, turns = recorded.session, recorded.turns
-        context = self._replica.engine.context_length
-        room = context - len(prompt.token_ids)
-        if room < 1:
-            field = "messages" if isinstance(request, ChatRequest) else "prompt"
-            allowed = f"at most {context - 1}: a context of {context} less one for the answer"
-            raise RequestError.at(field, f"{len(prompt.token_ids)} tokens", allowed, CONTEXT_FULL)
-        sampling = session.sampling
-        stop = tuple(dict.fromkeys((*sampling.stop, *request.stops)))
+        self._replica.prompts.check(request.READ, prompt.token_ids)
+        sampling, drawn = session.sampling, request.drawn
+        stop = tuple(dict.fromkeys((*sampling.stop, *drawn.stops)))
         if len(stop) > MAX_STOPS:
-            raise RequestError.at("stop", f"{len(stop)} strings with the session's", f"at most {MAX_STOPS}")
+            raise RequestError.at(f"{drawn.AT}stop", f"{len(stop)} strings with the session's", f"at most {MAX_STOPS}")
+        stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(drawn.stop_token_ids or ()))))
+        if len(stop_token_ids) > MAX_STOP_TOKENS:
+            given = f"{len(stop_token_ids)} ids with the session's"
+            raise RequestError.at(f"{drawn.AT}stop_token_ids", given, f"at most {MAX_STOP_TOKENS}")
         allowed_tokens = MAX_GROUP_TOKENS // session.n
         left = allowed_tokens - num_read(turns) - len(prompt.token_ids)
         if left < 1:
@@ -202,7 +203,8 @@ class Sessions:
                 f"{allowed_tokens + 1 - left} tokens or more, at most {allowed_tokens} allowed: finish it",
                 code=CONTEXT_FULL,
             )
-        limit = min(request.limit or sampling.max_tokens, room, left)
+        room = self._replica.engine.context_length - len(prompt.token_ids)
+        limit = min(drawn.limit or sampling.max_tokens, room, left)
         of_run = session.sink is not Sink.CLIENT
         if of_run:
             limit = min(limit, sampling.max_tokens)
@@ -210,18 +212,18 @@ class Sessions:
             job_id=turn_id,
             run_id=session.run_id,
             prompt_ids=prompt.token_ids,
-            sampling=sampling.model_copy(update={"max_tokens": limit, "stop": stop}),
+            sampling=sampling.model_copy(update={"max_tokens": limit, "stop": stop, "stop_token_ids": stop_token_ids}),
             sink=session.sink,
             min_seq=session.min_seq,
             submitted_at=time.time(),
         )
         if of_run:  # alike in another attempt at the episode, whatever else it drew
             return seeded(job, name)
-        if request.seed is not None:
-            return job.model_copy(update={"sampling": job.sampling.model_copy(update={"seed": request.seed})})
+        if drawn.seed is not None:
+            return job.model_copy(update={"sampling": job.sampling.model_copy(update={"seed": drawn.seed})})
         return alone(job, len(turns))
 
-    async def _taken(self, recorded: Recorded, index: int, request: ChatRequest | CompletionRequest) -> Taken:
+    async def _taken(self, recorded: Recorded, index: int, request: TurnRequest) -> Taken:
         session, turns = recorded.session, recorded.turns
         if index >= len(turns):  # the episode was finished meanwhile
             raise RequestError(ENDED.format(session.session_id))

@@ -119,7 +119,7 @@ def test_everybody_may_do_what_their_token_is_for(rows: list[tuple[str, ...]]) -
 def _others(service: str, method: str, path: str) -> set[Scope]:
     if service == "dvp-weights" and path.startswith("/v1/weights/"):
         return {Scope.WEIGHTS}
-    if path == "/v1/rollouts" or path.startswith(("/v1/jobs", "/v1/sessions")):
+    if path == "/v1/rollouts" or path.startswith(("/v1/jobs", "/v1/sessions", "/inference/")):
         return {Scope.ROLLOUT, Scope.HARNESS}
     if path == "/v1/episodes":
         return {Scope.HARNESS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +17,10 @@ from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.results import client_jobs
 from dvp_rl.transport.sessions import SessionStore
 from tests.integration.engines.oracle import Oracle
-from tests.integration.rollout.test_sessions import check_logprobs
+from tests.integration.rollout.test_sessions import check_logprobs, examples
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit import web
 from tests.kit.harness import Harness
-from tests.kit.processes import ROOT
 from tests.kit.records import make_episodes
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S, until_async
@@ -117,8 +115,7 @@ async def test_an_episode_goes_from_the_trainer_to_the_trainer(
 
 
 async def test_the_example_of_the_readme_plays(args: list[str], tmp_path: Path, rig: Rig) -> None:
-    page = (ROOT / "services" / "dvp_rl" / "rollout" / "README.md").read_text()
-    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    _, _, code = examples()
     await rig.submit_episodes(n=1, task={"prompt": "1+1=", "answer": "2"})
     with ReplicaThread(tmp_path, *args, "--engine", "fake") as replica:
         exec(code.replace("http://127.0.0.1:8000", replica.url), names := dict[str, Any]())

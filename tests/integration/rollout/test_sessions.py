@@ -27,6 +27,7 @@ from tests.integration.engines.oracle import TOLERANCE, Oracle
 from tests.kit import web
 from tests.kit.chat_templates import CHATS, make_chat_tokenizer
 from tests.kit.models import make_model
+from tests.kit.processes import ROOT
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S, until
 
@@ -265,7 +266,7 @@ def test_turns_at_once_are_all_recorded(replica: ReplicaProcess) -> None:
         ({"tool_choice": "required"}, "tool_choice", 'only "auto" or "none"'),
         ({"top_logprobs": 3}, "top_logprobs", "only 0"),
         ({"logit_bias": {"5": 1}}, "logit_bias", ""),
-        ({"extra_body": {"min_p": 0.1}}, "min_p", "only null"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p", "the session's"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex", "only the fields"),
         ({"stop": [str(i) for i in range(17)]}, "stop", ""),
         ({"tools": [NO_OBJECT]}, "tools.0.function", "object"),
@@ -392,9 +393,14 @@ async def _held(broker: EmbeddedBroker) -> list[ClientJob]:
         return await client_jobs(connected)
 
 
+def examples() -> list[str]:
+    """The Python code of the rollout service's README."""
+    page = (ROOT / "services" / "dvp_rl" / "rollout" / "README.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
 def test_the_example_of_the_readme_runs(talker: ReplicaProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "services" / "dvp_rl" / "rollout" / "README.md").read_text()
-    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, _, _ = examples()
     names: dict[str, Any] = {}
     exec(code.replace("http://127.0.0.1:8000", talker.url), names)
     names["client"].close()

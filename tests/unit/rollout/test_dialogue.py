@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.generate import GenerateRequest
 from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, VersionSpan
 from dvp_rl.contract.job import Sink
 from dvp_rl.contract.openai import ChatRequest, CompletionRequest
@@ -28,7 +29,7 @@ from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.session import Fork, Session, Turn, branches, digest, episode, group_of, history, path
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_rl.engines.tool_calls import ToolCall
-from dvp_rl.rollout.dialogue import Answer, Dialogue, Prompt
+from dvp_rl.rollout.dialogue import Answer, Dialogue, Prompt, TurnRequest
 from tests.kit.chat_templates import CHATS, PLAIN, SPECIALS, make_chat_tokenizer
 
 RUN = "run"
@@ -125,7 +126,7 @@ class Player:
     def text(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         return self.tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
 
-    def say(self, request: ChatRequest | CompletionRequest, ids: Sequence[int], *, check: bool = True) -> Said:
+    def say(self, request: TurnRequest, ids: Sequence[int], *, check: bool = True) -> Said:
         """`check`: whether all text is that of its tokens, as it is unless a turn ends within a character."""
         prompt = self.dialogue.prompt(self.session, self.turns, request)
         index, drawn_ids = len(self.turns), np.asarray(ids, np.int32)
@@ -311,6 +312,29 @@ def test_what_is_drawn_is_what_is_read_and_trained(chat: str) -> None:
             player.check_episode()
 
     play()
+
+
+IDS = st.lists(st.integers(0, 300), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.integers(0), st.integers(0, 4), IDS, IDS), min_size=1, max_size=8))
+def test_tokens_that_a_client_gives_continue_the_longest_recorded_beginning(
+    steps: list[tuple[int, int, list[int], list[int]]],
+) -> None:
+    player = Player("qwen25")
+    recorded: list[list[int]] = []
+    for of, cut, rest, drawn in steps:
+        earlier = recorded[of % len(recorded)] if recorded else []
+        given_ids = [*earlier[: len(earlier) - cut], *rest]
+        said = player.say(GenerateRequest(token_ids=given_ids), drawn, check=False)
+        assert player.reads[-1].tolist() == given_ids
+        begin = [index for index, ids in enumerate(recorded) if given_ids[: len(ids)] == ids]
+        longest = max((len(recorded[index]) for index in begin), default=0)
+        assert said.turn.parent == max((index for index in begin if len(recorded[index]) == longest), default=None)
+        assert said.turn.context_ids.tolist() == given_ids[longest:]
+        recorded.append([*given_ids, *drawn])
+        player.check_episode()
 
 
 # Examples.
