@@ -14,19 +14,22 @@ from .group import FinishReason, Sample, VersionSpan
 from .http import Body, Counts, Numbers, RolloutRequest, SamplingBody, TokenId, TokenIds, example
 from .job import MAX_SAMPLES
 from .openai import Drawn, Recording, Usage
+from .sampling import MAX_NEW_TOKENS
 
 
 class GenerateSampling(Drawn):
     """How tokens are drawn."""
 
     AT: ClassVar = "sampling_params."
+    """As in Drawn."""
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples. In a session only 1."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Default: 1. In a session only null or the session's: an episode is drawn from one policy."""
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Most tokens of a sample. Default: as many as the context holds; in a session, its sampling.max_tokens."""
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    """Most tokens of a sample. Default: as many as the context holds; in a session, its sampling.max_tokens, which is
+    the most in a training run's episodes."""
     min_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Tokens less likely than min_p times the most likely one are never drawn. Default: e^-13. In a session only null
     or the session's."""
@@ -60,6 +63,7 @@ class GenerateRequest(Body):
     """Tokens to be continued."""
 
     READ: ClassVar = "token_ids"
+    """As in dvp_rl.contract.openai.Turned."""
 
     token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
     """The prompt. In a session, all tokens so far: what the session has recorded of them is not recorded again."""
@@ -98,7 +102,7 @@ class GenerateRequest(Body):
         """The same request without a session."""
         drawn = self.sampling_params
         given = drawn.model_dump(include={"temperature", "min_p", "seed", "stop_token_ids"}, exclude_none=True)
-        sampling = SamplingBody(**given, max_tokens=drawn.limit or context_length, stop=drawn.stops)
+        sampling = SamplingBody(**given, max_tokens=drawn.limit or min(context_length, MAX_NEW_TOKENS), stop=drawn.stop)
         return RolloutRequest(prompt_ids=self.token_ids, n=drawn.n, sampling=sampling, return_text=False)
 
 
@@ -121,6 +125,11 @@ class GeneratedLogprobs(Body):
     content: list[GeneratedLogprob]
     """In order."""
 
+    @classmethod
+    def of(cls, sample: Sample) -> GeneratedLogprobs:
+        pairs = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
+        return cls(content=[GeneratedLogprob(token_id=i, token=f"token_id:{i}", logprob=value) for i, value in pairs])
+
 
 class GeneratedChoice(Body):
     """One sample."""
@@ -142,17 +151,9 @@ class GeneratedChoice(Body):
 
     @classmethod
     def of(cls, index: int, sample: Sample, *, logprobs: bool) -> GeneratedChoice:
-        content = [
-            GeneratedLogprob(token_id=token, token=f"token_id:{token}", logprob=logprob)
-            for token, logprob in zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
-        ]
         plain = sample.model_dump(mode="json", include={"token_ids", "kept_mass", "kept_count", "finish_reason"})
-        return cls(
-            index=index,
-            logprobs=GeneratedLogprobs(content=content) if logprobs else None,
-            weight_versions=sample.versions,
-            **plain,
-        )
+        told = GeneratedLogprobs.of(sample) if logprobs else None
+        return cls(index=index, logprobs=told, weight_versions=sample.versions, **plain)
 
 
 class GenerateResponse(Body):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
 from .job import IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata, Sink
-from .sampling import MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS, MIN_P, Sampling, log_of
+from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS, MIN_P, Sampling, log_of
 from .session import SessionState
 
 MAX_PROMPT_CHARS = 4_000_000
@@ -17,9 +17,9 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_FIELDS = 64
 MAX_EPISODE_WAIT_S = 60.0
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# The lists in answers. "5" or true among their numbers is an error.
-TokenIds = Annotated[list[Annotated[TokenId, Field(strict=True)]], Field(fail_fast=True)]
+# "5" or true among the numbers of a list is an error.
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Counts = Annotated[list[Annotated[int, Field(strict=True, ge=1, lt=2**31)]], Field(fail_fast=True)]
 Numbers = Annotated[list[Annotated[float, Field(strict=True)]], Field(fail_fast=True)]
 
@@ -50,7 +50,7 @@ class SamplingBody(Body):
     """Tokens less likely than min_p times the most likely one are never drawn. The default is e^-13."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     """0 is greedy: the most likely token, with log-prob 0 and kept mass 1. Such samples have no importance weight."""
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 256
     """Most tokens of one sample. Less if the model's context ends before."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS, fail_fast=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .http import MAX_PROMPT_CHARS, Body, Problem, TokenId, example
 from .job import Metadata
-from .sampling import MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS
+from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS
 
 CONTEXT_FULL = "context_length_exceeded"
 """OpenAI's code of the error after which a conversation cannot go on."""
@@ -20,6 +20,7 @@ MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS, fail_fast=True)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 
@@ -132,15 +133,20 @@ class ResponseFormat(Body):
     """Only text: a grammar would prune tokens."""
 
 
+def _listed(given: object) -> object:
+    return () if given is None else (given,) if isinstance(given, str) else given
+
+
 class Drawn(Body):
     """How tokens are drawn, as clients of other engines say it."""
 
     AT: ClassVar = ""
     """Where these fields are in a request."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Most tokens of the answer. Default: the session's sampling.max_tokens. Less if the context ends before."""
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    """Most tokens of the answer. Default: the session's sampling.max_tokens, which is the most in a training run's
+    episodes. Less if the context ends before."""
+    stop: Annotated[Stops, BeforeValidator(_listed, Stops | StopText | None)] = ()
     """Strings that end the answer, besides the session's."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     """Token ids that end the answer, besides the session's and the model's end of sequence."""
@@ -169,13 +175,12 @@ class Drawn(Body):
     def limit(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 class Turned(Drawn):
     """What both kinds of turns have in common."""
+
+    READ: ClassVar[str]
+    """The field that the model is to continue."""
 
     model: Annotated[str, Field(max_length=256)]
     """The run's id, as `GET .../models` names it."""
@@ -208,7 +213,7 @@ class ChatRequest(Turned):
     """Only auto and none: to force a call, a grammar would prune tokens. none: calls are not read from the answer."""
     parallel_tool_calls: Literal[True] | None = None
     """Only true or null: nothing keeps the model from several calls."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
     """Newer name of max_tokens."""
     logprobs: bool | None = None
     """Whether the answer has the log-probability of each token under the constrained policy."""

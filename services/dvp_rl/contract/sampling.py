@@ -14,6 +14,8 @@ LOG_RHO = -13.0
 
 MIN_P = math.exp(LOG_RHO)
 MAX_SEED = 2**63 - 1
+MAX_NEW_TOKENS = 1_000_000
+"""Most tokens of a sample."""
 MAX_STOPS = 16
 """Most stop strings of a sample."""
 MAX_STOP_TOKENS = 64
@@ -39,7 +41,7 @@ class Sampling(Record):
     """0 is greedy: the most likely token, log-prob 0, kept mass 1. Greedy samples have no importance weight, so they
     are refused for training."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 256
     stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=MAX_STOP_TOKENS)] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None

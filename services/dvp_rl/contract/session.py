@@ -8,7 +8,7 @@ another branch, and none is lost.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,7 +95,7 @@ class Turn(Record):
     engine: EngineFacts
     replica_id: str
     num_chars: Annotated[int, Field(ge=0)]
-    """Length of the text of all tokens up to the last one drawn, special tokens included."""
+    """Length of the text that the turn adds to its parent's, special tokens included."""
     text_digest: str
     """Digest of that text."""
     answer_digest: str
@@ -122,31 +122,37 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def longest_beginning(turns: Sequence[Turn], text: str) -> int | None:
-    """Index of the turn with the longest recorded text that `text` begins with; of several, the newest. None if it
-    begins with none of them."""
-    digests: dict[int, str] = {}
-    hashed, end = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
-    for length in sorted({turn.num_chars for turn in turns if turn.num_chars <= len(text)}):
-        hashed.update(text[end:length].encode())
-        digests[length], end = hashed.hexdigest(), length
-    found = [index for index, turn in enumerate(turns) if digests.get(turn.num_chars) == turn.text_digest]
-    return max(found, key=lambda index: (turns[index].num_chars, index), default=None)
+def longest_text(turns: Sequence[Turn], text: str) -> tuple[int | None, int]:
+    """The turn with the longest recorded text that `text` begins with, and the text's length; of several, the newest.
+    None and 0 if it begins with none of them."""
+
+    def agrees(turn: Turn, start: int) -> bool:
+        return digest(text[start : start + turn.num_chars]) == turn.text_digest
+
+    return _longest(turns, lambda turn: turn.num_chars, agrees)
 
 
 def longest_history(turns: Sequence[Turn], token_ids: NDArray[np.int32]) -> tuple[int | None, int]:
     """The turn with the longest history that `token_ids`, [P], begins with, and its length; of several, the newest.
-    None and 0 if there is none."""
+    None and 0 if it begins with none of them."""
     import numpy as np
 
+    def agrees(turn: Turn, start: int) -> bool:
+        own = np.concatenate([turn.context_ids, turn.sample.token_ids])
+        return np.array_equal(token_ids[start : start + len(own)], own)
+
+    return _longest(turns, lambda turn: turn.num_tokens, agrees)
+
+
+def _longest(
+    turns: Sequence[Turn], length: Callable[[Turn], int], agrees: Callable[[Turn, int], bool]
+) -> tuple[int | None, int]:
+    """`agrees`: whether a turn's own part of its branch is what the client has at this place."""
     ends: dict[int | None, int] = {None: 0}
     for index, turn in enumerate(turns):  # parents come before their children
         start = ends.get(turn.parent)
-        if start is None:
-            continue
-        own = np.concatenate([turn.context_ids, turn.sample.token_ids])
-        if np.array_equal(token_ids[start : start + len(own)], own):
-            ends[index] = start + len(own)
+        if start is not None and agrees(turn, start):
+            ends[index] = start + length(turn)
     last = max(ends, key=lambda index: (ends[index], -1 if index is None else index))
     return last, ends[last]
 

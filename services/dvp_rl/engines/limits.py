@@ -27,15 +27,13 @@ def check_fits(job: Job, *, context_length: int, vocab_size: int) -> None:
     check_size(job, context_length)
 
 
-def check_size(job: Job, context_length: int) -> None:
-    """Raises RequestError if the samples could have more than MAX_GROUP_TOKENS tokens together."""
+def check_size(job: Job, context_length: int, at: str = "") -> None:
+    """Raises RequestError if the samples could have more than MAX_GROUP_TOKENS tokens together. `at`: where the client
+    gave n."""
     longest = max_new_tokens(job, context_length)
     if job.n * longest > MAX_GROUP_TOKENS:
-        allowed = f"at most {MAX_GROUP_TOKENS} tokens in all samples together"
-        raise RequestError(
-            f"n: {job.n} samples of up to {longest} tokens are too many, {allowed}; lower n or sampling.max_tokens",
-            [{"field": "n", "value": job.n, "allowed": f"{allowed}, so {MAX_GROUP_TOKENS // longest} of {longest}"}],
-        )
+        most = f"{MAX_GROUP_TOKENS // longest} samples of up to {longest} tokens, {MAX_GROUP_TOKENS} together"
+        raise RequestError.at(f"{at}n", job.n, f"at most {most}; a lower max_tokens allows more")
 
 
 def max_new_tokens(job: Job, context_length: int) -> int:

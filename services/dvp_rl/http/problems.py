@@ -40,7 +40,7 @@ NOT_JSON = "the body is not JSON: {}"
 MAX_ERRORS = 16
 MAX_VALUE_CHARS = 200
 
-OPENAI = re.compile(r"(/v1/sessions/[^/]*(/inference)?/v1|/inference/v1|/v1/models)(/|$)")
+OPENAI = re.compile(r"(/v1/sessions/[^/]*/(v1|inference)|/inference|/v1/models)(/|$)")
 """Paths whose callers expect OpenAI's errors."""
 
 PHRASES = {
@@ -94,7 +94,7 @@ def respond(error: Exception, path: str) -> Response:
 
 
 def _answer(problem: Problem, headers: Mapping[str, str], path: str, code: str | None = None) -> Response:
-    """`path` of the request: below a session's endpoint the problem also has the shape of OpenAI's errors."""
+    """`path` of the request: where its callers expect OpenAI's errors, the problem has their shape too."""
     problem = in_openai_shape(problem, code) if OPENAI.match(path) else problem
     return Response(problem.model_dump_json(), problem.status, headers, MEDIA_TYPE)
 
@@ -247,6 +247,8 @@ def _words(node: Mapping[str, Any]) -> str:
     kind = node.get("type", "")
     if "const" in node or "enum" in node:
         return f"only {' or '.join(map(_short, node.get('enum', [node.get('const')])))}"
+    if 0 in (node.get("maxItems"), node.get("maxProperties")):
+        return "only empty"
     if low is not None and low == high:
         return f"only {low}"
     if low is not None or high is not None:

@@ -18,8 +18,8 @@ from dvp_rl.contract.session import (
     branches,
     digest,
     history,
-    longest_beginning,
     longest_history,
+    longest_text,
     path,
 )
 from dvp_rl.engines.tool_calls import ToolCall, ToolFormat, tool_format
@@ -43,6 +43,7 @@ class Prompt:
     """What the model reads for a turn."""
 
     text: str
+    """What `context_ids` add to the recorded text."""
     parent: int | None
     fork: Fork | None
     context_ids: NDArray[np.int32]
@@ -76,45 +77,39 @@ class Dialogue:
         self._tokenizer.check_arguments(session.chat_template_kwargs)
 
     def prompt(self, session: Session, turns: Sequence[Turn], request: TurnRequest) -> Prompt:
-        """The recorded tokens of the longest beginning of the request's text that the session has, then the rest of the
-        text in tokens of its own. Raises RequestError if the chat template cannot render the request."""
+        """The recorded tokens of the longest beginning of the request that the session has, then the rest: a text in
+        tokens of its own, or the client's tokens. Raises RequestError if the chat template cannot render the request.
+        """
         import numpy as np
 
         if isinstance(request, GenerateRequest):
             token_ids = np.asarray(request.token_ids, np.int32)
             parent, start = longest_history(turns, token_ids)
-            text, fork = self._tokenizer.decode(request.token_ids), _fork(turns, parent, request)
-            return Prompt(text, parent, fork, context_ids=token_ids[start:], token_ids=token_ids)
-        encode = self._tokenizer.encode_rest
-        if isinstance(request, ChatRequest):
-            text = self._render(session, request)
+            context_ids = token_ids[start:]
+            rest = self.added_text(token_ids[:start], context_ids)
         else:
-            text, encode = request.prompt, self._tokenizer.encode
-        parent, rest = longest_beginning(turns, text), text
-        if parent is not None:
-            rest, encode = text[turns[parent].num_chars :], self._tokenizer.encode_rest
-        context_ids = np.asarray(encode(rest), np.int32)
-        return Prompt(
-            text=text,
-            parent=parent,
-            fork=_fork(turns, parent, request),
-            context_ids=context_ids,
-            token_ids=np.concatenate([history(path(turns, parent)), context_ids]),
-        )
+            text = self._render(session, request) if isinstance(request, ChatRequest) else request.prompt
+            parent, start = longest_text(turns, text)
+            rest = text[start:]
+            begins = parent is None and isinstance(request, CompletionRequest)
+            encode = self._tokenizer.encode if begins else self._tokenizer.encode_rest
+            context_ids = np.asarray(encode(rest), np.int32)
+            token_ids = np.concatenate([history(path(turns, parent)), context_ids])
+        return Prompt(rest, parent, _fork(turns, parent, request), context_ids, token_ids)
 
-    def drawn_text(self, read: NDArray[np.int32], drawn: NDArray[np.int32], *, special: bool = True) -> str:
-        """The text that drawn tokens add to that of the tokens read before them; `special`: special tokens included."""
-        before = read[-CONTEXT_TOKENS:].tolist()
-        text = self._tokenizer.decode(before, skip_special_tokens=not special)
-        whole = self._tokenizer.decode([*before, *drawn.tolist()], skip_special_tokens=not special)
+    def added_text(self, before: NDArray[np.int32], ids: NDArray[np.int32], *, special: bool = True) -> str:
+        """The text that tokens add to that of the tokens before them; `special`: special tokens included."""
+        last = before[-CONTEXT_TOKENS:].tolist()
+        text = self._tokenizer.decode(last, skip_special_tokens=not special)
+        whole = self._tokenizer.decode([*last, *ids.tolist()], skip_special_tokens=not special)
         if whole.startswith(text):
             return whole[len(text) :]
-        return self._tokenizer.decode(drawn.tolist(), skip_special_tokens=not special)  # they complete a character
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not special)  # they complete a character
 
     def turn(self, turn_id: str, prompt: Prompt, group: Group, answer: Answer) -> Turn:
         """The record of a turn: the only sample of `group`, which was drawn after the prompt."""
         (sample,) = group.samples
-        text = prompt.text + self.drawn_text(prompt.token_ids, sample.token_ids)
+        text = prompt.text + self.added_text(prompt.token_ids, sample.token_ids)
         return Turn(
             turn_id=turn_id,
             parent=prompt.parent,
@@ -137,17 +132,17 @@ class Dialogue:
         session: Session,
     ) -> Answer:
         """What the client is told of tokens that were drawn after the tokens `read`."""
-        stops = (*session.sampling.stop, *request.drawn.stops)
+        stops = (*session.sampling.stop, *request.drawn.stop)
         wants_pieces = not isinstance(request, GenerateRequest) and request.logprobs not in (None, False)
         pieces = tuple(self._tokenizer.pieces(drawn.tolist())) if wants_pieces else ()
         if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
             assert self._format is not None, "its prompt could be rendered"
             # A format may begin with a special token, which the content of an answer without calls does not show.
             said = drawn[:-1] if drawn[-1] in self._tokenizer.eos_ids else drawn
-            content, calls = self._format.parse(trim(self.drawn_text(read, said), stops))
+            content, calls = self._format.parse(trim(self.added_text(read, said), stops))
             if calls:
                 return Answer(content, tuple(calls), pieces)
-        return Answer(trim(self.drawn_text(read, drawn, special=False), stops), pieces=pieces)
+        return Answer(trim(self.added_text(read, drawn, special=False), stops), pieces=pieces)
 
     @cached_property
     def _format(self) -> ToolFormat | None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 
 from dvp_rl.contract.errors import RequestError
@@ -24,7 +25,6 @@ from .answers import in_pieces
 from .dialogue import Dialogue, trim
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from dvp_rl.engines.protocol import Engine
@@ -46,9 +46,9 @@ class Prompts:
         self._dialogue = Dialogue(tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
-    async def job(self, request: RolloutRequest, run_id: str, field: str = "") -> Job:
-        """The job for a request. `field`: where the client gave the prompt, if not in the request. Raises RequestError
-        if it cannot run on this model."""
+    async def job(self, request: RolloutRequest, run_id: str, *, field: str = "", at: str = "") -> Job:
+        """The job for a request. `field`, `at`: where the client gave the prompt and n, if it asked in other words.
+        Raises RequestError if it cannot run on this model."""
         prompt_ids = await self._in_thread(self._encode, request)
         given = next(name for name in ("prompt_ids", "prompt", "messages") if getattr(request, name) is not None)
         self.check(field or given, prompt_ids)
@@ -72,7 +72,7 @@ class Prompts:
                 for item in error.errors()
             ]
             raise RequestError(describe("request", error), errors) from None
-        check_size(job, self._engine.context_length)
+        check_size(job, self._engine.context_length, at)
         return job
 
     def response(self, group: Group) -> AsyncIterator[bytes]:
@@ -131,8 +131,9 @@ class Prompts:
         if not 1 <= len(prompt_ids) <= longest:
             allowed = f"1 to {longest} tokens: a context of {self._engine.context_length} less one for the answer"
             raise RequestError.at(field, f"{len(prompt_ids)} tokens", allowed, CONTEXT_FULL)
-        if max(prompt_ids) >= self._engine.vocab_size:
-            raise RequestError.at(field, f"token id {max(prompt_ids)}", f"ids in [0, {self._engine.vocab_size})")
+        largest = np.max(prompt_ids)
+        if largest >= self._engine.vocab_size:
+            raise RequestError.at(field, f"token id {largest}", f"ids in [0, {self._engine.vocab_size})")
 
     def _text(self, sample: Sample, stops: Sequence[str] | None) -> str | None:
         if stops is None:

@@ -105,8 +105,9 @@ class Service:
         """Samples of token ids, generated on this replica without queue or session. Cancelling stops them."""
         replica = self.replica
         replica.model(request.model)
-        plain = request.to_rollout(replica.engine.context_length)
-        return await self._draw(await replica.prompts.job(plain, replica.run_id, GenerateRequest.READ), caller)
+        plain, at = request.to_rollout(replica.engine.context_length), request.drawn.AT
+        job = await replica.prompts.job(plain, replica.run_id, field=request.READ, at=at)
+        return await self._draw(job, caller)
 
     @property
     def sessions(self) -> Sessions:

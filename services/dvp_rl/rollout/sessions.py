@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
+from dvp_rl.contract.generate import GenerateRequest
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import EpisodeBody, FinishRequest, SessionBody, SessionRequest
 from dvp_rl.contract.job import BYTES_PER_TOKEN, MAX_GROUP_TOKENS, Job, Sink
@@ -127,7 +128,7 @@ class Sessions:
         recorded = await self._store.read(session_id, caller=caller)
         session, turns = recorded.session, recorded.turns
         self._check(session, request)
-        name = digest(f"{key}\n{request.model_dump_json()}") if key else uuid.uuid4().hex
+        name = digest(f"{key}\n{request.model_dump_json(exclude={'request_id'})}") if key else uuid.uuid4().hex
         # Sessions with the same keys must not draw alike.
         turn_id = digest(f"{recorded.nonce}\n{name}")
         known = [turn.turn_id for turn in turns]
@@ -163,15 +164,17 @@ class Sessions:
 
     def _check(self, session: Session, request: TurnRequest) -> None:
         self._replica.model(request.model)
+        if isinstance(request, GenerateRequest):
+            self._replica.prompts.check(request.READ, request.token_ids)
         drawn, own = request.drawn, session.sampling
         if session.sink is not Sink.CLIENT and drawn.seed is not None:
             raise RequestError.at(f"{drawn.AT}seed", drawn.seed, "null: the run gives each episode a seed of its own")
         if drawn.temperature not in (None, own.temperature):
-            allowed = f"null or {own.temperature:g}, the session's: open it with another sampling.temperature"
-            raise RequestError.at(f"{drawn.AT}temperature", f"{drawn.temperature:g}", allowed)
+            allowed = f"null or {own.temperature}, the session's: open it with another sampling.temperature"
+            raise RequestError.at(f"{drawn.AT}temperature", drawn.temperature, allowed)
         if drawn.min_p is not None and log_of(drawn.min_p) != own.log_min_p:
-            allowed = f"null or {math.exp(own.log_min_p):g}, the session's: open it with another sampling.min_p"
-            raise RequestError.at(f"{drawn.AT}min_p", f"{drawn.min_p:g}", allowed)
+            allowed = f"null or {math.exp(own.log_min_p)}, the session's: open it with another sampling.min_p"
+            raise RequestError.at(f"{drawn.AT}min_p", drawn.min_p, allowed)
         if drawn.n not in (None, 1):
             raise RequestError.at(f"{drawn.AT}n", drawn.n, "1 in a session")
 
@@ -188,7 +191,7 @@ class Sessions:
         session, turns = recorded.session, recorded.turns
         self._replica.prompts.check(request.READ, prompt.token_ids)
         sampling, drawn = session.sampling, request.drawn
-        stop = tuple(dict.fromkeys((*sampling.stop, *drawn.stops)))
+        stop = tuple(dict.fromkeys((*sampling.stop, *drawn.stop)))
         if len(stop) > MAX_STOPS:
             raise RequestError.at(f"{drawn.AT}stop", f"{len(stop)} strings with the session's", f"at most {MAX_STOPS}")
         stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(drawn.stop_token_ids or ()))))

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from dvp_rl.contract.openai import ErrorBody, OpenAIProblem
 from tests.integration.engines.oracle import Oracle
 from tests.integration.rollout.test_sessions import SEED, check_logprobs, examples, opened
-from tests.kit.replicas import ReplicaProcess
+from tests.kit.replicas import ReplicaProcess, ReplicaThread
 from tests.kit.wait import WITHIN_S
 
 PROMPT = [22, 26, 14, 24, 27, 32]
@@ -69,6 +69,15 @@ def test_a_sample_may_fill_the_context(replica: ReplicaProcess) -> None:
     assert choice["logprobs"] is None
     assert len(choice["token_ids"]) <= 6
     assert (len(choice["token_ids"]) == 6) or choice["finish_reason"] == "stop"
+
+
+def test_a_sample_may_fill_a_context_of_any_length(model: Path, tmp_path: Path) -> None:
+    with ReplicaThread(tmp_path, "--model", str(model), "--engine", "fake", "--max-context", "2000000") as long:
+        ending = {"stop_token_ids": list(range(64))}
+        assert ask(long, token_ids=[5], sampling_params=ending).status_code == 200
+        told = error(ask(long, token_ids=[5], sampling_params={"n": 5}))
+    assert told.param == "sampling_params.n"
+    assert "at most 4 samples of up to 1000000 tokens" in told.message
 
 
 async def test_the_fields_own_client_plays_a_session(replica: ReplicaProcess, model: Path) -> None:
@@ -129,11 +138,14 @@ def test_a_text_continues_tokens(replica: ReplicaProcess, model: Path) -> None:
 
 
 def test_a_request_sent_again_is_recorded_once(replica: ReplicaProcess) -> None:
+    answers: list[dict[str, Any]] = []
     with opened(replica, sampling={"max_tokens": 4}) as session:
-        keyed = {"headers": {"Idempotency-Key": "a"}, "json": {"token_ids": PROMPT}}
-        path = f"/v1/sessions/{session.id}/inference/v1/generate"
-        first, again = (session.http.post(path, **keyed).json() for _ in range(2))
-        assert first == again
+        path, key = f"/v1/sessions/{session.id}/inference/v1/generate", {"Idempotency-Key": "a"}
+        for name in ("first", "again"):  # a name is no part of what is asked
+            body = {"token_ids": PROMPT, "request_id": name}
+            answers.append(session.http.post(path, headers=key, json=body).json())
+            assert answers[-1].pop("request_id") == name
+        assert answers[0] == answers[1]
         assert session.status()["turns"] == 1
 
 
@@ -148,6 +160,11 @@ def test_a_request_sent_again_is_recorded_once(replica: ReplicaProcess) -> None:
         ({"ignore_eos": True}, "sampling_params.ignore_eos", "only false"),
         ({"logprobs": 5}, "sampling_params.logprobs", ""),
         ({"guided": "a"}, "sampling_params.guided", "only the fields"),
+        ({"logit_bias": {"3": 1}}, "sampling_params.logit_bias", "only empty"),
+        ({"bad_words": ["a"]}, "sampling_params.bad_words", "only empty"),
+        ({"stop": ["a", ""]}, "sampling_params.stop.1", "string of 1 to 256"),
+        ({"stop": ["a"] * 17}, "sampling_params.stop", "list of 0 to 16"),
+        ({"stop": 7}, "sampling_params.stop", "list of 0 to 16"),
     ],
 )
 def test_what_would_change_the_policy_is_refused(
@@ -161,6 +178,7 @@ def test_what_would_change_the_policy_is_refused(
 
 def test_refusals_name_what_is_wrong(replica: ReplicaProcess) -> None:
     assert "token id 96" in error(ask(replica, token_ids=[1, 96])).message
+    assert error(ask(replica, token_ids=[1, True])).param == "token_ids.1"
     full = error(ask(replica, token_ids=[1] * 256))
     assert (full.code, full.param) == ("context_length_exceeded", "token_ids")
     assert "has only" in error(ask(replica, token_ids=[1], model="gpt"), 404).message
@@ -171,6 +189,7 @@ def test_refusals_name_what_is_wrong(replica: ReplicaProcess) -> None:
             (name,) = settings
             told = turn(session, PROMPT, 422, sampling_params=settings)["error"]
             assert told["param"] == f"sampling_params.{name}"
+            assert "the session's" in told["message"] or settings == {"n": 2}
         assert turn(session, [1, 96], 422)["error"]["param"] == "token_ids"
         assert turn(session, [1] * 256, 422)["error"]["code"] == "context_length_exceeded"
         assert session.status()["turns"] == 0

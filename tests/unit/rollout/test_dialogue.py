@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dvp_rl.contract.errors import RequestError
@@ -168,12 +169,12 @@ class Player:
             for read, other in zip(self.reads, self.turns, strict=True)
         ]
         beginning = "" if turn.parent is None else texts[turn.parent]
-        assert prompt.text.startswith(beginning)
-        assert len(beginning) == max((len(text) for text in texts if prompt.text.startswith(text)), default=0)
-        assert self.text(turn.context_ids) == prompt.text[len(beginning) :]
-        assert self.text(prompt.token_ids) == prompt.text
-        whole = self.text([*prompt.token_ids.tolist(), *drawn.tolist()])
-        assert (turn.num_chars, turn.text_digest) == (len(whole), digest(whole))
+        asked = beginning + prompt.text
+        assert len(beginning) == max((len(text) for text in texts if asked.startswith(text)), default=0)
+        assert self.text(turn.context_ids) == prompt.text
+        assert self.text(prompt.token_ids) == asked
+        added = self.text([*prompt.token_ids.tolist(), *drawn.tolist()]).removeprefix(beginning)
+        assert (turn.num_chars, turn.text_digest) == (len(added), digest(added))
         goes_on = not self.turns or (
             turn.parent is not None and all(other.parent != turn.parent for other in self.turns)
         )
@@ -518,7 +519,7 @@ def test_a_text_that_is_cut_within_a_character_continues() -> None:
 def test_the_rest_of_a_character_adds_no_text_of_the_prompt() -> None:
     player = Player("qwen25")
     prompt = Prompt("the \ufffd", 0, None, np.zeros(0, np.int32), np.asarray(player.bytes(b"the \xe2"), np.int32))
-    drawn = player.dialogue.drawn_text(prompt.token_ids, np.asarray(player.bytes(b"\x82\xac!"), np.int32))
+    drawn = player.dialogue.added_text(prompt.token_ids, np.asarray(player.bytes(b"\x82\xac!"), np.int32))
     assert "the" not in drawn
 
 
@@ -547,6 +548,41 @@ def test_the_space_before_a_word_that_decoding_drops_continues() -> None:
         text += said.answer.content
     assert text == "b ab ab ab"
     assert [turn.fork for turn in player.turns] == [None] * 3
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("chat", CHATS)
+def test_messages_and_tokens_continue_each_other(chat: str, first: int) -> None:
+    player = Player(chat)
+    messages, known = [user()], list[int]()
+    for at in range(first, first + 4):
+        rest = player.tokenizer.render(messages).removeprefix(player.text(known))
+        tokens = GenerateRequest(token_ids=[*known, *player.ids(rest)])
+        said = player.say(asked(messages) if at % 2 else tokens, player.split("the tool" + player.end))
+        known = [*player.reads[-1].tolist(), *said.turn.sample.token_ids.tolist()]
+        messages += [said.echo, user()]
+    assert [(turn.parent, turn.fork) for turn in player.turns] == [(None, None), (0, None), (1, None), (2, None)]
+    player.check_episode()
+
+
+def test_tokens_continue_a_text_that_is_not_theirs() -> None:
+    """The tokenizer normalises texts, and begins them with a token."""
+    core = make_chat_tokenizer(CHATS["qwen25"])
+    core.backend_tokenizer.normalizer = normalizers.NFC()
+    begin = ("<|endoftext|>", core.convert_tokens_to_ids("<|endoftext|>"))
+    core.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    player = Player("qwen25")
+    player.tokenizer = Tokenizer(eos_ids=frozenset({1}), pad_id=1, vocab_size=len(core), core=core)
+    player.dialogue = Dialogue(player.tokenizer)
+    text = "cafe\u0301 "
+    first = player.say(CompletionRequest(model=RUN, prompt=text), player.ids("the"), check=False)
+    known = [*player.reads[-1].tolist(), *player.ids("the")]
+    assert player.text(known) == "<|endoftext|>caf\xe9 the"
+    second = player.say(GenerateRequest(token_ids=[*known, *player.ids(" tool")]), player.ids("in"), check=False)
+    third = player.say(CompletionRequest(model=RUN, prompt=f"{text}the toolin there"), player.ids("in"), check=False)
+    assert [said.turn.parent for said in (first, second, third)] == [None, 0, 1]
+    assert third.turn.context_ids.tolist() == player.ids(" there")
+    player.check_episode()
 
 
 @pytest.mark.parametrize("of_session", [True, False])
