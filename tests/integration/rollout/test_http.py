@@ -369,8 +369,8 @@ def test_the_queue_page_knows_this_replica(replica: ReplicaProcess, shared_run_i
     raw = web.get(f"{replica.url}/v1/queue").json()
     assert {"run_id", "jobs", "groups", "uncheckpointed", "dead", "duplicates", "replicas", "trainer"} <= set(raw)
     assert raw["run_id"] == shared_run_id
-    assert [r["id"] for r in raw["replicas"]] == ["shared"]
-    assert raw["replicas"][0]["state"] == "serving"
+    (own,) = (found for found in raw["replicas"] if found["id"] == "shared")  # other tests' replicas join the run
+    assert own["state"] == "serving"
     assert set(raw["jobs"]) == {"backlog", "pending", "oldest_age_s", "redelivered"}
 
 
