@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
 from .job import IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata, Sink
-from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS, MIN_P, Sampling, log_of
+from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, MIN_P, Sampling, Stops, log_of
 from .session import SessionState
 
 MAX_PROMPT_CHARS = 4_000_000
@@ -52,9 +52,7 @@ class SamplingBody(Body):
     """0 is greedy: the most likely token, with log-prob 0 and kept mass 1. Such samples have no importance weight."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 256
     """Most tokens of one sample. Less if the model's context ends before."""
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS, fail_fast=True)
-    ] = ()
+    stop: Stops = ()
     """Strings that end a sample. Their tokens stay in token_ids; the text is cut before them."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = ()
     """Token ids that end a sample, besides the model's end of sequence."""

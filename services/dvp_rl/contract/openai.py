@@ -12,15 +12,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .http import MAX_PROMPT_CHARS, Body, Problem, TokenId, example
 from .job import Metadata
-from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, MAX_STOPS
+from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, Stops, StopText
 
 CONTEXT_FULL = "context_length_exceeded"
 """OpenAI's code of the error after which a conversation cannot go on."""
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Stops = Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS, fail_fast=True)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 

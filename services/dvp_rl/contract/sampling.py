@@ -20,6 +20,8 @@ MAX_STOPS = 16
 """Most stop strings of a sample."""
 MAX_STOP_TOKENS = 64
 """Most stop tokens of a sample, besides the model's end of sequence."""
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 def log_of(min_p: float) -> float:
@@ -42,7 +44,7 @@ class Sampling(Record):
     are refused for training."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 256
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS)] = ()
+    stop: Stops = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=MAX_STOP_TOKENS)] = ()
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Sample i of a job draws from a stream that is a function of (seed, i). None: the job id gives the seed."""

@@ -126,10 +126,11 @@ def longest_text(turns: Sequence[Turn], text: str) -> tuple[int | None, int]:
     """The turn with the longest recorded text that `text` begins with, and the text's length; of several, the newest.
     None and 0 if it begins with none of them."""
 
-    def agrees(turn: Turn, start: int) -> bool:
-        return digest(text[start : start + turn.num_chars]) == turn.text_digest
+    def end(turn: Turn, start: int) -> int | None:
+        stop = start + turn.num_chars
+        return stop if digest(text[start:stop]) == turn.text_digest else None
 
-    return _longest(turns, lambda turn: turn.num_chars, agrees)
+    return _longest(turns, end)
 
 
 def longest_history(turns: Sequence[Turn], token_ids: NDArray[np.int32]) -> tuple[int | None, int]:
@@ -137,22 +138,22 @@ def longest_history(turns: Sequence[Turn], token_ids: NDArray[np.int32]) -> tupl
     None and 0 if it begins with none of them."""
     import numpy as np
 
-    def agrees(turn: Turn, start: int) -> bool:
+    def end(turn: Turn, start: int) -> int | None:
         own = np.concatenate([turn.context_ids, turn.sample.token_ids])
-        return np.array_equal(token_ids[start : start + len(own)], own)
+        stop = start + len(own)
+        return stop if np.array_equal(token_ids[start:stop], own) else None
 
-    return _longest(turns, lambda turn: turn.num_tokens, agrees)
+    return _longest(turns, end)
 
 
-def _longest(
-    turns: Sequence[Turn], length: Callable[[Turn], int], agrees: Callable[[Turn, int], bool]
-) -> tuple[int | None, int]:
-    """`agrees`: whether a turn's own part of its branch is what the client has at this place."""
+def _longest(turns: Sequence[Turn], end: Callable[[Turn, int], int | None]) -> tuple[int | None, int]:
+    """`end`: of a turn's own part in what the client sent, if it begins at this place there; None if it does not."""
     ends: dict[int | None, int] = {None: 0}
     for index, turn in enumerate(turns):  # parents come before their children
         start = ends.get(turn.parent)
-        if start is not None and agrees(turn, start):
-            ends[index] = start + length(turn)
+        stop = None if start is None else end(turn, start)
+        if stop is not None:
+            ends[index] = stop
     last = max(ends, key=lambda index: (ends[index], -1 if index is None else index))
     return last, ends[last]
 

@@ -7,10 +7,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dvp_rl.contract.errors import RequestError
 from dvp_rl.contract.generate import GeneratedChoice, GenerateResponse
@@ -79,32 +80,26 @@ class Prompts:
         """A RolloutResponse as JSON, in pieces."""
         metadata = {key: value for key, value in group.metadata.items() if key != NO_TEXT}
         fields = group.model_dump(mode="json", include={"job_id", "run_id", "prompt_ids", "engine"})
-        return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", self._samples(group))
+        stops = None if group.metadata.get(NO_TEXT) else group.sampling.stop
+        samples = self._in_array(group.samples, lambda one: SampleBody.of(one, self._text(one, stops)))
+        return in_pieces(RolloutResponse(**fields, metadata=metadata, samples=()), "samples", samples)
 
     def generated(self, body: GenerateResponse, samples: Sequence[Sample], *, logprobs: bool) -> AsyncIterator[bytes]:
         """`body` as JSON with its choices, in pieces."""
-
-        def encode(indexed: Sequence[tuple[int, Sample]]) -> bytes:
-            choices = (GeneratedChoice.of(index, sample, logprobs=logprobs) for index, sample in indexed)
-            return b",".join(choice.model_dump_json().encode() for choice in choices)
-
-        return in_pieces(body, "choices", self._in_array(samples, encode))
-
-    def _samples(self, group: Group) -> AsyncIterator[bytes]:
-        stops = None if group.metadata.get(NO_TEXT) else group.sampling.stop
-
-        def encode(indexed: Sequence[tuple[int, Sample]]) -> bytes:
-            bodies = (SampleBody.of(sample, self._text(sample, stops)) for _, sample in indexed)
-            return b",".join(body.model_dump_json().encode() for body in bodies)
-
-        return self._in_array(group.samples, encode)
+        numbers = count()
+        choices = self._in_array(samples, lambda one: GeneratedChoice.of(next(numbers), one, logprobs=logprobs))
+        return in_pieces(body, "choices", choices)
 
     async def _in_array(
-        self, samples: Sequence[Sample], encode: Callable[[Sequence[tuple[int, Sample]]], bytes]
+        self, samples: Sequence[Sample], body_of: Callable[[Sample], BaseModel]
     ) -> AsyncIterator[bytes]:
-        """A JSON array, in pieces. `encode`: the elements of a few samples, which it gets with their indices."""
+        """The bodies of samples as a JSON array, in pieces."""
+
+        def encode(few: Sequence[Sample]) -> bytes:
+            return b",".join(body_of(sample).model_dump_json().encode() for sample in few)
+
         separator = b"["
-        for few in _few_tokens(enumerate(samples)):
+        for few in _few_tokens(samples):
             yield separator + await self._in_thread(encode, few)
             separator = b","
         yield b"]"
@@ -142,12 +137,12 @@ class Prompts:
         return text if sample.environment else trim(text, stops)  # the stop string of a turn may be in its middle
 
 
-def _few_tokens(samples: Iterable[tuple[int, Sample]]) -> Iterator[list[tuple[int, Sample]]]:
+def _few_tokens(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
     """Batches of samples with at least PIECE_TOKENS tokens each, own prompts too; the last batch may have fewer."""
-    few: list[tuple[int, Sample]] = []
+    few: list[Sample] = []
     num_tokens = 0
-    for index, sample in samples:
-        few.append((index, sample))
+    for sample in samples:
+        few.append(sample)
         num_tokens += len(sample.token_ids) + (0 if sample.prompt_ids is None else len(sample.prompt_ids))
         if num_tokens >= PIECE_TOKENS:
             yield few

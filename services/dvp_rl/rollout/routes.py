@@ -55,13 +55,14 @@ async def served_while_connected(work: Coroutine[Any, Any, T], request: Request)
     return Response(status_code=CLIENT_GONE) if done is None else done
 
 
-def _take(
-    session_id: SessionId, request: Request, service: Served, caller: By, key: Key = ""
-) -> Callable[[TurnRequest], Awaitable[Taken | Response]]:
+_Taking = Callable[[TurnRequest], Awaitable[Taken | Response]]
+
+
+def _take(session_id: SessionId, request: Request, service: Served, caller: By, key: Key = "") -> _Taking:
     return lambda body: served_while_connected(service.sessions.turn(session_id, body, caller, key), request)
 
 
-Take = Annotated[Callable[[TurnRequest], Awaitable[Taken | Response]], Depends(_take)]
+Take = Annotated[_Taking, Depends(_take)]
 """Takes the turn that a body asks for, unless the client disconnects."""
 
 
