@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,12 @@ def make_scored(
     sampling: Sampling | None = None,
     staleness: int = 0,
     episode_sizes: Sequence[int] = (),
+    metrics: Sequence[Mapping[str, float]] = (),
 ) -> ScoredGroup:
     job = make_job(RUN, position, n=len(rewards))
     job = job.model_copy(update={"prompt_ids": np.array(prompt_ids), "sampling": sampling or Sampling()})
-    group = make_group(job, samples=samples).model_copy(update={"episode_sizes": tuple(episode_sizes)})
+    played = {"episode_sizes": tuple(episode_sizes), "metrics": tuple(metrics)}
+    group = make_group(job, samples=samples).model_copy(update=played)
     return ScoredGroup(group, tuple(rewards), staleness)
 
 

@@ -168,6 +168,8 @@ class Group(Record):
     """[n] number of samples of each episode; empty if every episode has one."""
     rewards: tuple[float | None, ...] = ()
     """[n] what a harness gave each episode, None if nothing; empty if no harness played them."""
+    metrics: tuple[dict[str, float], ...] = ()
+    """[n] what the replica and the harness counted in each episode; empty if no harness played them."""
     task_digest: str = ""
     """Job.task_digest."""
     sink: Sink
@@ -187,8 +189,10 @@ class Group(Record):
     def _divided(self) -> Group:
         if self.episode_sizes and sum(self.episode_sizes) != len(self.samples):
             raise ValueError(f"episode_sizes {list(self.episode_sizes)} do not add up to {len(self.samples)} samples")
-        if self.rewards and len(self.rewards) != len(self.episode_sizes or self.samples):
-            raise ValueError(f"rewards has {len(self.rewards)} values, but there are {len(self.episodes)} episodes")
+        for name in ("rewards", "metrics"):
+            num = len(getattr(self, name))
+            if num not in (0, len(self.episode_sizes or self.samples)):
+                raise ValueError(f"{name} has {num} values, but there are {len(self.episodes)} episodes")
         return self
 
     @classmethod
@@ -210,6 +214,7 @@ class Group(Record):
             samples=tuple(samples),
             episode_sizes=tuple(size for group in groups for size in group.episode_sizes),
             rewards=tuple(reward for group in groups for reward in group.rewards),
+            metrics=tuple(counted for group in groups for counted in group.metrics or ({},)),
             replica_id=last.replica_id,
             engine=last.engine,
             engines=tuple(facts for facts in engines if facts != last.engine),

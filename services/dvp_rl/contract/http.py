@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Sample, VersionSpan
 from .job import IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_SAMPLES, JobState, Metadata, Sink
+from .metrics import Metrics
 from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, MIN_P, Sampling, Stops, log_of
-from .session import SessionState
+from .session import Ending, SessionState
 
 MAX_PROMPT_CHARS = 4_000_000
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -240,13 +241,19 @@ class SessionRequest(Body):
 class FinishRequest(Body):
     """The end of an episode."""
 
-    model_config = example(reward=1.0)
+    model_config = example(reward=1.0, metrics={"tool_errors": 1})
 
     reward: Annotated[float, Field(strict=True)] | None = None
     """What the episode earned; null if nobody knows yet. The trainer's reward function then scores its own episodes."""
     truncated: bool = False
     """Whether the episode was cut off: by the context, a number of turns, or a time limit. The trainer then treats it
     like a sample that max_tokens cut off (reward.overlong)."""
+    metrics: Metrics = Field(default_factory=dict)
+    """What was counted in the episode: up to 16 numbers by name. The trainer reports their means over the episodes that
+    have them, as episodes/NAME_mean. Turns, forks and drift are counted here."""
+
+    def to_ending(self) -> Ending:
+        return Ending(**self.model_dump())
 
 
 class EpisodeRequest(Body):
@@ -304,6 +311,7 @@ class SessionBody(Body):
         drifted=0,
         tokens=9,
         reward=1.0,
+        metrics={"tool_errors": 1},
         metadata={"row": 7},
         group=ANSWERED | {"job_id": "37+58-row-7"},
     )
@@ -323,6 +331,8 @@ class SessionBody(Body):
     """Tokens recorded, each once: drawn ones and those of prompts, tools and users."""
     reward: float | None = None
     """What the client gave; null if it gave none."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """What the client counted."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """The metadata it was opened with."""
     group: RolloutResponse | None = None

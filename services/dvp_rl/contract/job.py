@@ -39,14 +39,14 @@ def _plain(most: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def check(given: dict[str, Any]) -> dict[str, Any]:
         if _depth(given, MAX_METADATA_DEPTH) > MAX_METADATA_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_METADATA_DEPTH} levels")
+            raise ValueError(f"at most {MAX_METADATA_DEPTH} levels of lists and objects")
         try:
             size = len(json.dumps(given, allow_nan=False, ensure_ascii=False).encode())
             msgpack.packb(given)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"must be plain JSON: {error}") from None
+            raise ValueError(f"plain JSON: {error}") from None
         if size > most:
-            raise ValueError(f"{size} bytes as JSON, at most {most} allowed")
+            raise ValueError(f"at most {most} bytes as JSON, not {size}")
         return given
 
     return check

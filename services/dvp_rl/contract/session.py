@@ -8,15 +8,16 @@ another branch, and none is lost.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
 from .arrays import Int32Array
 from .group import EngineFacts, EnvironmentSpan, FinishReason, Group, Sample, VersionSpan
 from .job import BYTES_PER_TOKEN, IDLE_S, JOB_ID, MAX_DEADLINE_S, MAX_GROUP_TOKENS, MAX_SAMPLES, Job, Metadata, Sink
+from .metrics import DRIFTED, FORKS, TURNS
 from .record import Record
 from .sampling import MAX_SEED, Sampling
 from .weights import RUN_ID
@@ -79,6 +80,17 @@ class Session(Record):
             task_digest=job.task_digest,
             sampling=sampling.model_copy(update={"seed": seed}),
         )
+
+
+class Ending(NamedTuple):
+    """What a harness says of an episode that it has played."""
+
+    reward: float | None = None
+    """What the episode earned; None if the harness does not know."""
+    truncated: bool = False
+    """The episode was cut off, so that it counts like a sample which max_tokens cut off."""
+    metrics: Mapping[str, float] = {}
+    """What the harness counted."""
 
 
 class Turn(Record):
@@ -235,21 +247,13 @@ def _sample(turns: Sequence[Turn], branch: Sequence[int]) -> Sample:
     )
 
 
-def group_of(
-    session: Session,
-    turns: Sequence[Turn],
-    *,
-    job_id: str | None = None,
-    reward: float | None = None,
-    truncated: bool = False,
-) -> Group:
-    """The finished session as a group of one episode. Raises ValueError without turns.
-
-    `job_id`: the job's, if it is one of its episodes. `truncated`: the episode was cut off, so that it counts like a
-    sample which max_tokens cut off.
-    """
+def group_of(session: Session, turns: Sequence[Turn], ending: Ending, job_id: str | None = None) -> Group:
+    """The finished session as a group of one episode. Raises ValueError without turns. `job_id`: the job's, if it is
+    one of its episodes."""
     *samples, last = episode(turns)
-    if truncated:
+    played = session.sink is not Sink.CLIENT
+    counted = {TURNS: len(turns), FORKS: len(samples), DRIFTED: sum(turn.fork is Fork.DRIFT for turn in turns)}
+    if ending.truncated:
         last = last.model_copy(update={"finish_reason": FinishReason.LENGTH})
     return Group(
         job_id=job_id or session.session_id,
@@ -258,7 +262,8 @@ def group_of(
         sampling=session.sampling,
         samples=(*samples, last),
         episode_sizes=(len(samples) + 1,),
-        rewards=() if session.sink is Sink.CLIENT else (reward,),
+        rewards=(ending.reward,) if played else (),
+        metrics=({**counted, **ending.metrics},) if played else (),
         task_digest=session.task_digest,
         sink=session.sink,
         replica_id=turns[-1].replica_id,

@@ -19,6 +19,8 @@ class Step(NamedTuple):
     scores it."""
     done: bool = False
     """Whether the episode has ended."""
+    metrics: Mapping[str, float] = {}
+    """What else is counted: numbers by name, which are summed over the episode. The trainer reports their means."""
 
 
 class Environment(Protocol):

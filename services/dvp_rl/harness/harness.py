@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from dvp_rl.cancellation import cancel, finished
 from dvp_rl.client import calls
 from dvp_rl.contract.errors import DvpError, EngineError, NotFoundError, RequestError
 from dvp_rl.contract.http import EpisodeBody, FinishRequest
 from dvp_rl.contract.openai import CONTEXT_FULL
+from dvp_rl.contract.record import describe
 from dvp_rl.workers.limits import Limits
 
+from .environment import Step
 from .process import EnvironmentFailedError, EnvironmentProcess
 from .replicas import Replicas
 from .settings import HarnessSettings
@@ -113,7 +116,7 @@ class Harness:
         """Plays to the end, and returns that."""
         episode, home = taken
         messages, tools = await environment.reset(episode.task)
-        rewards: list[float] = []
+        steps: list[Step] = []
         for turn in range(self._settings.max_turns):
             said = {"model": episode.run_id, "messages": messages, "tools": tools or None}
             call = calls.chat(episode.session_id, said, key=f"turn-{turn}")
@@ -125,12 +128,12 @@ class Harness:
                     raise
                 break
             message = answer.choices[0].message.model_dump(mode="json", exclude_none=True)
-            added, reward, done = await environment.step(message)
-            rewards += [] if reward is None else [reward]
-            if done:
-                return FinishRequest(reward=_total(rewards))
-            messages += [message, *added]
-        return FinishRequest(reward=_total(rewards), truncated=True)
+            step = await environment.step(message)
+            steps.append(step)
+            if step.done:
+                return _end(steps)
+            messages += [message, *step.messages]
+        return _end(steps, truncated=True)
 
     async def _give_back(self, taken: _Taken) -> None:
         async with asyncio.timeout(GIVE_BACK_S):
@@ -169,11 +172,14 @@ def _name(taken: _Taken) -> str:
     return f"{taken.episode.index} of job {taken.episode.job_id}"
 
 
-def _total(rewards: Sequence[float]) -> float | None:
-    """The sum, or None if there are none. Raises EnvironmentFailedError if it is not finite."""
-    if not rewards:
-        return None
-    total = sum(rewards)
-    if not math.isfinite(total):
-        raise EnvironmentFailedError(f"the rewards of the steps sum to {total}")
-    return total
+def _end(steps: Sequence[Step], *, truncated: bool = False) -> FinishRequest:
+    """Sums rewards and metrics. Raises EnvironmentFailedError if a sum is not finite, or there are too many metrics."""
+    rewards = [step.reward for step in steps if step.reward is not None]
+    metrics = defaultdict[str, float](float)
+    for step in steps:
+        for name, value in step.metrics.items():
+            metrics[name] += value
+    try:
+        return FinishRequest(reward=sum(rewards) if rewards else None, truncated=truncated, metrics=metrics)
+    except ValidationError as error:
+        raise EnvironmentFailedError(describe("sums of all steps", error)) from None

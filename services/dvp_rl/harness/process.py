@@ -9,6 +9,8 @@ from dvp_rl.workers.child import SLACK_S
 from dvp_rl.workers.limits import Limits
 from dvp_rl.workers.process import WorkerLostError, WorkerProcess
 
+from .environment import Step
+
 
 class EnvironmentFailedError(Exception):
     """The environment raised, exceeded a limit or ended its process. `trace`: the traceback, if there is one."""
@@ -39,11 +41,9 @@ class EnvironmentProcess:
         answer = await self._call("reset", row)
         return answer["messages"], answer["tools"]
 
-    async def step(self, message: dict[str, Any]) -> tuple[list[Any], float | None, bool]:
-        """What the environment says to an answer of the model: messages, reward, done. Raises
-        EnvironmentFailedError."""
-        answer = await self._call("step", message, num_tools=len(message.get("tool_calls") or ()))
-        return answer["messages"], answer["reward"], answer["done"]
+    async def step(self, message: dict[str, Any]) -> Step:
+        """What the environment says to an answer of the model. Raises EnvironmentFailedError."""
+        return Step(**await self._call("step", message, num_tools=len(message.get("tool_calls") or ())))
 
     async def close(self) -> None:
         """The end of the episode. Raises EnvironmentFailedError."""

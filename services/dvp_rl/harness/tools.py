@@ -33,6 +33,8 @@ class Tools:
         tools = [_tool(function) for function in functions]
         self.definitions = [definition for _, definition in tools]
         """In OpenAI's form."""
+        self.num_errors = 0
+        """Number of calls that failed so far."""
         self._functions = {definition["function"]["name"]: function for function, definition in tools}
         if len(self._functions) < len(functions):
             names = ", ".join(function.__name__ for function in functions)
@@ -48,7 +50,7 @@ class Tools:
     async def _observe(self, name: str, arguments: str) -> str:
         """What the model reads of a call."""
         if name not in self._functions:
-            return f"error: there is no tool {name!r}, only {', '.join(self._functions)}"
+            return self._error(f"there is no tool {name!r}, only {', '.join(self._functions)}")
         try:
             with alarm.apart():
                 result = self._functions[name](**_object(arguments))
@@ -59,11 +61,15 @@ class Tools:
                     result = json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
                 return readable(result)
         except ValidationError as error:
-            return f"error: {describe(name, error)}"
+            return self._error(describe(name, error))
         except (TimeLimitError, TimeoutError):
-            return "error: this took too long"
+            return self._error("this took too long")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function can raise anything
-            return f"error: {describe_error(error)}"
+            return self._error(describe_error(error))
+
+    def _error(self, reason: str) -> str:
+        self.num_errors += 1
+        return f"error: {reason}"
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.contract.metrics import TOOL_CALLS, TOOL_ERRORS, Metrics
 from dvp_rl.contract.openai import ChatMessage, Tool
 from dvp_rl.contract.record import describe
 from dvp_rl.hooks import as_number, describe_type, load_hook
@@ -23,6 +24,7 @@ from .tools import Tools
 SETTING = "environment"
 MESSAGES = TypeAdapter(list[ChatMessage])
 TOOLS = TypeAdapter(list[Tool])
+METRICS = TypeAdapter[dict[str, float]](Metrics)
 
 
 class Stage:
@@ -32,25 +34,33 @@ class Stage:
         self._create = create
         self._loop = Loop()
         self._environment: Any = None
+        self._tools: Any = ()
 
     def reset(self, row: dict[str, Any]) -> dict[str, Any]:
         self._environment = self._create()
         messages = self._loop.finished(self._environment.reset(row))
-        tools = getattr(self._environment, "tools", None) or []
+        tools = self._tools = getattr(self._environment, "tools", None) or ()
         return {
             "messages": _checked(MESSAGES, "messages", messages),
             "tools": _checked(TOOLS, "tools", tools.definitions if isinstance(tools, Tools) else tools),
         }
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        tools, counted = self._tools, dict[str, float]()
+        errors_before = tools.num_errors if isinstance(tools, Tools) else 0
         result = self._loop.finished(self._environment.step(message))
         if not isinstance(result, tuple):
             raise TypeError(f"returned {describe_type(result)}, expected a Step")
         step = Step(*result)
+        if tools:
+            counted[TOOL_CALLS] = len(message.get("tool_calls") or ())
+        if isinstance(tools, Tools):
+            counted[TOOL_ERRORS] = tools.num_errors - errors_before
         return {
             "messages": _checked(MESSAGES, "messages", step.messages or ()),
             "reward": None if step.reward is None else as_number(step.reward),
             "done": bool(step.done),
+            "metrics": counted | _metrics(step.metrics or {}),
         }
 
     def close(self, _: None) -> dict[str, Any]:
@@ -70,6 +80,17 @@ def _checked(adapter: TypeAdapter[Any], what: str, given: Any) -> Any:
     except ValidationError as error:
         raise ValueError(describe(what, error)) from None
     return adapter.dump_python(checked, mode="json", exclude_none=True)
+
+
+def _metrics(given: Any) -> dict[str, float]:
+    """Raises TypeError or ValueError if they are none."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"metrics: expected numbers by name, got {describe_type(given)}")
+    numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in given.items()}
+    try:
+        return METRICS.validate_python(numbers)
+    except ValidationError as error:
+        raise ValueError(describe("metrics", error)) from None
 
 
 def _loaded(name: str) -> Callable[[], Environment]:

@@ -220,12 +220,12 @@ def _short(value: Any) -> str:
 
 
 def _allowed(schema: Schema, path: Sequence[str | int], kind: str) -> str:
-    """What the schema allows at `path`, in words; "" if it says nothing."""
+    """What the schema allows at `path`, in words; "" if it says nothing, or if another rule was broken."""
+    if kind == "value_error":
+        return ""
     if kind == "extra_forbidden":
         return f"only the fields {_fields(_node(schema, path[:-1]))}"
-    if path:
-        return _words(_node(schema, path))
-    return "" if kind == "value_error" else f"a JSON object with the fields {_fields(schema)}"
+    return _words(_node(schema, path)) if path else f"a JSON object with the fields {_fields(schema)}"
 
 
 def _fields(node: Schema) -> str:
@@ -259,6 +259,8 @@ def _words(node: Mapping[str, Any]) -> str:
         return f"string like {node['pattern']}"
     if kind == "string" and "maxLength" in node:
         return f"string of {node.get('minLength', 0)} to {node['maxLength']} characters"
+    if "maxProperties" in node:
+        return f"object of at most {node['maxProperties']} fields"
     if kind == "array":
         return f"list of {node.get('minItems', 0)} to {node.get('maxItems', 'any number of')} items"
     return "only null" if kind == "null" else str(kind)

@@ -5,9 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, TypeGuard
+
+from dvp_rl.contract.metrics import (
+    DRIFTED,
+    FORKS,
+    LARGEST,
+    MAX_METRICS,
+    MEAN,
+    TOOL_CALLS,
+    TOOL_ERRORS,
+    TURNS,
+    own_metrics,
+)
 
 from .bodies import Curves, Histogram, Line, Panel
 from .growing import GrowingFile
@@ -23,6 +36,7 @@ class Drawn(NamedTuple):
     """Label of each metric."""
 
 
+_mean = MEAN.format
 PANELS = (
     Drawn(
         "Reward",
@@ -55,13 +69,29 @@ PANELS = (
         "batches",
         {"staleness/mean": "mean", "staleness/max": "max"},
     ),
+    Drawn(
+        "Tokens per episode",
+        "mean of a batch, by origin",
+        "tokens",
+        {"length/mean": "drawn", "length/environment_mean": "environment"},
+    ),
+    Drawn(
+        "Turns per episode",
+        "mean of a batch, with calls of tools and those that failed",
+        "number",
+        {_mean(TURNS): "turns", _mean(TOOL_CALLS): "tool calls", _mean(TOOL_ERRORS): "tool errors"},
+    ),
+    Drawn(
+        "Rewritten histories",
+        "per episode: other versions of its history, and turns that drifted from the record",
+        "number",
+        {_mean(FORKS): "forks", _mean(DRIFTED): "drifted"},
+    ),
 )
 STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))
 """Metrics that count the groups by batches behind; the last one also counts all that were older."""
 RECENT_STEPS = 100
 """Steps that the histogram covers."""
-LARGEST = 1e15
-"""Larger values are left out: no chart needs them, and sums of many would overflow."""
 WANTED = frozenset(name for panel in PANELS for name in panel.lines).union(STALENESS_BINS)
 
 
@@ -76,6 +106,8 @@ class MetricsFile:
         self._damaged = 0
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._times: list[tuple[float, float]] = []
+        self._own: dict[str, str] = {}
+        """Metrics that only this run has: at most MAX_METRICS, those that come first."""
 
     def look(self) -> Curves | None:
         """The curves; None if nothing is new."""
@@ -99,13 +131,16 @@ class MetricsFile:
         if not _is_number(step):
             self._damaged += 1
             return
-        for name in WANTED & record.keys():
+        if len(self._own) < MAX_METRICS:
+            self._own = dict(islice((self._own | own_metrics(record)).items(), MAX_METRICS))
+        for name in record.keys() & (WANTED | self._own.keys()):
             if _is_number(value := record[name]):
                 self._points[name].append((step, float(value)))
         if _is_number(time := record.get("time")):
             self._times.append((step, float(time)))
 
     def _curves(self) -> Curves:
+        own = (Drawn(name, "mean of a batch, per episode", "", {key: name}) for key, name in self._own.items())
         panels = (
             Panel(
                 title=panel.title,
@@ -117,7 +152,7 @@ class MetricsFile:
                     if name in self._points
                 ),
             )
-            for panel in PANELS
+            for panel in (*PANELS, *own)
         )
         error = f"{self._file.path}: {self._damaged} damaged lines were left out" if self._damaged else ""
         return Curves(

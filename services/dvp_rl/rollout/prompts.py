@@ -69,7 +69,11 @@ class Prompts:
             )
         except ValidationError as error:
             errors: list[dict[str, object]] = [
-                {"field": ".".join(map(str, item["loc"])), "value": None, "allowed": item["msg"]}
+                {
+                    "field": ".".join(map(str, item["loc"])),
+                    "value": None,
+                    "allowed": item["msg"].removeprefix("Value error, "),
+                }
                 for item in error.errors()
             ]
             raise RequestError(describe("request", error), errors) from None

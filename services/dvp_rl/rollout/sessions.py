@@ -21,6 +21,7 @@ from dvp_rl.contract.job import BYTES_PER_TOKEN, MAX_GROUP_TOKENS, Job, Sink
 from dvp_rl.contract.openai import CONTEXT_FULL, Model, Recording
 from dvp_rl.contract.sampling import MAX_STOP_TOKENS, MAX_STOPS, log_of
 from dvp_rl.contract.session import (
+    Ending,
     Session,
     SessionState,
     Turn,
@@ -244,25 +245,26 @@ class Sessions:
     @asynccontextmanager
     async def finish(self, session_id: str, request: FinishRequest, caller: str) -> AsyncIterator[AsyncIterator[bytes]]:
         """Ends the session. A SessionBody as JSON, with its samples unless they are the trainer's. Raises
-        NotFoundError, RequestError if it was finished with another reward, OverloadedError if too many results are
+        NotFoundError, RequestError if it was finished otherwise, OverloadedError if too many results are
         being read."""
-        recorded = await self._ended(session_id, request, caller)
+        ending = request.to_ending()
+        recorded = await self._ended(session_id, ending, caller)
         body = _body(await self._store.status(session_id, caller=caller))
         if recorded.job_id is not None:
             yield in_pieces(body, "group", null())
             return
         async with self._room.hold(BYTES_PER_TOKEN * num_read(recorded.turns), caller):
-            group = await asyncio.to_thread(_group, recorded, request)
+            group = await asyncio.to_thread(group_of, recorded.session, recorded.turns, ending)
             yield in_pieces(body, "group", self._replica.prompts.response(group))
 
-    async def _ended(self, session_id: str, request: FinishRequest, caller: str) -> Recorded:
+    async def _ended(self, session_id: str, ending: Ending, caller: str) -> Recorded:
         """Ends the session and returns it, with all its turns unless it is an episode of a job."""
         while True:
             recorded = await self._store.read(session_id, caller=caller)
             group = None
             if recorded.job_id is not None and recorded.turns:
-                group = await asyncio.to_thread(_group, recorded, request)
-            if await self._store.finish(recorded, request.reward, group, truncated=request.truncated, caller=caller):
+                group = await asyncio.to_thread(group_of, recorded.session, recorded.turns, ending, recorded.job_id)
+            if await self._store.finish(recorded, ending, group, caller=caller):
                 return recorded
 
     async def delete(self, session_id: str, error: str, caller: str) -> SessionBody:
@@ -272,20 +274,10 @@ class Sessions:
         return _body(summary)
 
 
-def _group(recorded: Recorded, request: FinishRequest) -> Group:
-    return group_of(
-        recorded.session,
-        recorded.turns,
-        job_id=recorded.job_id,
-        reward=request.reward,
-        truncated=request.truncated,
-    )
-
-
 def _body(summary: Summary) -> SessionBody:
     session = summary.session
     return SessionBody(
         session_id=session.session_id,
         metadata=session.metadata if session.sink is Sink.CLIENT else {},
-        **{name: getattr(summary, name) for name in ("state", "reward", "turns", "branches", "drifted", "tokens")},
+        **{name: value for name, value in summary._asdict().items() if name != "session"},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import secrets
@@ -14,7 +15,7 @@ from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
 from dvp_rl.contract.group import Group
 from dvp_rl.contract.job import JOB_ID, Job
 from dvp_rl.contract.openai import CONTEXT_FULL
-from dvp_rl.contract.session import MAX_SESSION_BYTES, Fork, Session, SessionState, Turn
+from dvp_rl.contract.session import MAX_SESSION_BYTES, Ending, Fork, Session, SessionState, Turn
 from dvp_rl.contract.shares import EVERYBODY
 
 from .broker import MEMORY_SHARE, RETRY_AFTER_MEMORY_S, Broker
@@ -47,6 +48,7 @@ class Summary(NamedTuple):
     session: Session
     state: SessionState
     reward: float | None
+    metrics: dict[str, float]
     turns: int
     branches: int
     drifted: int
@@ -171,11 +173,14 @@ class SessionStore:
 
     async def status(self, session_id: str, *, caller: str = EVERYBODY) -> Summary:
         """Raises NotFoundError."""
-        names = ("reward", "turns", "branches", "drifted", "tokens")
-        found = await self._look(session_id, names, caller)
-        reward, *counts = found.fields
+        names = ("reward", "metrics", "turns", "branches", "drifted", "tokens")
+        reward, metrics, *counts = (found := await self._look(session_id, names, caller)).fields
         return Summary(
-            found.session, found.state, float(reward) if reward else None, *(int(count or 0) for count in counts)
+            found.session,
+            found.state,
+            float(reward) if reward else None,
+            json.loads(metrics) if metrics else {},
+            *(int(count or 0) for count in counts),
         )
 
     async def read(self, session_id: str, *, caller: str = EVERYBODY) -> Recorded:
@@ -214,23 +219,22 @@ class SessionStore:
         return Job.from_bytes(data)
 
     async def finish(
-        self,
-        recorded: Recorded,
-        reward: float | None,
-        group: Group | None = None,
-        *,
-        truncated: bool = False,
-        caller: str = EVERYBODY,
+        self, recorded: Recorded, ending: Ending, group: Group | None = None, *, caller: str = EVERYBODY
     ) -> bool:
         """Ends a session that has turns; False if it has other turns than those that were read. The same again changes
         nothing. `group`: for an episode of a job, that episode alone; the last one to be finished completes the job.
 
         Raises NotFoundError, or RequestError if the session has no turn or was finished otherwise.
         """
-        session_id, given = recorded.session.session_id, "" if reward is None else repr(reward)
-        args = (session_id, caller, recorded.nonce, len(recorded.turns), given, "cut off" if truncated else "")
+        session_id = recorded.session.session_id
+        given = (
+            "" if ending.reward is None else repr(ending.reward),
+            "cut off" if ending.truncated else "",
+            json.dumps(ending.metrics, sort_keys=True) if ending.metrics else "",
+        )
         records = (recorded.unstored, b"" if group is None else group.to_bytes())
-        match (await self.broker.script("session_finish", *args, *records)).decode():
+        args = (session_id, caller, recorded.nonce, len(recorded.turns), *given, *records)
+        match (await self.broker.script("session_finish", *args)).decode():
             case "unknown":
                 raise NotFoundError(UNKNOWN.format(session_id))
             case "empty":

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from dvp_rl.harness import Step, Tools
 
 
@@ -27,7 +29,8 @@ class Sums:
     async def step(self, message: dict[str, Any]) -> Step:
         assert message["role"] == "assistant"
         self.turns += 1
-        return Step([{"role": "user", "content": "2+2="}], reward=0.5, done=self.turns == 2)
+        metrics = {"second": self.turns - 1}
+        return Step([{"role": "user", "content": "2+2="}], reward=0.5, done=self.turns == 2, metrics=metrics)
 
 
 class Uneven(Sums):
@@ -97,6 +100,17 @@ class Moody(Plain):
                 return Step([{"role": "user", "content": "more"}], reward=1.7e308)
             case "nan":
                 return Step(reward=float("nan"))
+            case "names":  # new ones in each step
+                self.named = 10 + getattr(self, "named", 0)
+                return Step([{"role": "user", "content": "more"}], metrics={f"m{self.named + i}": 1 for i in range(10)})
+            case "unnamed":
+                return Step(metrics={"Tool errors": 1})
+            case "uncounted":
+                return Step(metrics={"luck": "much"})  # type: ignore[dict-item]
+            case "recounted":
+                return Step(metrics={"turns": 1})
+            case "scored":
+                return Step([], None, True, 0.5)  # type: ignore[arg-type]
             case "role":
                 return Step([{"role": "robot", "content": "beep"}])
             case "other":
@@ -149,6 +163,20 @@ class WithTools(Plain):
 
     async def step(self, message: dict[str, Any]) -> Step:
         return Step(await self.tools.run(message), reward=1.0, done=True)
+
+
+class Counting(Plain):
+    """Loses count of the errors in its second step."""
+
+    tools = Tools(gently)
+
+    def __init__(self) -> None:
+        self.lost: dict[str, float] = {}
+
+    async def step(self, message: dict[str, Any]) -> Step:
+        observed = await self.tools.run(message)
+        metrics, self.lost = self.lost, {"tool_errors": 9}
+        return Step(observed, metrics={"luck": np.float32(1.0 if metrics else 0.5)} | metrics)
 
 
 class Unwrapped(Plain):

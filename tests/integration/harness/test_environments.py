@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.harness import Step
 from dvp_rl.harness.process import EnvironmentFailedError, EnvironmentProcess
 from dvp_rl.workers.limits import Limits
 from tests.kit.wait import WITHIN_S, until_async
@@ -54,7 +55,7 @@ async def ready(process: EnvironmentProcess, prompt: str) -> list[Any]:
 async def is_well(process: EnvironmentProcess) -> bool:
     with suppress(EnvironmentFailedError):
         await process.reset({"prompt": "good"})
-        return await process.step(SAID) == ([], 1.0, True)
+        return await process.step(SAID) == Step([], 1.0, True)
     return False
 
 
@@ -63,8 +64,8 @@ async def test_an_episode(start: Start) -> None:
     for _ in range(2):  # each with an object of its own
         assert await sums.reset({"prompt": "3+4="}) == ([{"role": "user", "content": "3+4="}], [])
         again = [{"role": "user", "content": "2+2="}]
-        assert await sums.step(SAID) == (again, 0.5, False)
-        assert await sums.step(SAID) == (again, 0.5, True)
+        assert await sums.step(SAID) == Step(again, 0.5, metrics={"second": 0})
+        assert await sums.step(SAID) == Step(again, 0.5, True, {"second": 1})
         await sums.close()
 
 
@@ -72,7 +73,7 @@ async def test_an_episode(start: Start) -> None:
 async def test_plain_methods_plain_tuples_and_factories(start: Start, name: str) -> None:
     plain = await start(name)
     assert await plain.reset({}) == ([{"role": "user", "content": "1+1="}], [])
-    assert await plain.step(SAID) == ([], None, True)
+    assert await plain.step(SAID) == Step([], None, True)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,13 @@ async def test_plain_methods_plain_tuples_and_factories(start: Start, name: str)
         ("base", "step: Uncaught: from below"),
         ("surrogate", r"step: ValueError: not \ud800 text"),
         ("nan", "step: ValueError: returned nan, expected a finite number"),
+        ("unnamed", "step: ValueError: metrics: Tool errors.[key]: String should match pattern"),
+        ("uncounted", "step: ValueError: metrics: luck: Input should be a valid number, got 'much'"),
+        (
+            "recounted",
+            "step: ValueError: metrics: record: Value error, other names than turns, which the replica counts",
+        ),
+        ("scored", "step: TypeError: metrics: expected numbers by name, got an object of type float"),
         ("role", "step: ValueError: messages: 0.role: Input should be 'system'"),
         ("grow", "step: needed more memory than memory_mib allows"),
     ],
@@ -99,7 +107,7 @@ async def test_a_failure_costs_the_episode_but_not_the_process(start: Start, moo
         assert failed.value.trace.splitlines()[1].endswith("in step"), "the traceback begins with the user's code"
     await moody.close()
     assert (await moody.reset({"prompt": "good"}))[0]
-    assert await moody.step(SAID) == ([], 1.0, True)
+    assert await moody.step(SAID) == Step([], 1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +129,8 @@ async def test_a_process_that_ends_or_hangs_is_replaced(start: Start, mood: str,
 async def test_a_fork_that_returns_answers_nothing(start: Start) -> None:
     moody = await start("Moody")
     await moody.reset({"prompt": "fork"})
-    assert await moody.step(SAID) == ([], 1.0, True)
-    assert await moody.step(SAID) == ([], 1.0, True), "not the second answer to the first call"
+    assert await moody.step(SAID) == Step([], 1.0, True)
+    assert await moody.step(SAID) == Step([], 1.0, True), "not the second answer to the first call"
 
 
 async def test_processes_that_an_environment_leaves_behind_hold_nothing_up(
@@ -170,6 +178,17 @@ async def test_the_end_of_an_episode(start: Start, tmp_path: Path, monkeypatch: 
     await moody.close()
 
 
+async def test_what_an_environment_counts(start: Start) -> None:
+    """Its own numbers replace those that are counted for it."""
+    process = await start("Counting")
+    call = {"id": "1", "type": "function", "function": {"name": "gently", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call, call]}
+    for _ in range(2):  # the second episode has the same Tools
+        await process.reset({})
+        for found in ({"tool_calls": 2, "tool_errors": 2, "luck": 0.5}, {"tool_calls": 2, "tool_errors": 9, "luck": 1}):
+            assert (await process.step(said)).metrics == found
+
+
 async def test_a_tool_that_hangs_is_an_observation(start: Start) -> None:
     process = await start("WithTools", HASTY)
     tools = await ready(process, "")
@@ -188,7 +207,7 @@ async def test_a_tool_that_hangs_is_an_observation(start: Start) -> None:
         await ready(process, "")
         with suppress(EnvironmentFailedError):
             said = {"role": "assistant", "content": None, "tool_calls": calls}
-            return await process.step(said) == (observed, 1.0, True)
+            return await process.step(said) == Step(observed, 1.0, True, {"tool_calls": 4, "tool_errors": 2})
         return False
 
     await until_async(is_observed)

@@ -137,13 +137,34 @@ async def test_what_an_episode_is_told(caller: Caller, rig: Rig) -> None:
     assert caller.say(session_id, max_tokens=99).json()["usage"]["completion_tokens"] <= 9
     assert "reward" in web.problem(caller.finish(session_id, reward="1"), 422).detail
     assert "a seed of its own" in caller.say(session_id, seed=1).json()["detail"]
-    ended = caller.finish(session_id, reward=0.5, truncated=True).json()
+    end = {"reward": 0.5, "truncated": True, "metrics": {"tool_errors": 2}}
+    ended = caller.finish(session_id, **end).json()
     assert (ended["state"], ended["reward"], ended["turns"], ended["group"]) == ("finished", 0.5, 1, None)
-    assert caller.finish(session_id, reward=0.5, truncated=True).json() == ended
-    for other in ({"reward": 1.0, "truncated": True}, {"reward": 0.5}):
-        detail = web.problem(caller.finish(session_id, **other), 422).detail
-        assert "was finished with reward 0.5, as cut off" in detail
+    assert ended["metrics"] == {"tool_errors": 2}
+    assert caller.finish(session_id, **end).json() == ended
+    for other in ({"reward": 1.0}, {"truncated": False}, {"metrics": {}}):
+        detail = web.problem(caller.finish(session_id, **end | other), 422).detail
+        assert 'was finished with reward 0.5, as cut off, metrics {"tool_errors": 2.0}' in detail
     assert await client_jobs(rig.broker) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error"),
+    [
+        ({"Tool errors": 1}, "metrics.Tool errors"),
+        ({"wins": "1"}, "metrics.wins"),
+        ({"wins": True}, "metrics.wins"),
+        ({"wins": 2e15}, "metrics.wins"),
+        ({"turns": 3, "drifted": 0}, "allowed: other names than turns, drifted, which the replica counts"),
+        ({f"m{i}": 1 for i in range(17)}, "allowed: object of at most 16 fields"),
+    ],
+)
+async def test_metrics_that_are_none_are_refused(caller: Caller, rig: Rig, metrics: dict[str, Any], error: str) -> None:
+    await rig.submit_episodes(n=1)
+    session_id = caller.take()["session_id"]
+    caller.say(session_id)
+    assert error in str(web.problem(caller.finish(session_id, metrics=metrics), 422))
+    assert caller.finish(session_id).json()["metrics"] == {}
 
 
 async def test_who_waits_gets_the_next_one(caller: Caller, rig: Rig, run_id: str) -> None:

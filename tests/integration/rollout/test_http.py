@@ -131,6 +131,13 @@ def test_min_p_prunes(replica: ReplicaProcess) -> None:
         ({"prompt": "1", "sampling": {"stop_token_ids": [1] * 65}}, "sampling.stop_token_ids", None, "0 to 64 items"),
         ({"prompt": "1", "sampling": {"top_p": 0.9}}, "sampling.top_p", 0.9, "only 1"),
         ({"prompt": "1", "sampling": {"top_k": 50}}, "sampling.top_k", 50, "only null"),
+        ({"prompt": "1", "metadata": {"a": "x" * 20_000}}, "metadata", None, "at most 16384 bytes as JSON, not 20009"),
+        (
+            {"messages": [{"role": "user", "content": "1"}], "chat_template_kwargs": {"a": 2**64}},
+            "chat_template_kwargs",
+            None,
+            "plain JSON: ",
+        ),
         ({"prompt": "1", "sampling": {"penalty": 1}}, "sampling.penalty", 1, "only the fields min_p, temperature"),
         ({"promt": "1"}, "promt", "1", "only the fields prompt_ids, prompt, messages"),
         ({"prompt": ""}, "prompt", "", "1 to 4000000 characters"),
@@ -145,7 +152,6 @@ def test_min_p_prunes(replica: ReplicaProcess) -> None:
         ({}, "body", None, "exactly one of prompt_ids, prompt and messages"),
         ({"prompt": "1", "chat_template_kwargs": {"a": 1}}, "body", None, "chat_template_kwargs are for messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", None, "string of 0 to"),
-        ({"prompt": "1", "metadata": {"a": "x" * 20_000}}, "metadata", None, "at most 16384"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/rollouts", "/v1/jobs"])

@@ -65,8 +65,9 @@ def with_forks(batch: Batch) -> Batch:
         fork = {"prompt_ids": other.group.prompt_ids}
         pairs = zip(one.group.samples, other.group.samples, strict=True)
         samples = [sample for first, second in pairs for sample in (first, second.model_copy(update=fork))]
-        sizes = (2,) * len(one.rewards)
-        groups.append(make_scored(one.group.prompt_ids.tolist(), samples, one.rewards, episode_sizes=sizes))
+        num = len(one.rewards)
+        played = {"episode_sizes": [2] * num, "metrics": [{"forks": 1.0}] * num}
+        groups.append(make_scored(one.group.prompt_ids.tolist(), samples, one.rewards, **played))
     return Batch(tuple(groups))
 
 

@@ -72,6 +72,9 @@ def test_a_run_trains_on_episodes_and_is_evaluated_on_them(tmp_path: Path, broke
     for record in records:
         assert record["mismatch/k3_kl"] < 1e-6, "both sides agree on the log-probs of both turns"
         assert record["length/environment_mean"] > 0
+        assert record["episodes/turns_mean"] == 2
+        assert record["episodes/forks_mean"] == record["episodes/drifted_mean"] == 0
+        assert record["episodes/guessed_mean"] == 1
     assert len(trained(tmp_path / "run")) == 6
     assert len(harness.given) >= 6 * 4 + 2 * 4
     assert "heldout/score" in records[-1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dvp_rl.contract.job import Job, Sink
-from dvp_rl.contract.session import group_of
+from dvp_rl.contract.session import Ending, group_of
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.groups import GroupQueue
 from dvp_rl.transport.jobs import JobQueue, Lease
@@ -101,14 +101,14 @@ class Harness:
         turn = make_turn(turn_id, parent=parent, run_id=self.store.broker.run_id, **fields)
         assert await self.store.append(recorded, turn, caller=self.name) == (len(recorded.turns), True)
 
-    async def finish(self, episode: Episode, reward: float | None = 1.0, *, truncated: bool = False) -> None:
+    async def finish(self, episode: Episode, reward: float | None = 1.0, **said: Any) -> None:
+        """`said`: more of an Ending."""
+        ending = Ending(reward=reward, **said)
         recorded = await self.store.read(episode.session_id, caller=self.name)
         group = None
         if recorded.turns:
-            group = group_of(
-                recorded.session, recorded.turns, job_id=recorded.job_id, reward=reward, truncated=truncated
-            )
-        assert await self.store.finish(recorded, reward, group, truncated=truncated, caller=self.name)
+            group = group_of(recorded.session, recorded.turns, ending, recorded.job_id)
+        assert await self.store.finish(recorded, ending, group, caller=self.name)
 
     async def play(self, episode: Episode, reward: float | None = 1.0, **fields: object) -> None:
         for turn_id in ("a", "b"):

@@ -9,7 +9,7 @@ import pytest
 from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
 from dvp_rl.contract.group import DeadLetter, EngineFacts, FinishReason, Group
 from dvp_rl.contract.job import Job, JobState, Sink
-from dvp_rl.contract.session import Session, SessionState, group_of
+from dvp_rl.contract.session import Ending, Fork, Session, SessionState, group_of
 from dvp_rl.transport import sessions
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.dead_letters import DeadLetters, Outcome, Prospect
@@ -20,7 +20,7 @@ from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.results import client_jobs
 from dvp_rl.transport.submission import Submission, Submitted
 from tests.integration.transport.rig import BLOCK_MS, MOST_DELIVERIES, NO_LIMIT, Harness, Rig
-from tests.kit.records import make_episodes, make_turn
+from tests.kit.records import make_episodes, make_group, make_job, make_turn
 from tests.kit.wait import until_async
 
 SHORT_S = 0.03
@@ -136,10 +136,10 @@ async def test_a_session_that_lost_its_episode_changes_nothing(rig: Rig, harness
     await harness.say(episode)
     recorded = await harness.store.read(episode.session_id)
     await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
-    group = group_of(recorded.session, recorded.turns, job_id=job.job_id, reward=1.0)
+    group = group_of(recorded.session, recorded.turns, Ending(), job.job_id)
     for call in (
         harness.store.append(recorded, make_turn("late", parent=0)),
-        harness.store.finish(recorded, 1.0, group),
+        harness.store.finish(recorded, Ending(), group),
     ):
         with pytest.raises(NotFoundError):
             await call
@@ -301,6 +301,25 @@ async def test_an_episode_that_was_cut_off_says_so(rig: Rig, harness: Harness) -
         await harness.finish(episode, truncated=truncated)
     found = await group(rig)
     assert [sample.finish_reason for sample in found.samples] == [FinishReason.STOP, FinishReason.LENGTH]
+
+
+async def test_an_episode_tells_what_was_counted(rig: Rig, harness: Harness) -> None:
+    await rig.submit_episodes(n=2)
+    first, second = await harness.taken(), await harness.taken()
+    for turn in (make_turn("main"), make_turn("other", fork=Fork.REWRITTEN), make_turn("drift", fork=Fork.DRIFT)):
+        await harness.store.append(await harness.store.read(first.session_id), turn)
+    await harness.finish(first, metrics={"tool_errors": 2})
+    await harness.say(second)
+    await harness.finish(second)
+    plain = {"turns": 1, "forks": 0, "drifted": 0}
+    assert (await group(rig)).metrics == ({"turns": 3, "forks": 2, "drifted": 1, "tool_errors": 2}, plain)
+
+
+def test_episodes_of_replicas_that_counted_nothing_yet() -> None:
+    """An upgrade finds some in the broker."""
+    old = make_group(make_job("run", n=1)).model_copy(update={"episode_sizes": (1,), "rewards": (1.0,)})
+    new = old.model_copy(update={"metrics": ({"turns": 2.0},)})
+    assert Group.joined([old, new]).metrics == ({}, {"turns": 2.0})
 
 
 async def test_the_last_turn_is_in_the_last_sample(rig: Rig, harness: Harness) -> None:

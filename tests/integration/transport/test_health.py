@@ -10,7 +10,7 @@ import pytest
 
 from dvp_rl.contract.http import QueueHealth, ReplicaHealth, ReplicaState, StreamHealth, TrainerHealth, Verdict
 from dvp_rl.contract.job import Sink
-from dvp_rl.contract.session import Fork, Session
+from dvp_rl.contract.session import Ending, Fork, Session
 from dvp_rl.contract.weights import Announcement
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -454,7 +454,7 @@ async def test_open_sessions_are_counted_and_listed(rig: Rig) -> None:
     assert client.num_bytes > 0
     assert [session.session_id for session in await open_sessions(rig.broker, 1)] == ["client-2"]
     await store.delete("client-2")
-    await store.finish(await store.read("client-0"), 1.0)
+    await store.finish(await store.read("client-0"), Ending(1.0))
     await harness.finish(episode)
     assert await listed() == ["client-1"]
     assert (await _health(rig)).client_sessions == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dvp_rl.contract.errors import NotFoundError, OverloadedError, RequestError
-from dvp_rl.contract.session import Session, SessionState, Turn, branches
+from dvp_rl.contract.session import Ending, Session, SessionState, Turn, branches
 from dvp_rl.transport import sessions
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
@@ -29,8 +31,8 @@ async def append(store: SessionStore, turn: Turn) -> tuple[int, bool]:
     return await store.append(await store.read("one"), turn)
 
 
-async def finish(store: SessionStore, reward: float | None) -> bool:
-    return await store.finish(await store.read("one"), reward, None)
+async def finish(store: SessionStore, reward: float | None, **said: Any) -> bool:
+    return await store.finish(await store.read("one"), Ending(reward=reward, **said))
 
 
 async def fill(store: SessionStore) -> None:
@@ -60,14 +62,18 @@ async def test_an_end_is_final(store: SessionStore) -> None:
     with pytest.raises(RequestError, match="no turn"):
         await finish(store, 1.0)
     await append(store, make_turn("a"))
-    for _ in range(2):
-        assert await finish(store, 0.25)
-    with pytest.raises(RequestError, match=r"was finished with reward 0\.25"):
+    for metrics in ({"a": 1, "b": 0.5}, {"b": 0.5, "a": 1}):
+        assert await finish(store, 0.25, metrics=metrics)
+    with pytest.raises(RequestError, match=r'was finished with reward 0\.25, metrics {"a": 1, "b": 0\.5}'):
         await finish(store, None)
+    for other in ({}, {"a": 1}):
+        with pytest.raises(RequestError, match=r"was finished with reward 0\.25"):
+            await finish(store, 0.25, metrics=other)
     with pytest.raises(RequestError, match="takes no more turns"):
         await append(store, make_turn("b"))
     assert await append(store, make_turn("a")) == (0, False), "what was recorded before stays"
-    assert (await store.status("one")).reward == 0.25
+    summary = await store.status("one")
+    assert (summary.reward, summary.metrics) == (0.25, {"a": 1, "b": 0.5})
     assert await store.open(session(store)) is SessionState.FINISHED
 
 
@@ -82,7 +88,7 @@ async def test_what_is_gone_takes_nothing_and_leaves_nothing(store: SessionStore
         store.read("one"),
         store.status("one"),
         append(store, make_turn("b")),
-        store.finish(read, 1.0, None),
+        store.finish(read, Ending(1.0)),
         store.delete("one"),
         store.read("no id at all"),
         store.read(":total"),
@@ -97,7 +103,7 @@ async def test_an_end_misses_no_turn(store: SessionStore) -> None:
     await append(store, make_turn("a"))
     read = await store.read("one")
     await append(store, make_turn("b", parent=0))
-    assert not await store.finish(read, 1.0, None)
+    assert not await store.finish(read, Ending(1.0))
     assert (await store.status("one")).state is SessionState.OPEN
     assert await finish(store, 1.0)
 

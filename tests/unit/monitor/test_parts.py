@@ -13,6 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from dvp_rl.contract.errors import NotFoundError, OverloadedError
+from dvp_rl.contract.metrics import MAX_METRICS
 from dvp_rl.monitor.bodies import Completions
 from dvp_rl.monitor.completions import MAX_STEPS, CompletionsFile
 from dvp_rl.monitor.curves import MAX_POINTS, MetricsFile, thinned
@@ -109,6 +110,22 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
     seen = file.look()
     assert seen is not None
     assert [value for _, value in seen.panels[0].lines[0].points] == [2, 2]
+
+
+def test_what_a_harness_counts_is_charted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    known = {"episodes/turns_mean": 2.0, "episodes/tool_errors_mean": 1.0, "length/environment_mean": 5.0}
+    own = {f"episodes/luck_{number:02}_mean": float(number) for number in range(MAX_METRICS + 1)}
+    records = [{"step": 1} | known, {"step": 2} | known | own, {"step": 3, "episodes/late_mean": 1.0}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    seen = MetricsFile(path).look()
+    assert seen is not None
+    lines = {panel.title: {line.label: line.newest for line in panel.lines} for panel in seen.panels}
+    assert lines == {
+        "Tokens per episode": {"environment": (2, 5)},
+        "Turns per episode": {"turns": (2, 2), "tool errors": (2, 1)},
+        **{f"luck_{number:02}": {f"luck_{number:02}": (2, number)} for number in range(MAX_METRICS)},
+    }
 
 
 def test_the_time_of_a_step_is_read_where_it_is_known(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from dvp_rl.contract.group import EngineFacts, FinishReason, Group, Sample, Vers
 from dvp_rl.contract.job import Sink
 from dvp_rl.contract.openai import ChatRequest, CompletionRequest
 from dvp_rl.contract.sampling import Sampling
-from dvp_rl.contract.session import Fork, Session, Turn, branches, digest, episode, group_of, history, path
+from dvp_rl.contract.session import Ending, Fork, Session, Turn, branches, digest, episode, group_of, history, path
 from dvp_rl.engines.tokenizer import Tokenizer
 from dvp_rl.engines.tool_calls import ToolCall
 from dvp_rl.rollout.dialogue import Answer, Dialogue, Prompt, TurnRequest
@@ -210,7 +210,7 @@ class Player:
                 index == 0 or at > 0 for at, index in enumerate(branch)
             ]
         if self.turns:
-            assert group_of(self.session, self.turns).samples == samples
+            assert group_of(self.session, self.turns, Ending()).samples == samples
 
 
 # Dialogues at random.

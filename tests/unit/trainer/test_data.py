@@ -366,7 +366,7 @@ def test_a_row_becomes_a_task_of_plain_json() -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("\ud800", "surrogates not allowed"), ("x" * 2**20, "at most 1048576 allowed"), (2**64, "plain JSON")],
+    [("\ud800", "surrogates not allowed"), ("x" * 2**20, "at most 1048576 bytes as JSON"), (2**64, "plain JSON")],
 )
 def test_a_row_that_no_harness_can_get_is_named(value: object, message: str) -> None:
     row = parse_row({"prompt": "say it", "column": value}, 5, "here")

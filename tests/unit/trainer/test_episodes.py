@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dvp_rl.contract.group import FinishReason, Sample
+from dvp_rl.contract.metrics import COUNTED, MAX_METRICS
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.tokenizer import load_tokenizer
 from dvp_trainer.config import RewardSection, TrainSettings
@@ -23,10 +24,10 @@ from dvp_trainer.data.reward_pool import RewardPool
 from dvp_trainer.data.scoring import Scorer
 from dvp_trainer.learn.arrangement import Arrangement, Beside
 from dvp_trainer.learn.model import load_model
-from dvp_trainer.learn.step import Learner
+from dvp_trainer.learn.step import Learner, batch_metrics
 from dvp_trainer.report.pick import pick_completions
 from tests.kit.models import make_model, use_own_norms
-from tests.kit.records import make_scored, make_turns
+from tests.kit.records import make_sample, make_scored, make_turns
 
 from .exact import LOG_MIN_P, TEMPERATURE, draw, exact_logprobs, expected_gradient, gradient_of, oracle_logprobs
 
@@ -128,7 +129,8 @@ def make_batch(oracle: PreTrainedModel, **changes: float) -> Batch:
 
 def scored(prompt: Sequence[int], episodes: Sequence[Sequence[Sample]], rewards: Sequence[float]) -> ScoredGroup:
     samples = [sample for episode in episodes for sample in episode]
-    return make_scored(prompt, samples, rewards, episode_sizes=[len(episode) for episode in episodes])
+    metrics = [{"forks": len(episode) - 1.0} | ({"luck": 2.0} if len(episode) == 1 else {}) for episode in episodes]
+    return make_scored(prompt, samples, rewards, episode_sizes=[len(episode) for episode in episodes], metrics=metrics)
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -213,6 +215,7 @@ def test_metrics_count_drawn_tokens_and_episodes(make_learner: MakeLearner, orac
     assert metrics["length/mean"] == pytest.approx(drawn / 6)
     assert metrics["length/environment_mean"] == pytest.approx(given / 6)
     assert metrics["episodes/forks_mean"] == pytest.approx(3 / 6)
+    assert metrics["episodes/luck_mean"] == 2, "of those that have it"
     assert metrics["length/truncated_share"] == 0
     infer = np.concatenate([sample.logprobs for sample in samples]).astype(np.float64)
     assert metrics["entropy/constrained"] == pytest.approx(-infer.mean(), rel=1e-6)
@@ -220,8 +223,18 @@ def test_metrics_count_drawn_tokens_and_episodes(make_learner: MakeLearner, orac
         [exact_logprobs(oracle, s.group.prompt_ids, own) for s in batch.groups for own in s.group.samples]
     )
     assert metrics["mismatch/kl"] == pytest.approx(float(np.mean(infer - exact.detach().numpy())), rel=1e-6)
-    plain = Batch((scored(FIRST, [[play(oracle, FIRST, [2], seed=i)] for i in range(3)], [1.0, 0.0, 0.0]),))
-    assert not {"length/environment_mean", "episodes/forks_mean"} & make_learner().step(plain).keys()
+    plain = Batch((make_scored(FIRST, [play(oracle, FIRST, [2], seed=i) for i in range(3)], [1.0, 0.0, 0.0]),))
+    assert not {key for key in make_learner().step(plain) if key.startswith("episodes/") or "environment" in key}
+
+
+def test_the_number_of_metrics_has_a_limit() -> None:
+    """A harness may name them by chance."""
+    sample = make_sample([5], [-0.5])
+    metrics = [{"turns": 1.0} | {f"one_{i}_{j}": 1.0 for j in range(16)} for i in range(4)]
+    batch = Batch((make_scored(FIRST, [sample] * 4, [0.0] * 4, metrics=metrics),))
+    found = [key for key in batch_metrics(batch) if key.startswith("episodes/")]
+    assert len(found) == MAX_METRICS + len(COUNTED)
+    assert "episodes/turns_mean" in found
 
 
 def test_an_episode_above_the_limit_goes_through_the_model_in_parts(

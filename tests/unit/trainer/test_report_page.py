@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from dvp_trainer.report.page import PANELS, moving_average, write_report
+from dvp_trainer.report.page import PANELS, PANELS_OF_EPISODES, moving_average, write_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 SUMMARY: dict[str, Any] = {
@@ -71,6 +71,14 @@ def test_every_panel_is_drawn(tmp_path: Path) -> None:
     for unit, number in Counter(panel.unit for panel in PANELS).items():
         assert text.count(f">{unit}</text>") == number
     assert "Not recorded" not in text
+
+
+def test_what_was_counted_in_episodes_is_drawn(tmp_path: Path) -> None:
+    played = {"episodes/turns_mean": 2.0, "episodes/tool_errors_mean": 0.5, "episodes/luck_mean": 7.0}
+    page = Page(text := render(tmp_path, [record(step) | played for step in range(3)]))
+    titles = [panel.title for panel in PANELS_OF_EPISODES]
+    assert page.headings == [panel.title for panel in PANELS] + [titles[0], "luck"]
+    assert f"Not recorded in this run: {titles[1]}." in text
 
 
 def test_the_page_is_one_file_for_both_modes(tmp_path: Path) -> None:

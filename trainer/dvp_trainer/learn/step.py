@@ -11,11 +11,13 @@ import math
 from collections import Counter
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from dvp_rl.contract.metrics import COUNTED, MAX_METRICS, MEAN
 from dvp_rl.contract.shape import Shape
 from dvp_rl.dvp.advantages import advantages
 from dvp_rl.dvp.correction import Correction, correct
@@ -348,18 +350,25 @@ def _evidence(micro: MicroBatch, own: Constrained) -> Evidence:
     return Evidence(micro.rows, micro.mask, own._replace(logprobs=own.logprobs.detach()), micro.infer)
 
 
+def _played(batch: Batch) -> dict[str, float]:
+    """Metrics of episodes that a harness played, if there are any: those that most of them have."""
+    counted = [metrics for scored in batch.groups for metrics in scored.group.metrics]
+    if not counted:
+        return {}
+    names = Counter(name for metrics in counted for name in metrics).most_common(MAX_METRICS + len(COUNTED))
+    samples = [sample for scored in batch.groups for sample in scored.group.samples]
+    num_environment = sum(len(sample.token_ids) - sample.num_model_tokens for sample in samples)
+    return {"length/environment_mean": num_environment / batch.num_episodes} | {
+        MEAN.format(name): fmean(metrics[name] for metrics in counted if name in metrics) for name, _ in names
+    }
+
+
 def batch_metrics(batch: Batch) -> dict[str, float]:
     rewards, staleness = batch.rewards, torch.tensor([scored.staleness for scored in batch.groups]).double()
     histogram = Counter(min(scored.staleness, STALENESS_BINS) for scored in batch.groups)
     episodes = [samples for scored in batch.groups for samples in scored.group.episodes]
     lengths = [sum(sample.num_model_tokens for sample in samples) for samples in episodes]
-    num_environment = sum(len(sample.token_ids) for samples in episodes for sample in samples) - sum(lengths)
-    num_forks = sum(map(len, episodes)) - len(episodes)
-    agents = {
-        "length/environment_mean": num_environment / len(episodes),
-        "episodes/forks_mean": num_forks / len(episodes),
-    }
-    return (agents if num_environment or num_forks else {}) | {
+    return _played(batch) | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(1, unbiased=False).mean()),
         "reward/failed": float(sum(scored.num_failed for scored in batch.groups)),

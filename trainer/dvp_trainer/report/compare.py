@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dvp_trainer.disk import write_private
 
 from .outcome import Outcome, outcome
-from .page import PANELS, Curve, Kind, Line, Panel, Table, figure, in_words, lines_of, plot, render
+from .page import Curve, Kind, Line, Panel, Table, figure, in_words, lines_of, panels_of, plot, render
 from .sinks import read_metrics
 from .starts import ABSENT, Start, as_text, flat, over_time, starts_of_run, that_trained
 
@@ -55,7 +55,7 @@ def comparison(runs: Sequence[RecordedRun]) -> list[Table]:
 def write_comparison(runs: Sequence[RecordedRun], tables: Sequence[Table], out: Path) -> None:
     """Writes the page with the tables, and a chart for each metric with a curve per run. Raises ConfigError (disk
     full)."""
-    drawn = [(panel, lines) for panel in _panels() if (lines := list(_of_runs(panel, runs)))]
+    drawn = [(panel, lines) for panel in _panels(runs) if (lines := list(_of_runs(panel, runs)))]
     page = render(
         title=" and ".join(run.name for run in runs),
         subtitle=f"{len(runs)} runs, by step.",
@@ -71,9 +71,9 @@ def _made_from(start: Start) -> Iterator[tuple[str, str]]:
     yield from flat({"code": start.code, "software": start.software, "machine": start.machine})
 
 
-def _panels() -> Iterator[Panel]:
-    """A panel per curve of the report."""
-    for panel in PANELS:
+def _panels(runs: Sequence[RecordedRun]) -> Iterator[Panel]:
+    """A panel per curve of the reports."""
+    for panel in panels_of([record for run in runs for record in run.metrics]):
         for curve in panel.curves:
             title = panel.title if len(panel.curves) == 1 else f"{panel.title}, {curve.label}"
             yield replace(panel, title=title, caption="", curves=(curve,), kind=Kind.LINES)

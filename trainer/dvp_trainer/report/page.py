@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dvp_rl.contract.completions import COMPLETIONS, PRUNED, Completion, completion_lines, read_completions
+from dvp_rl.contract.metrics import DRIFTED, FORKS, MEAN, TOOL_CALLS, TOOL_ERRORS, TURNS, own_metrics
 from dvp_trainer.disk import write_private
 
 from .drawing import MUTED, dress, ink, svg, variable
@@ -139,6 +140,12 @@ PANELS = (
         (Curve("bias/bound_measured", "measured"), Curve("bias/bound", "Prop. 5.5", dashed=True)),
     ),
     Panel(
+        "Tokens per episode",
+        "tokens",
+        "Mean of the batch: tokens that the model drew, and those that it only read, of tools and users.",
+        (Curve("length/mean", "drawn"), Curve("length/environment_mean", "environment")),
+    ),
+    Panel(
         "Staleness",
         "batches",
         "Batches that changed the weights between drawing a sample's oldest token and training on it.",
@@ -173,6 +180,26 @@ PANELS = (
         "share of the time",
         "Share of the time in which each side is idle; averages for replicas and reward workers.",
         tuple(Curve(f"idle/{side}", side) for side in ("generate", "reward", "train", "publish", "swap")),
+    ),
+)
+
+PANELS_OF_EPISODES = (
+    Panel(
+        "Turns per episode",
+        "number",
+        "Mean of the batch, with the calls of tools and those that failed.",
+        (
+            Curve(MEAN.format(TURNS), "turns"),
+            Curve(MEAN.format(TOOL_CALLS), "tool calls"),
+            Curve(MEAN.format(TOOL_ERRORS), "tool errors"),
+        ),
+    ),
+    Panel(
+        "Rewritten histories",
+        "number per episode",
+        "Forks: earlier versions of a history that was rewritten. Drifted: turns whose history the chat template "
+        "renders otherwise than it was drawn.",
+        (Curve(MEAN.format(FORKS), "forks"), Curve(MEAN.format(DRIFTED), "drifted")),
     ),
 )
 
@@ -211,7 +238,7 @@ def write_report(metrics_jsonl: Path, summary: Mapping[str, Any], out: Path, *, 
     data are listed as not recorded. Only the owner can read it: it holds prompts."""
     folder, records = metrics_jsonl.parent, read_metrics(metrics_jsonl)
     starts = read_starts(folder)
-    drawn = [(panel, lines_of(panel, records)) for panel in PANELS]
+    drawn = [(panel, lines_of(panel, records)) for panel in panels_of(records)]
     shown = _completions(folder / COMPLETIONS)
     page = render(
         title=title,
@@ -269,6 +296,14 @@ def _card(completion: Completion) -> dict[str, Any]:
         "answer": completion.answer,
     }
     return {"prompt": completion.prompt, "pieces": list(completion.pieces()), "facts": facts}
+
+
+def panels_of(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """PANELS; if a harness played, those of its episodes, and one for each metric that only it knows."""
+    keys = {key for record in records for key in record}
+    caption = "Counted by the harness, per episode; mean of the batch."
+    own = [Panel(name, name, caption, (Curve(key, name),), from_zero=False) for key, name in own_metrics(keys).items()]
+    return [*PANELS, *(PANELS_OF_EPISODES if MEAN.format(TURNS) in keys else ()), *own]
 
 
 def lines_of(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:

@@ -17,7 +17,6 @@ Metrics of the trainer:
     heldout/avg_at_*, heldout/pass_at_*[_from_*], heldout/truncated_share
     groups/*                                       no_signal: groups with equal rewards; the rest: how jobs ended
     length/mean, length/max, length/truncated_share      model tokens per episode; share that max_tokens cut off
-    length/environment_mean, episodes/forks_mean   tokens of the environment, and forks, per episode, if there are any
     pruned/share, pruned/mass                      share of positions that lost >= 1e-3 of probability; mean loss
     logprob/{train,infer}_{constrained,full}       mean log-prob of the tokens inside, with pruning and without
     mismatch/kl_unmasked                           the same tokens under both full softmaxes
@@ -30,6 +29,13 @@ Metrics of the trainer:
     idle/generate, idle/reward, idle/train, idle/publish, idle/swap    share of the step in which the side was idle:
                                                    averages of replicas and reward workers; swap: between beats
     throughput/samples_per_second, throughput/tokens_per_second
+
+Metrics of episodes that a harness played, per episode:
+    length/environment_mean                        tokens of the environment
+    episodes/turns_mean, episodes/forks_mean, episodes/drifted_mean
+                                                   turns; earlier versions of a rewritten history; turns that drifted
+    episodes/tool_calls_mean, episodes/tool_errors_mean      calls of tools, and those that failed
+    episodes/*_mean                                what else the harness counted, over the episodes that have it
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
 #!lua flags=allow-oom
 -- Ends a session. A client's is kept like a result; that of an episode becomes part of its job's group. ARGV: session
 -- id, caller or '', nonce of the session that was read, number of turns that were read, reward or '', whether it was cut
--- off or '', the Session if it is not stored or '', for an episode the Group of it alone. Answers the state that it had,
--- 'unknown', 'empty' (it has no turn) or 'changed' (it has more turns).
-local id, caller, nonce, turns, reward, cut, session, group = unpack(ARGV)
+-- off or '', what was counted or '', the Session if it is not stored or '', for an episode the Group of it alone. Answers
+-- the state that it had, 'unknown', 'empty' (it has no turn) or 'changed' (it has more turns).
+local id, caller, nonce, turns, reward, cut, metrics, session, group = unpack(ARGV)
 local hash = SESSION .. id
-local state, whose, opened, given, was_cut, recorded, job, index =
-  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'reward', 'cut', 'turns', 'job', 'index'))
+local state, whose, opened, given, was_cut, counted, recorded, job, index =
+  unpack(redis.call('HMGET', hash, 'state', 'caller', 'nonce', 'reward', 'cut', 'metrics', 'turns', 'job', 'index'))
 if not state or not may_see(caller, 'client', whose) or opened ~= nonce then return 'unknown' end
 if state == 'finished' then
-  if given == reward and was_cut == cut then return state end
+  counted = counted or ''
+  if given == reward and was_cut == cut and counted == metrics then return state end
   given = given == '' and 'no reward' or 'reward ' .. given
-  return redis.error_reply('CONFLICT session ' .. id .. ' was finished with ' .. given .. (was_cut == '' and '' or ', as cut off'))
+  if was_cut ~= '' then given = given .. ', as cut off' end
+  if counted ~= '' then given = given .. ', metrics ' .. counted end
+  return redis.error_reply('CONFLICT session ' .. id .. ' was finished with ' .. given)
 end
 if not is_played(id, job, index) then return 'unknown' end
 if not recorded then return 'empty' end
 if recorded ~= turns then return 'changed' end
-redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'cut', cut, 'idle_ms', 1000 * RESULT_TTL_S)
+redis.call('HSET', hash, 'state', 'finished', 'reward', reward, 'cut', cut, 'metrics', metrics, 'idle_ms', 1000 * RESULT_TTL_S)
 keep_session(id)
 if not job then return state end
 
