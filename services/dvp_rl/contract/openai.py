@@ -102,7 +102,7 @@ class FunctionSpec(Body):
     def _is_object(self) -> Self:
         schema = self.parameters or {}
         if schema and (schema.get("type") != "object" or not isinstance(schema.get("properties", {}), dict)):
-            raise ValueError('parameters: must be a JSON schema with "type": "object" and, if any, "properties": {...}')
+            raise ValueError('parameters in JSON schema, with "type": "object" and, if any, "properties": {...}')
         return self
 
 

@@ -245,8 +245,7 @@ class Sessions:
     @asynccontextmanager
     async def finish(self, session_id: str, request: FinishRequest, caller: str) -> AsyncIterator[AsyncIterator[bytes]]:
         """Ends the session. A SessionBody as JSON, with its samples unless they are the trainer's. Raises
-        NotFoundError, RequestError if it was finished otherwise, OverloadedError if too many results are
-        being read."""
+        NotFoundError, RequestError if it was finished otherwise, OverloadedError if too many results are being read."""
         ending = request.to_ending()
         recorded = await self._ended(session_id, ending, caller)
         body = _body(await self._store.status(session_id, caller=caller))

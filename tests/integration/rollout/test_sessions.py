@@ -269,7 +269,7 @@ def test_turns_at_once_are_all_recorded(replica: ReplicaProcess) -> None:
         ({"extra_body": {"min_p": 0.1}}, "min_p", "the session's"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex", "only the fields"),
         ({"stop": [str(i) for i in range(17)]}, "stop", ""),
-        ({"tools": [NO_OBJECT]}, "tools.0.function", "parameters: must be a JSON schema"),
+        ({"tools": [NO_OBJECT]}, "tools.0.function", "parameters in JSON schema"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "only true"),
         ({"messages": [{"role": "alien", "content": "1"}]}, "messages.0.role", ""),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", ""),

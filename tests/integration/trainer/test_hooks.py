@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dvp_rl.harness import Step
 from dvp_rl.harness.process import EnvironmentProcess
 from dvp_rl.hooks import load_hook
 from dvp_rl.workers.limits import Limits
@@ -189,8 +190,10 @@ async def test_the_documented_environment_plays(tmp_path: Path, monkeypatch: pyt
         assert [tool["function"]["name"] for tool in tools] == ["add"]
         function = {"name": "add", "arguments": '{"a": 3, "b": 4}'}
         call = {"id": "c1", "type": "function", "function": function}
-        observed, reward, done = await calculator.step({"role": "assistant", "content": None, "tool_calls": [call]})
-        assert (observed, reward, done) == ([{"role": "tool", "tool_call_id": "c1", "content": "7"}], None, False)
-        assert await calculator.step({"role": "assistant", "content": "7"}) == ([], 1.0, True)
+        observed = [{"role": "tool", "tool_call_id": "c1", "content": "7"}]
+        asked = await calculator.step({"role": "assistant", "content": None, "tool_calls": [call]})
+        assert asked == Step(observed, metrics={"tool_calls": 1, "tool_errors": 0})
+        told = await calculator.step({"role": "assistant", "content": "7"})
+        assert told == Step([], 1.0, True, {"tool_calls": 0, "tool_errors": 0})
     finally:
         await calculator.stop()

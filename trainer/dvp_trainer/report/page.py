@@ -302,7 +302,10 @@ def panels_of(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """PANELS; if a harness played, those of its episodes, and one for each metric that only it knows."""
     keys = {key for record in records for key in record}
     caption = "Counted by the harness, per episode; mean of the batch."
-    own = [Panel(name, name, caption, (Curve(key, name),), from_zero=False) for key, name in own_metrics(keys).items()]
+    own = [
+        Panel(name, "per episode", caption, (Curve(key, name),), from_zero=False)
+        for key, name in own_metrics(keys).items()
+    ]
     return [*PANELS, *(PANELS_OF_EPISODES if MEAN.format(TURNS) in keys else ()), *own]
 
 
