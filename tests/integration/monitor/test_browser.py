@@ -70,7 +70,7 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
     with running(folder) as browser:
         browser.open(url, width=width, dark=dark)
         browser.until(LIVE)
-        browser.until("document.querySelectorAll('#curves figure').length === 7")
+        browser.until("document.querySelectorAll('#curves figure').length === 11")
         text = browser.evaluate("document.body.innerText")
         for expected in (run_id, "replicas behind", "step 42", "v7", "replica-1", "1 (too old)", HOSTILE[:20], "KL"):
             assert expected in text
@@ -314,7 +314,7 @@ def _read_off(url: str, metrics: Path, folder: Path) -> None:
     whens = "[...new Set([...document.querySelectorAll('#curves .plot + p')].map((when) => when.textContent))]"
     with running(folder) as browser:
         browser.open(url)
-        browser.until("document.querySelectorAll('#curves .plot').length === 6")
+        browser.until("document.querySelectorAll('#curves .plot').length === 10")
         browser.until(LIVE)  # curves may come before the first picture, which moves them down
         (last,) = browser.evaluate(whens)
         assert re.fullmatch(r"last: step 199 · \d+ \w+, \d\d:\d\d:\d\d", last)
