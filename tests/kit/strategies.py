@@ -18,6 +18,7 @@ from dvp_rl.contract.group import (
     VersionSpan,
 )
 from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.metrics import LARGEST, NAME
 from dvp_rl.contract.record import Record
 from dvp_rl.contract.sampling import MAX_SEED, Sampling
 from dvp_rl.contract.session import Fork, Session, Turn
@@ -27,7 +28,7 @@ from dvp_rl.contract.weights import Announcement, Manifest, WeightFile, WeightRo
 IDS = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,20}\Z")
 TOKENS = st.integers(0, 2**31 - 1)
 TIMES = st.floats(0, 4e9)
-NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+METRICS = st.dictionaries(st.from_regex(rf"\A{NAME}\Z"), st.floats(-LARGEST, LARGEST), max_size=3)
 TEXT = st.text(max_size=40)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
@@ -104,7 +105,7 @@ def _groups(draw: st.DrawFn, *, turns: bool) -> Group:
         sampling=draw(SAMPLINGS),
         samples=tuple(draw(_samples(turns=turns)) for _ in range(sum(sizes))),
         episode_sizes=tuple(sizes) if turns else (),
-        metrics=tuple(draw(st.dictionaries(IDS, NUMBERS, max_size=3)) for _ in sizes) if turns else (),
+        metrics=tuple(draw(METRICS) for _ in sizes) if turns else (),
         sink=draw(st.sampled_from(Sink)),
         replica_id=draw(TEXT),
         engine=draw(ENGINES),

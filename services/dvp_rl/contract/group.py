@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from .arrays import Float32Array, Int32Array
 from .job import Metadata, Sink
+from .metrics import COUNTED, MAX_METRICS, Name, Value
 from .record import Record
 from .sampling import MAX_SEED, Sampling
 
@@ -168,7 +169,7 @@ class Group(Record):
     """[n] number of samples of each episode; empty if every episode has one."""
     rewards: tuple[float | None, ...] = ()
     """[n] what a harness gave each episode, None if nothing; empty if no harness played them."""
-    metrics: tuple[dict[str, float], ...] = ()
+    metrics: tuple[Annotated[dict[Name, Value], Field(max_length=MAX_METRICS + len(COUNTED))], ...] = ()
     """[n] what the replica and the harness counted in each episode; empty if no harness played them."""
     task_digest: str = ""
     """Job.task_digest."""

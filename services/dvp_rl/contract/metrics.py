@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -19,7 +20,7 @@ COUNTED = (TURNS, FORKS, DRIFTED)
 TOOL_CALLS, TOOL_ERRORS = "tool_calls", "tool_errors"
 """Those that dvp-harness counts, of episodes with tools."""
 KNOWN = (TURNS, TOOL_CALLS, TOOL_ERRORS, FORKS, DRIFTED)
-OWN = re.compile(MEAN.format("([a-z0-9_]+)"))
+NAME = "[a-z][a-z0-9_]{0,31}"
 
 
 def _not_counted(given: dict[str, float]) -> dict[str, float]:
@@ -28,13 +29,14 @@ def _not_counted(given: dict[str, float]) -> dict[str, float]:
     return given
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-Value = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
+Name = Annotated[str, Field(pattern=f"^{NAME}$")]
+Value = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
+OWN = re.compile(MEAN.format(f"({NAME})"))
 Metrics = Annotated[dict[Name, Value], Field(max_length=MAX_METRICS), AfterValidator(_not_counted)]
 """What a harness may say: up to 16 finite numbers by name, e.g. {"tool_errors": 1}."""
 
 
 def own_metrics(keys: Iterable[str]) -> dict[str, str]:
-    """Names of the metrics that only this run's harness knows, by their key in a step's record."""
-    found = {key: matched[1] for key in keys if (matched := OWN.fullmatch(key))}
-    return {key: name for key, name in sorted(found.items()) if name not in KNOWN}
+    """The first MAX_METRICS that only this run's harness knows, of the keys of steps' records: names by key."""
+    found = {key: matched[1] for key in keys if (matched := OWN.fullmatch(key)) and matched[1] not in KNOWN}
+    return dict(islice(found.items(), MAX_METRICS))

@@ -180,6 +180,6 @@ def _end(steps: Sequence[Step], *, truncated: bool = False) -> FinishRequest:
         for name, value in step.metrics.items():
             metrics[name] += value
     try:
-        return FinishRequest(reward=sum(rewards) if rewards else None, truncated=truncated, metrics=metrics)
+        return FinishRequest(reward=sum(rewards) if rewards else None, truncated=truncated, metrics=dict(metrics))
     except ValidationError as error:
         raise EnvironmentFailedError(describe("sums of all steps", error)) from None

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
@@ -28,13 +28,14 @@ class Tools:
     returns to Python ends the process, and the episode.
     """
 
+    num_errors: ClassVar[int] = 0
+    """Number of calls that failed in this process, of all objects."""
+
     def __init__(self, *functions: Callable[..., Any]) -> None:
         """Raises ConfigError if a function cannot be a tool, or two have the same name."""
         tools = [_tool(function) for function in functions]
         self.definitions = [definition for _, definition in tools]
         """In OpenAI's form."""
-        self.num_errors = 0
-        """Number of calls that failed so far."""
         self._functions = {definition["function"]["name"]: function for function, definition in tools}
         if len(self._functions) < len(functions):
             names = ", ".join(function.__name__ for function in functions)
@@ -68,7 +69,7 @@ class Tools:
             return self._error(describe_error(error))
 
     def _error(self, reason: str) -> str:
-        self.num_errors += 1
+        Tools.num_errors += 1
         return f"error: {reason}"
 
 

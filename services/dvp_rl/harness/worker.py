@@ -46,21 +46,20 @@ class Stage:
         }
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
-        tools, counted = self._tools, dict[str, float]()
-        errors_before = tools.num_errors if isinstance(tools, Tools) else 0
+        errors_before = Tools.num_errors
         result = self._loop.finished(self._environment.step(message))
         if not isinstance(result, tuple):
             raise TypeError(f"returned {describe_type(result)}, expected a Step")
-        step = Step(*result)
-        if tools:
+        step, counted = Step(*result), dict[str, float]()
+        if self._tools:
             counted[TOOL_CALLS] = len(message.get("tool_calls") or ())
-        if isinstance(tools, Tools):
-            counted[TOOL_ERRORS] = tools.num_errors - errors_before
+        if isinstance(self._tools, Tools):
+            counted[TOOL_ERRORS] = Tools.num_errors - errors_before
         return {
             "messages": _checked(MESSAGES, "messages", step.messages or ()),
             "reward": None if step.reward is None else as_number(step.reward),
             "done": bool(step.done),
-            "metrics": counted | _metrics(step.metrics or {}),
+            "metrics": _metrics(counted, step.metrics),
         }
 
     def close(self, _: None) -> dict[str, Any]:
@@ -82,15 +81,22 @@ def _checked(adapter: TypeAdapter[Any], what: str, given: Any) -> Any:
     return adapter.dump_python(checked, mode="json", exclude_none=True)
 
 
-def _metrics(given: Any) -> dict[str, float]:
-    """Raises TypeError or ValueError if they are none."""
-    if not isinstance(given, Mapping):
+def _metrics(counted: dict[str, float], given: Any) -> dict[str, float]:
+    """What the environment gave, with what was counted for it. Raises TypeError or ValueError."""
+    if not isinstance(given, Mapping | None):
         raise TypeError(f"metrics: expected numbers by name, got {describe_type(given)}")
-    numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in given.items()}
     try:
-        return METRICS.validate_python(numbers)
+        return METRICS.validate_python(counted | {name: _float(value) for name, value in (given or {}).items()})
     except ValidationError as error:
         raise ValueError(describe("metrics", error)) from None
+
+
+def _float(value: Any) -> Any:
+    """A number of any library as a float; anything else as it is."""
+    try:
+        return float(value) if hasattr(value, "__float__") else value
+    except (TypeError, ValueError, ArithmeticError):
+        return value
 
 
 def _loaded(name: str) -> Callable[[], Environment]:

@@ -199,14 +199,19 @@ def _field_error(item: Mapping[str, Any], inputs: Inputs) -> FieldError:
     schema = inputs.body if place == "body" else inputs.parameters
     allowed = _allowed(schema, path, item["type"]) or item["msg"].removeprefix("Value error, ")
     value = None if item["type"] == "missing" else _plain(item.get("input"))
-    return FieldError(field=_encodable(".".join(map(str, path))) or "body", value=value, allowed=_encodable(allowed))
+    field = _cut(".".join(map(str, path))) or "body"  # a key of the client's may be in it
+    return FieldError(field=field, value=value, allowed=_encodable(allowed))
 
 
 def _plain(value: Any) -> Any:
     """Numbers, booleans and None unchanged, the rest as a short text: a problem never carries a whole prompt."""
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    text = _encodable(value if isinstance(value, str) else repr(value))
+    return _cut(value if isinstance(value, str) else repr(value))
+
+
+def _cut(text: str) -> str:
+    text = _encodable(text)
     return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, TypeGuard
@@ -132,7 +131,7 @@ class MetricsFile:
             self._damaged += 1
             return
         if len(self._own) < MAX_METRICS:
-            self._own = dict(islice((self._own | own_metrics(record)).items(), MAX_METRICS))
+            self._own = own_metrics([*self._own, *record])
         for name in record.keys() & (WANTED | self._own.keys()):
             if _is_number(value := record[name]):
                 self._points[name].append((step, float(value)))
@@ -182,7 +181,7 @@ class MetricsFile:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and -LARGEST < value < LARGEST
+    return isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST
 
 
 def per_point(num_points: int) -> int:

@@ -109,6 +109,8 @@ class Moody(Plain):
                 return Step(metrics={"luck": "much"})  # type: ignore[dict-item]
             case "recounted":
                 return Step(metrics={"turns": 1})
+            case "endless":
+                return Step(metrics={"luck": 10**400})
             case "scored":
                 return Step([], None, True, 0.5)  # type: ignore[arg-type]
             case "role":
@@ -166,12 +168,14 @@ class WithTools(Plain):
 
 
 class Counting(Plain):
-    """Loses count of the errors in its second step."""
-
-    tools = Tools(gently)
+    """Has new tools each time. Loses count of the errors in its second step."""
 
     def __init__(self) -> None:
         self.lost: dict[str, float] = {}
+
+    @property
+    def tools(self) -> Tools:
+        return Tools(gently)
 
     async def step(self, message: dict[str, Any]) -> Step:
         observed = await self.tools.run(message)

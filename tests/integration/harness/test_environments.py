@@ -92,6 +92,7 @@ async def test_plain_methods_plain_tuples_and_factories(start: Start, name: str)
             "recounted",
             "step: ValueError: metrics: record: Value error, other names than turns, which the replica counts",
         ),
+        ("endless", "step: ValueError: metrics: luck: Input should be a valid number, got 1000"),
         ("scored", "step: TypeError: metrics: expected numbers by name, got an object of type float"),
         ("role", "step: ValueError: messages: 0.role: Input should be 'system'"),
         ("grow", "step: needed more memory than memory_mib allows"),

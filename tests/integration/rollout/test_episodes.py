@@ -152,6 +152,7 @@ async def test_what_an_episode_is_told(caller: Caller, rig: Rig) -> None:
     ("metrics", "error"),
     [
         ({"Tool errors": 1}, "metrics.Tool errors"),
+        ({"x" * 100_000: 1}, f"metrics.{'x' * 100}"),
         ({"wins": "1"}, "metrics.wins"),
         ({"wins": True}, "metrics.wins"),
         ({"wins": 2e15}, "metrics.wins"),
@@ -163,7 +164,9 @@ async def test_metrics_that_are_none_are_refused(caller: Caller, rig: Rig, metri
     await rig.submit_episodes(n=1)
     session_id = caller.take()["session_id"]
     caller.say(session_id)
-    assert error in str(web.problem(caller.finish(session_id, metrics=metrics), 422))
+    refused = caller.finish(session_id, metrics=metrics)
+    assert error in str(web.problem(refused, 422))
+    assert len(refused.content) < 2_000
     assert caller.finish(session_id).json()["metrics"] == {}
 
 

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from dvp_rl.contract.metrics import MAX_METRICS
 from dvp_trainer.report.page import PANELS, PANELS_OF_EPISODES, moving_average, write_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -79,6 +80,13 @@ def test_what_was_counted_in_episodes_is_drawn(tmp_path: Path) -> None:
     titles = [panel.title for panel in PANELS_OF_EPISODES]
     assert page.headings == [panel.title for panel in PANELS] + [titles[0], "luck"]
     assert f"Not recorded in this run: {titles[1]}." in text
+
+
+def test_names_that_a_harness_makes_up_do_not_fill_the_page(tmp_path: Path) -> None:
+    steps = [{"step": step, "episodes/luck_mean": 1.0, f"episodes/task_{step}_mean": 1.0} for step in range(40)]
+    page = Page(render(tmp_path, steps))
+    assert len(page.headings) == MAX_METRICS
+    assert page.headings[0] == "luck", "most steps have it"
 
 
 def test_the_page_is_one_file_for_both_modes(tmp_path: Path) -> None:

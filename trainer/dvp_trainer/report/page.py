@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -299,8 +300,9 @@ def _card(completion: Completion) -> dict[str, Any]:
 
 
 def panels_of(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """PANELS; if a harness played, those of its episodes, and one for each metric that only it knows."""
-    keys = {key for record in records for key in record}
+    """PANELS; if a harness played, those of its episodes, and one for each metric that only it knows, of those that
+    most steps have."""
+    keys = [key for key, _ in Counter(key for record in records for key in record).most_common()]
     caption = "Counted by the harness, per episode; mean of the batch."
     own = [
         Panel(name, "per episode", caption, (Curve(key, name),), from_zero=False)
