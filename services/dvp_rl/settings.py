@@ -42,7 +42,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal
+from dvp_rl.contract.errors import ConfigError, DvpError, is_refusal, reason
 
 from .extras import NAME, version
 
@@ -371,7 +371,7 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         elif path and _is_secret(cls, path) and MASK in str(item["input"]):
             lines.append(_masked_before(cls, path))
         else:
-            message = item["msg"].removeprefix("Value error, ")
+            message = reason(item)
             shown = path and not _is_secret(cls, path)
             text = masked(repr(item["input"]))
             if path and path[-1].endswith("url"):  # may be too malformed to find its password

@@ -19,7 +19,8 @@ Messages name the field or file, the value seen and what is allowed, and are sho
 from __future__ import annotations
 
 import errno
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 
 class DvpError(Exception):
@@ -91,3 +92,8 @@ def is_refusal(error: BaseException) -> bool:
     """Whether the operating system refused an operation: too many open files, missing permissions, a full or failing
     volume. The program is not at fault, so a traceback would not help."""
     return isinstance(error, OSError) and error.errno in REFUSALS
+
+
+def reason(item: Mapping[str, Any]) -> str:
+    """Why pydantic refuses a field: its own words, or a validator's. `item`: one of ValidationError.errors()."""
+    return str(item["msg"]).removeprefix("Value error, ")

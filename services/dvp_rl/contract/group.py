@@ -215,6 +215,7 @@ class Group(Record):
             samples=tuple(samples),
             episode_sizes=tuple(size for group in groups for size in group.episode_sizes),
             rewards=tuple(reward for group in groups for reward in group.rewards),
+            # An older replica counts nothing.
             metrics=tuple(counted for group in groups for counted in group.metrics or ({},)),
             replica_id=last.replica_id,
             engine=last.engine,

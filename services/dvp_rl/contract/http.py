@@ -250,7 +250,7 @@ class FinishRequest(Body):
     like a sample that max_tokens cut off (reward.overlong)."""
     metrics: Metrics = Field(default_factory=dict)
     """What was counted in the episode: up to 16 numbers by name. The trainer reports their means over the episodes that
-    have them, as episodes/NAME_mean. Turns, forks and drift are counted here."""
+    have them, as episodes/NAME_mean. The replica itself counts turns, forks and drifted turns."""
 
     def to_ending(self) -> Ending:
         return Ending(**self.model_dump())

@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgpack
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .errors import RequestError
+from .errors import RequestError, reason
 
 SCHEMA_VERSION = 1
 MAX_SHOWN = 80
@@ -61,7 +61,7 @@ def describe(what: str, error: ValidationError) -> str:
     """One line per bad field: where, why, and the value seen. Long strings and containers may hold a prompt and these
     lines are logged, so only their type and size are shown."""
     lines = [
-        f"{what}: {'.'.join(str(part) for part in item['loc']) or 'record'}: {item['msg']}, got {_brief(item['input'])}"
+        f"{what}: {'.'.join(map(str, item['loc'])) or 'record'}: {reason(item)}, got {_brief(item['input'])}"
         for item in error.errors(include_url=False, include_context=False)
     ]
     return "\n".join(lines)

@@ -29,6 +29,7 @@ from dvp_rl.contract.errors import (
     UnavailableError,
     WeightError,
     WeightGoneError,
+    reason,
 )
 from dvp_rl.contract.http import FieldError, Problem
 from dvp_rl.contract.openai import ErrorBody, OpenAIProblem
@@ -197,7 +198,7 @@ def broken(errors: Sequence[FieldError], num_errors: int = 1) -> Problem:
 def _field_error(item: Mapping[str, Any], inputs: Inputs) -> FieldError:
     place, *path = item["loc"]
     schema = inputs.body if place == "body" else inputs.parameters
-    allowed = _allowed(schema, path, item["type"]) or item["msg"].removeprefix("Value error, ")
+    allowed = _allowed(schema, path, item["type"]) or reason(item)
     value = None if item["type"] == "missing" else _plain(item.get("input"))
     field = _cut(".".join(map(str, path))) or "body"  # a key of the client's may be in it
     return FieldError(field=field, value=value, allowed=_encodable(allowed))

@@ -14,10 +14,10 @@ from dvp_rl.contract.metrics import (
     FORKS,
     LARGEST,
     MAX_METRICS,
-    MEAN,
     TOOL_CALLS,
     TOOL_ERRORS,
     TURNS,
+    mean_of,
     own_metrics,
 )
 
@@ -35,7 +35,6 @@ class Drawn(NamedTuple):
     """Label of each metric."""
 
 
-_mean = MEAN.format
 PANELS = (
     Drawn(
         "Reward",
@@ -78,13 +77,13 @@ PANELS = (
         "Turns per episode",
         "mean of a batch, with calls of tools and those that failed",
         "number",
-        {_mean(TURNS): "turns", _mean(TOOL_CALLS): "tool calls", _mean(TOOL_ERRORS): "tool errors"},
+        {mean_of(TURNS): "turns", mean_of(TOOL_CALLS): "tool calls", mean_of(TOOL_ERRORS): "tool errors"},
     ),
     Drawn(
         "Rewritten histories",
         "per episode: other versions of its history, and turns that drifted from the record",
         "number",
-        {_mean(FORKS): "forks", _mean(DRIFTED): "drifted"},
+        {mean_of(FORKS): "forks", mean_of(DRIFTED): "drifted"},
     ),
 )
 STALENESS_BINS = tuple(f"staleness/groups_{behind}" for behind in range(9))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from dvp_rl.contract.errors import RequestError
+from dvp_rl.contract.errors import RequestError, reason
 from dvp_rl.contract.generate import GeneratedChoice, GenerateResponse
 from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.http import JobRequest, RolloutRequest, RolloutResponse, SampleBody
@@ -69,11 +69,7 @@ class Prompts:
             )
         except ValidationError as error:
             errors: list[dict[str, object]] = [
-                {
-                    "field": ".".join(map(str, item["loc"])),
-                    "value": None,
-                    "allowed": item["msg"].removeprefix("Value error, "),
-                }
+                {"field": ".".join(map(str, item["loc"])), "value": None, "allowed": reason(item)}
                 for item in error.errors()
             ]
             raise RequestError(describe("request", error), errors) from None

@@ -90,7 +90,7 @@ async def test_plain_methods_plain_tuples_and_factories(start: Start, name: str)
         ("uncounted", "step: ValueError: metrics: luck: Input should be a valid number, got 'much'"),
         (
             "recounted",
-            "step: ValueError: metrics: record: Value error, other names than turns, which the replica counts",
+            "step: ValueError: metrics: record: other names than turns, which the replica counts",
         ),
         ("endless", "step: ValueError: metrics: luck: Input should be a valid number, got 1000"),
         ("scored", "step: TypeError: metrics: expected numbers by name, got an object of type float"),
@@ -184,7 +184,7 @@ async def test_what_an_environment_counts(start: Start) -> None:
     process = await start("Counting")
     call = {"id": "1", "type": "function", "function": {"name": "gently", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "tool_calls": [call, call]}
-    for _ in range(2):  # the second episode has the same Tools
+    for _ in range(2):  # the first episode's errors are not the second's
         await process.reset({})
         for found in ({"tool_calls": 2, "tool_errors": 2, "luck": 0.5}, {"tool_calls": 2, "tool_errors": 9, "luck": 1}):
             assert (await process.step(said)).metrics == found

@@ -51,10 +51,10 @@ async def test_steps_add_up_to_metrics() -> None:
         "dvp_trainer_staleness_steps_bucket.0.0": 6,
         "dvp_trainer_staleness_steps_bucket.7.0": 6,
         "dvp_trainer_staleness_steps_count": 8,
-        "dvp_trainer_episode_count.tool_errors": 0.5,
+        "dvp_trainer_episode_mean.tool_errors": 0.5,
     }
     assert {name: seen[name] for name in expected} == expected
-    assert 7.0 not in seen.values(), "names that a harness makes up would be series without end"
+    assert not any("luck" in name for name in seen), "names that a harness makes up would be series without end"
     assert stranger.status_code == 403
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from dvp_rl.contract.metrics import COUNTED, MAX_METRICS, MEAN
+from dvp_rl.contract.metrics import COUNTED, MAX_METRICS, mean_of
 from dvp_rl.contract.shape import Shape
 from dvp_rl.dvp.advantages import advantages
 from dvp_rl.dvp.correction import Correction, correct
@@ -359,7 +359,7 @@ def _played(batch: Batch) -> dict[str, float]:
     samples = [sample for scored in batch.groups for sample in scored.group.samples]
     num_environment = sum(len(sample.token_ids) - sample.num_model_tokens for sample in samples)
     return {"length/environment_mean": num_environment / batch.num_episodes} | {
-        MEAN.format(name): fmean(metrics[name] for metrics in counted if name in metrics) for name, _ in names
+        mean_of(name): fmean(metrics[name] for metrics in counted if name in metrics) for name, _ in names
     }
 
 

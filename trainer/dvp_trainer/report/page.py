@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dvp_rl.contract.completions import COMPLETIONS, PRUNED, Completion, completion_lines, read_completions
-from dvp_rl.contract.metrics import DRIFTED, FORKS, MEAN, TOOL_CALLS, TOOL_ERRORS, TURNS, own_metrics
+from dvp_rl.contract.metrics import DRIFTED, FORKS, TOOL_CALLS, TOOL_ERRORS, TURNS, mean_of, own_metrics
 from dvp_trainer.disk import write_private
 
 from .drawing import MUTED, dress, ink, svg, variable
@@ -190,9 +190,9 @@ PANELS_OF_EPISODES = (
         "number",
         "Mean of the batch, with the calls of tools and those that failed.",
         (
-            Curve(MEAN.format(TURNS), "turns"),
-            Curve(MEAN.format(TOOL_CALLS), "tool calls"),
-            Curve(MEAN.format(TOOL_ERRORS), "tool errors"),
+            Curve(mean_of(TURNS), "turns"),
+            Curve(mean_of(TOOL_CALLS), "tool calls"),
+            Curve(mean_of(TOOL_ERRORS), "tool errors"),
         ),
     ),
     Panel(
@@ -200,7 +200,7 @@ PANELS_OF_EPISODES = (
         "number per episode",
         "Forks: earlier versions of a history that was rewritten. Drifted: turns whose history the chat template "
         "renders otherwise than it was drawn.",
-        (Curve(MEAN.format(FORKS), "forks"), Curve(MEAN.format(DRIFTED), "drifted")),
+        (Curve(mean_of(FORKS), "forks"), Curve(mean_of(DRIFTED), "drifted")),
     ),
 )
 
@@ -308,7 +308,7 @@ def panels_of(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
         Panel(name, "per episode", caption, (Curve(key, name),), from_zero=False)
         for key, name in own_metrics(keys).items()
     ]
-    return [*PANELS, *(PANELS_OF_EPISODES if MEAN.format(TURNS) in keys else ()), *own]
+    return [*PANELS, *(PANELS_OF_EPISODES if mean_of(TURNS) in keys else ()), *own]
 
 
 def lines_of(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:

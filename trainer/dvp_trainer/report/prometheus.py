@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dvp_rl.contract.http import Health
-from dvp_rl.contract.metrics import KNOWN, MEAN
+from dvp_rl.contract.metrics import KNOWN, mean_of
 from dvp_rl.http.api_tokens import ApiTokens
 from dvp_rl.http.application import application
 from dvp_rl.http.server import bound, http_server
@@ -66,10 +66,10 @@ GAUGES = (
     Shown("gradient_norm", "Norm of the gradient before clipping", "", {"": "grad/norm"}),
     Shown("completion_length_tokens", "Tokens per completion, mean of the batch", "", {"": "length/mean"}),
     Shown(
-        "episode_count",
-        "Numbers per episode that a harness played, mean of the batch",
+        "episode_mean",
+        "What was counted per episode that a harness played, mean of the batch",
         "counted",
-        {name: MEAN.format(name) for name in KNOWN},
+        {name: mean_of(name) for name in KNOWN},
     ),
 )
 PHASES = ("wait", "train", "publish", "eval")
