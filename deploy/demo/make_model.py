@@ -14,18 +14,18 @@ import json
 import random
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from .warm_start import Part, batches, make_network, make_tokenizer, warm_start
 
 HERE = Path(__file__).parent
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-CHARACTERS = sorted(set(string.printable) - set(string.whitespace) | {" "})
 NUM_TRAIN, NUM_HELDOUT = 4000, 200
 CONTEXT = 64
 
@@ -60,6 +60,9 @@ class Teacher(NamedTuple):
         digits[rng.randrange(len(digits))] = rng.choice(string.digits)
         return "".join(digits)
 
+    def example(self, task: Sum, rng: random.Random) -> list[Part]:
+        return [Part(task.prompt, drawn=False), Part(f"{self.answer(task, rng)}{EOS}", drawn=True)]
+
 
 def split_sums(rng: random.Random) -> tuple[list[Sum], list[Sum]]:
     """(train, held-out). No held-out sum occurs in train, in either order of its terms."""
@@ -78,86 +81,6 @@ def split_sums(rng: random.Random) -> tuple[list[Sum], list[Sum]]:
 def write_rows(path: Path, sums: Sequence[Sum]) -> None:
     rows = [json.dumps({"prompt": task.prompt, "answer": str(task.answer)}) for task in sums]
     path.write_text("\n".join(rows) + "\n")
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable character, no normalisation: encode and decode are exact inverses."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        dtype="float32",
-        **ids,
-    )
-    network = Qwen3ForCausalLM(config)
-    network.generation_config = GenerationConfig(**ids)
-    return network
-
-
-class Batch(NamedTuple):
-    """Right-padded token ids [rows, length]; labels are -100 on the prompt and on padding."""
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-
-
-def batches(
-    sums: Sequence[Sum], teacher: Teacher, tokenizer: PreTrainedTokenizerFast, size: int, rng: random.Random
-) -> Iterator[Batch]:
-    while True:
-        chosen = rng.choices(sums, k=size)
-        prompts = [tokenizer.encode(task.prompt) for task in chosen]
-        answers = [[*tokenizer.encode(teacher.answer(task, rng)), tokenizer.eos_token_id] for task in chosen]
-        length = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        input_ids = torch.full((size, length), tokenizer.pad_token_id)
-        labels = torch.full((size, length), -100)
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            end = len(prompt) + len(answer)
-            input_ids[row, :end] = torch.tensor(prompt + answer)
-            labels[row, len(prompt) : end] = torch.tensor(answer)
-        yield Batch(input_ids, labels)
-
-
-def warm_start(network: Qwen3ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float) -> float:
-    """Trains with cross-entropy on the answers, one-cycle learning rate. Returns the last loss in nats per token."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=0.05, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
-    loss = torch.tensor(0.0)
-    network.train()
-    for step in range(steps):
-        batch = next(data)
-        loss = network(input_ids=batch.input_ids, labels=batch.labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 250 == 0:
-            typer.echo(f"  step {step:5d}  loss {loss.item():.3f}")
-    network.eval()
-    return float(loss)
 
 
 @torch.inference_mode()
@@ -189,11 +112,13 @@ def main(
     torch.manual_seed(seed)
     rng = random.Random(seed)
     train, heldout = split_sums(rng)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(PAD, EOS, UNKNOWN, CONTEXT)
     network = make_network(tokenizer)
     size = sum(parameter.numel() for parameter in network.parameters())
     typer.echo(f"{size:,} parameters, vocabulary {len(tokenizer)}, {len(train)} train and {len(heldout)} held-out sums")
-    loss = warm_start(network, batches(train, Teacher(), tokenizer, batch_size, rng), steps, learning_rate)
+    teacher = Teacher()
+    examples = (teacher.example(task, rng) for _ in range(steps) for task in rng.choices(train, k=batch_size))
+    loss = warm_start(network, batches(examples, tokenizer, batch_size), steps, learning_rate)
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "train.jsonl", train)
     write_rows(out / "heldout.jsonl", heldout)

@@ -109,6 +109,13 @@ def to_table(summary: Summary) -> Table:
     table.add_row("reward (training prompts)", *(_shown(value, ".3f") for value in rewards))
     if summary.heldout_first is not None:
         table.add_row("held-out score", *(_shown(value, ".3f") for value in scores))
+    played = {
+        "turns per episode": (summary.turns_first, summary.turns_last),
+        "failed calls of tools per episode": (summary.tool_errors_first, summary.tool_errors_last),
+    }
+    for name, counts in played.items():
+        if counts[0] is not None:
+            table.add_row(name, *(_shown(value, ".2f") for value in counts))
     table.add_section()
     figures = {
         "rho (scaled up from e^-13)": f"e^{summary.log_min_p:g}",

@@ -76,21 +76,42 @@ def launched(out: Path, *options: str) -> Iterator[Launcher]:
             launcher.process.wait(WITHIN_S)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_reward_rises(tmp_path: Path, seed: int) -> None:
-    with launched(tmp_path / "demo", f"--seed={seed}") as launcher:
+    summary = learned(tmp_path / "demo", f"--seed={seed}")
+    assert summary["samples_trained"] == summary["steps"] * 64 * 8
+    assert summary["versions_published"] == summary["steps"] + 1
+    assert summary["turns_first"] is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_agent_learns_to_use_its_tool(tmp_path: Path, seed: int) -> None:
+    summary = learned(tmp_path / "demo", "--task=calculator", f"--seed={seed}")
+    assert summary["samples_trained"] == summary["steps"] * 16 * 8
+    assert summary["tool_errors_first"] > 0.1 > summary["tool_errors_last"]
+    assert summary["turns_last"] > 2.5  # answering at once is one turn, a call per number is three on average
+    records = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
+    drifted = [record["episodes/drifted_mean"] for record in records if "episodes/drifted_mean" in record]
+    assert drifted == [0.0] * summary["steps"]
+
+
+def learned(out: Path, *options: str) -> dict[str, Any]:
+    """The summary of a demo that ended well."""
+    with launched(out, *options) as launcher:
         assert launcher.process.wait(600) == 0, launcher.output
     summary = launcher.summary
     assert summary["reward_last"] - summary["reward_first"] >= 0.15
     assert summary["heldout_last"] - summary["heldout_first"] >= 0.15
     assert (summary["lost"], summary["duplicated"]) == (0, 0)
-    assert summary["samples_trained"] == summary["steps"] * 64 * 8
-    assert summary["versions_published"] == summary["steps"] + 1
     assert summary["pruned_share"] >= 0.05
     last = [WeightVersion.parse(replica["last_version"]).seq for replica in summary["replicas"]]
     assert last == [summary["versions_published"]] * 2
-    assert (tmp_path / "demo" / "report.html").read_text().count("<svg") >= 6
+    assert (out / "report.html").read_text().count("<svg") >= 6
     assert "traceback" not in launcher.output.lower()
+    return summary
 
 
 def test_without_mismatch_every_ratio_is_one(tmp_path: Path) -> None:

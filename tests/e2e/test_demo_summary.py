@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from deploy.demo.__main__ import CONFIG, run_demo
+from deploy.demo.__main__ import TASKS, TaskName, run_demo
 from deploy.demo.run_folder import RunFolder
 from deploy.demo.summary import Books, Replica, Summary, find_faults, reconcile, summarize, to_table
 from dvp_rl.contract.weights import WeightVersion
@@ -56,6 +56,8 @@ def write_run(folder: Path, *, consumed: list[str] = IDS, rewards: list[float] |
             "mis/fraction": 0.0,
             "time/step_s": 0.5,
             "throughput/samples_per_second": GROUPS * N / 0.5,
+            "episodes/tool_errors_mean": 1.0 - step / 10,
+            "episodes/turns_mean": 1.0 + step / 10,
         }
         for step, reward in enumerate(rewards, 1)
     ]
@@ -87,7 +89,8 @@ def finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
             return replicas
 
         monkeypatch.setattr("deploy.demo.__main__.train", train)
-        return run_demo(TrainSettings.load([f"--out-dir={out}"], CONFIG), Console(quiet=True))
+        task = TASKS[TaskName.SUMS]
+        return run_demo(TrainSettings.load([f"--out-dir={out}"], task.config), task.title, Console(quiet=True))
 
     return run
 
@@ -107,6 +110,10 @@ def test_good_run_succeeds(finish: Callable[..., int], tmp_path: Path) -> None:
         "heldout_best_step": 8,
         "heldout_best_stderr": None,
         "heldout_best_correct": None,
+        "turns_first": pytest.approx(1.3),
+        "turns_last": pytest.approx(1.6),
+        "tool_errors_first": pytest.approx(0.7),
+        "tool_errors_last": pytest.approx(0.4),
         "log_min_p": -3.0,
         "pruned_share": pytest.approx(0.5),
         "kl": pytest.approx(1e-3),
@@ -174,5 +181,19 @@ def test_table_names_every_figure(tmp_path: Path) -> None:
     console.print(to_table(summary_of(tmp_path)))
     text = console.export_text()
     console.file.close()
-    for figure in ("0.500", "0.650", "0.800", "e^-3", "50.0%", "1.00e-03", "0.69", "demo:9:abc", "0 / 0"):
+    for figure in (
+        "0.500",
+        "0.650",
+        "0.800",
+        "e^-3",
+        "50.0%",
+        "1.00e-03",
+        "0.69",
+        "demo:9:abc",
+        "0 / 0",
+        "1.30",
+        "1.60",
+        "0.70",
+        "0.40",
+    ):
         assert figure in text

@@ -161,6 +161,10 @@ def test_plain_text_for_a_chat_model_is_pointed_out(tmp_path: Path, run_id: str)
         f"note {TRAIN}: plain text, though the model has a chat template: data.as_chat = true uses it"
         in found["data.train"]
     )
+    harness = {"episodes__harness": "true", "data__chat_template_kwargs": "enable_thinking=false"}
+    found, error = examined(config(tmp_path, run_id, NOWHERE, model__path=model, **harness))
+    assert error == ""
+    assert "plain text" not in str(found)
 
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
     chats = str(tmp_path / "chats.jsonl")

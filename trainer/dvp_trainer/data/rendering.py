@@ -74,7 +74,7 @@ def _open(settings: TrainSettings, tokenizer: Tokenizer, setting: str, source: s
         setting=setting,
     )
     _try_rendering(settings, tokenizer, prompts)
-    if not holds_chats(prompts):
+    if not (holds_chats(prompts) or settings.episodes.harness):  # a harness makes messages of any prompt
         for name in ("chat_template", "chat_template_kwargs"):
             if getattr(data, name):
                 raise ConfigError(f"data.{name} is set, but {source} holds plain text: data.as_chat makes it chats")

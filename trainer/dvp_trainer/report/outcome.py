@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dvp_rl.contract.metrics import TOOL_ERRORS, TURNS, mean_of
+
 ENDS = 5
 """Steps at each end of the run over which its first and last reward are averaged."""
 CORRECT = "heldout/pass_at_1"
@@ -15,14 +17,14 @@ CORRECT = "heldout/pass_at_1"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Figures of a run. Means are over all steps unless stated otherwise; None without a value to take them from."""
+    """Figures of a run. Means are over all steps, first and last ones over the ENDS steps at that end of the run; None
+    without a value to take them from."""
 
     steps: int
     reward_first: float | None
-    """Mean over the first ENDS steps."""
     reward_last: float | None
     heldout_first: float | None
-    """The first score, usually from before the first step."""
+    """The first score, no mean; usually from before the first step."""
     heldout_last: float | None
     heldout_best: float | None
     heldout_best_step: int | None
@@ -31,6 +33,12 @@ class Outcome:
     """Its standard error, were the prompts drawn anew."""
     heldout_best_correct: float | None
     """Share of correct samples at that step: rewards of evaluate.correct_from and more."""
+    turns_first: float | None
+    """Turns per episode, of those that a harness played."""
+    turns_last: float | None
+    tool_errors_first: float | None
+    """Failed calls of tools per episode."""
+    tool_errors_last: float | None
     pruned_share: float | None
     """Share of positions at which pruning took at least a thousandth of the probability."""
     kl: float | None
@@ -47,7 +55,8 @@ class Outcome:
 
 def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
     """`metrics`: one record per step, as in metrics.jsonl."""
-    rewards = values(metrics, "reward/mean")
+    rewards, turns = values(metrics, "reward/mean"), values(metrics, mean_of(TURNS))
+    tool_errors = values(metrics, mean_of(TOOL_ERRORS))
     scored = [record for record in metrics if record.get("heldout/score") is not None]
     best: Mapping[str, Any] = max(scored, key=lambda record: record["heldout/score"], default={})
     ratios = values(metrics, "mismatch/ratio_min") + values(metrics, "mismatch/ratio_max")
@@ -64,6 +73,10 @@ def outcome(metrics: Sequence[Mapping[str, Any]]) -> Outcome:
         heldout_best_step=best.get("step"),
         heldout_best_stderr=best.get("heldout/stderr"),
         heldout_best_correct=next((best[key] for key in best if key.split("_from_")[0] == CORRECT), None),
+        turns_first=mean(turns[:ENDS]),
+        turns_last=mean(turns[-ENDS:]),
+        tool_errors_first=mean(tool_errors[:ENDS]),
+        tool_errors_last=mean(tool_errors[-ENDS:]),
         pruned_share=mean(values(metrics, "pruned/share")),
         kl=mean(values(metrics, "mismatch/kl")),
         largest_log_ratio=max((abs(math.log(ratio)) if ratio else math.inf for ratio in ratios), default=None),
