@@ -10,7 +10,6 @@ The same seed and number of threads make the same files.
 
 from __future__ import annotations
 
-import json
 import random
 import string
 import time
@@ -22,7 +21,7 @@ import torch
 import typer
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from .warm_start import Part, batches, make_network, make_tokenizer, warm_start
+from .warm_start import Part, batches, make_network, make_tokenizer, save, warm_start
 
 HERE = Path(__file__).parent
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -78,11 +77,6 @@ def split_sums(rng: random.Random) -> tuple[list[Sum], list[Sum]]:
     return both_orders(pairs[NUM_HELDOUT:])[:NUM_TRAIN], heldout
 
 
-def write_rows(path: Path, sums: Sequence[Sum]) -> None:
-    rows = [json.dumps({"prompt": task.prompt, "answer": str(task.answer)}) for task in sums]
-    path.write_text("\n".join(rows) + "\n")
-
-
 @torch.inference_mode()
 def score(
     network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: Sequence[Sum], *, temperature: float
@@ -119,11 +113,7 @@ def main(
     teacher = Teacher()
     examples = (teacher.example(task, rng) for _ in range(steps) for task in rng.choices(train, k=batch_size))
     loss = warm_start(network, batches(examples, tokenizer, batch_size), steps, learning_rate)
-    out.mkdir(parents=True, exist_ok=True)
-    write_rows(out / "train.jsonl", train)
-    write_rows(out / "heldout.jsonl", heldout)
-    network.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    save(out, network, tokenizer, train, heldout)
     sampled, greedy = (score(network, tokenizer, heldout, temperature=t) for t in (1.0, 0.0))
     typer.echo(
         f"loss {loss:.3f}, held-out answers right: {sampled:.1%} sampled, {greedy:.1%} greedy; "

@@ -1,11 +1,13 @@
-"""Small models for the demo: one token per character, warm-started by supervised training on a teacher's answers."""
+"""Small models for the demo: one token per character, warm-started by supervised training on what a teacher says."""
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 import typer
@@ -13,6 +15,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CHARACTERS = sorted(set(string.printable) - set(string.whitespace) | {" "})
+
+
+class Task(Protocol):
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def answer(self) -> int: ...
 
 
 class Part(NamedTuple):
@@ -39,10 +48,8 @@ def make_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    if special:
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    if pieces:
-        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=pad,
@@ -75,25 +82,19 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def batches(examples: Iterator[Sequence[Part]], tokenizer: PreTrainedTokenizerFast, size: int) -> Iterator[Batch]:
     """Batches of `size` examples each, for as long as there are any."""
-    while rows := [
-        [(tokenizer.encode(part.text), part.drawn) for part in example] for example in islice(examples, size)
-    ]:
-        length = max(sum(len(ids) for ids, _ in row) for row in rows)
-        input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-        labels = torch.full((len(rows), length), -100)
+    while chosen := list(islice(examples, size)):
+        rows = [[(token, part.drawn) for part in parts for token in tokenizer.encode(part.text)] for parts in chosen]
+        shape = len(rows), max(map(len, rows))
+        input_ids, labels = torch.full(shape, tokenizer.pad_token_id), torch.full(shape, -100)
         for at, row in enumerate(rows):
-            start = 0
-            for ids, drawn in row:
-                end = start + len(ids)
-                input_ids[at, start:end] = torch.tensor(ids)
-                if drawn:
-                    labels[at, start:end] = torch.tensor(ids)
-                start = end
+            ids, drawn = (torch.tensor(column) for column in zip(*row, strict=True))
+            input_ids[at, : len(row)] = ids
+            labels[at, : len(row)] = torch.where(drawn, ids, -100)
         yield Batch(input_ids, labels)
 
 
 def warm_start(network: Qwen3ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float) -> float:
-    """Trains with cross-entropy, one-cycle learning rate. Returns the last loss in nats per token."""
+    """Trains on `steps` batches: cross-entropy, one-cycle learning rate. Returns the last loss in nats per token."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=0.05, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
     loss = torch.tensor(0.0)
@@ -109,3 +110,19 @@ def warm_start(network: Qwen3ForCausalLM, data: Iterator[Batch], steps: int, lea
             typer.echo(f"  step {step:5d}  loss {loss.item():.3f}")
     network.eval()
     return loss.item()
+
+
+def save(
+    out: Path,
+    network: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train: Sequence[Task],
+    heldout: Sequence[Task],
+) -> None:
+    """Writes model/, train.jsonl and heldout.jsonl."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, tasks in (("train", train), ("heldout", heldout)):
+        rows = [json.dumps({"prompt": task.prompt, "answer": str(task.answer)}) for task in tasks]
+        (out / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    network.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")

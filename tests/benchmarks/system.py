@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from deploy.demo.__main__ import CONFIG
+from deploy.demo.__main__ import TASKS, TaskName
 from deploy.demo.run_folder import claim
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.report.sinks import read_metrics
@@ -55,7 +55,7 @@ def run_system(
     *,
     seed: int = 0,
     replicas: int = 2,
-    config: Path = CONFIG,
+    config: Path = TASKS[TaskName.SUMS].config,
     options: Mapping[str, object],
 ) -> Outcome:
     own = {"seed": seed, "steps": steps, "out_dir": out.absolute(), **REPLICAS, "up.replicas": replicas, **options}

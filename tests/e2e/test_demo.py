@@ -114,8 +114,13 @@ def learned(out: Path, *options: str) -> dict[str, Any]:
     return summary
 
 
-def test_without_mismatch_every_ratio_is_one(tmp_path: Path) -> None:
-    with launched(tmp_path / "demo", "--zero-mismatch", "--steps=12") as launcher:
+@pytest.mark.parametrize(
+    "options",
+    [("--steps=12",), pytest.param(("--task=calculator", "--steps=6"), marks=pytest.mark.long)],
+    ids=["sums", "calculator"],
+)
+def test_without_mismatch_every_ratio_is_one(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with launched(tmp_path / "demo", "--zero-mismatch", *options) as launcher:
         assert launcher.process.wait(600) == 0, launcher.output
     records = map(json.loads, (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines())
     trained = [record for record in records if "reward/mean" in record]

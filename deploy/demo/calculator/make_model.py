@@ -10,7 +10,6 @@ The same seed and number of threads make the same files.
 
 from __future__ import annotations
 
-import json
 import random
 import string
 import time
@@ -20,7 +19,7 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from deploy.demo.warm_start import Part, batches, make_network, make_tokenizer, warm_start
+from deploy.demo.warm_start import Part, batches, make_network, make_tokenizer, save, warm_start
 
 HERE = Path(__file__).parent
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
@@ -109,10 +108,6 @@ def make_tasks(count: int, rng: random.Random) -> list[Task]:
     return list(tasks)
 
 
-def write_rows(path: Path, rows: list[Task]) -> None:
-    path.write_text("".join(json.dumps({"prompt": task.prompt, "answer": str(task.answer)}) + "\n" for task in rows))
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Folder that gets model/, train.jsonl and heldout.jsonl.")] = HERE,
     seed: int = 0,
@@ -134,11 +129,7 @@ def main(
     teacher = Teacher()
     examples = (teacher.episode(task, rng) for _ in range(steps) for task in rng.choices(train, k=batch_size))
     loss = warm_start(network, batches(examples, tokenizer, batch_size), steps, learning_rate)
-    out.mkdir(parents=True, exist_ok=True)
-    write_rows(out / "train.jsonl", train)
-    write_rows(out / "heldout.jsonl", heldout)
-    network.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    save(out, network, tokenizer, train, heldout)
     typer.echo(f"loss {loss:.3f}, {time.monotonic() - started:.0f} s; written to {out}")
 
 
