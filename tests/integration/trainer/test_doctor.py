@@ -19,6 +19,7 @@ from dvp_rl.contract.http import ReplicaState
 from dvp_rl.settings import masked
 from dvp_rl.transport import connection
 from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from dvp_rl.weights.folder import folder_digest
@@ -51,6 +52,11 @@ def examined(flags: list[str]) -> tuple[dict[str, list[str]], str]:
     return found, ""
 
 
+async def begin(url: str, run_id: str) -> None:
+    """Registers the run, as its first trainer or replica does."""
+    await (await Broker.connect(url, run_id)).close()
+
+
 async def keys(url: str) -> dict[bytes, bytes]:
     """All that the broker holds, as dumps by key."""
     async with await Broker.connect(url, "reader", create=False) as broker:
@@ -58,14 +64,15 @@ async def keys(url: str) -> dict[bytes, bytes]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_ready_is_left_as_it_is(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    flags = config(tmp_path, run_id, broker_url, data__heldout=str(HELDOUT))
-    with replica(tmp_path, run_id, broker_url):
-        pass
-    before = asyncio.run(keys(broker_url))
+def test_a_run_that_is_ready_is_left_as_it_is(tmp_path: Path, own_broker: EmbeddedBroker, run_id: str) -> None:
+    url = own_broker.url  # on a shared broker, what another test left there may expire meanwhile
+    flags = config(tmp_path, run_id, url, data__heldout=str(HELDOUT))
+    asyncio.run(begin(url, run_id))
+    before = asyncio.run(keys(url))
+    assert before
     done = run_trainer(["doctor", *flags])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert asyncio.run(keys(broker_url)) == before
+    assert asyncio.run(keys(url)) == before
     assert not (tmp_path / "run").exists()
     lines = done.stdout.splitlines()
     assert lines[0] == f"ok   run          {run_id}: 6 steps of 4 prompts with 4 samples each"
