@@ -11,7 +11,6 @@ The same seed and number of threads make the same files.
 from __future__ import annotations
 
 import random
-import string
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 import typer
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from .warm_start import Part, batches, make_network, make_tokenizer, save, warm_start
+from .warm_start import Part, batches, make_network, make_tokenizer, save, slip, warm_start
 
 HERE = Path(__file__).parent
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -55,9 +54,7 @@ class Teacher(NamedTuple):
             return str(task.answer)
         if draw < self.right + self.near_miss:
             return str(task.answer + rng.choice((-10, -1, 1, 10)))
-        digits = list(str(task.answer))
-        digits[rng.randrange(len(digits))] = rng.choice(string.digits)
-        return "".join(digits)
+        return slip(str(task.answer), rng)
 
     def example(self, task: Sum, rng: random.Random) -> list[Part]:
         return [Part(task.prompt, drawn=False), Part(f"{self.answer(task, rng)}{EOS}", drawn=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import string
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -37,6 +38,13 @@ class Batch(NamedTuple):
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+
+
+def slip(digits: str, rng: random.Random) -> str:
+    """The digits with a random one in a random place."""
+    wrong = list(digits)
+    wrong[rng.randrange(len(wrong))] = rng.choice(string.digits)
+    return "".join(wrong)
 
 
 def make_tokenizer(

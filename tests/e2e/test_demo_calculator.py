@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.demo.calculator.environment import COST_OF_ERROR, Calculator
-from deploy.demo.calculator.make_model import END, NUM_HELDOUT, NUM_TRAIN, TOOL, Task, Teacher
+from deploy.demo.calculator.make_model import END, NUM_HELDOUT, NUM_TRAIN, TOOL, Task, Teacher, make_tasks
 from dvp_rl.engines.tokenizer import Tokenizer, load_tokenizer
 from dvp_rl.engines.tool_calls import ToolFormat, tool_format
 
@@ -63,8 +63,7 @@ def test_the_teacher_writes_what_the_chat_template_renders(
     teacher: Teacher, tokenizer: Tokenizer, calls: ToolFormat
 ) -> None:
     rng = random.Random(0)
-    for line in (FOLDER / "train.jsonl").read_text().splitlines()[:200]:
-        task = Task(tuple(map(int, json.loads(line)["prompt"].removesuffix("=").replace("-", "+-").split("+"))))
+    for task in make_tasks(200, rng):
         said, episode = answers(teacher, task, rng, calls)
         conversation, reward = asyncio.run(play(task, said))
         for message in conversation:

@@ -3,7 +3,7 @@
 The model has a chat template of its own and calls tools as `<call>{"name": ..., "arguments": {...}}</call>`. The pieces
 of that JSON that are always the same are one token each. The model is warm-started on episodes of a careless teacher,
 who often guesses the result, miscopies a number or calls a tool that does not exist. So it knows how to work with the
-calculator, but answers wrongly more often than not.
+calculator, but often answers wrongly.
 
 The same seed and number of threads make the same files.
 """
@@ -11,7 +11,6 @@ The same seed and number of threads make the same files.
 from __future__ import annotations
 
 import random
-import string
 import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -19,7 +18,7 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from deploy.demo.warm_start import Part, batches, make_network, make_tokenizer, save, warm_start
+from deploy.demo.warm_start import Part, batches, make_network, make_tokenizer, save, slip, warm_start
 
 HERE = Path(__file__).parent
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
@@ -79,7 +78,7 @@ class Teacher(NamedTuple):
             parts += _call(name, total, abs(rest[0]), f"error: there is no tool {name!r}, only add, sub")
         while rest and rng.random() >= self.guess:
             number = rest.pop(0)
-            read = _slip(total, rng) if rng.random() < self.slip else total
+            read = _miscopied(total, rng) if rng.random() < self.slip else total
             total = read + number
             parts += _call("add" if number > 0 else "sub", read, abs(number), str(total))
         if rest:
@@ -92,11 +91,9 @@ def _call(name: str, a: int, b: int, reply: str) -> list[Part]:
     return [Part(call, drawn=True), Part(f"{TOOL}{reply}{END}{MODEL}", drawn=False)]
 
 
-def _slip(number: int, rng: random.Random) -> int:
-    """The number with one random digit."""
-    digits = list(str(abs(number)))
-    digits[rng.randrange(len(digits))] = rng.choice(string.digits)
-    return int("".join(digits)) * (-1 if number < 0 else 1)
+def _miscopied(number: int, rng: random.Random) -> int:
+    wrong = int(slip(str(abs(number)), rng))
+    return -wrong if number < 0 else wrong
 
 
 def make_tasks(count: int, rng: random.Random) -> list[Task]:
