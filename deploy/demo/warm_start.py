@@ -133,4 +133,5 @@ def save(
         rows = [json.dumps({"prompt": task.prompt, "answer": str(task.answer)}) for task in tasks]
         (out / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     network.save_pretrained(out / "model")
+    (out / "model" / "model.safetensors").chmod(0o644)  # containers read it as another user
     tokenizer.save_pretrained(out / "model")

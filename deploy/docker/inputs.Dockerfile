@@ -3,5 +3,6 @@
 #     docker build -f deploy/docker/inputs.Dockerfile -t dvp-rl/inputs --build-arg FOLDER=deploy/demo .
 FROM debian:bookworm-slim
 ARG FOLDER=deploy/demo
-COPY ${FOLDER} /inputs/${FOLDER}
+# Readable for everybody, unlike weights as Transformers writes them.
+COPY --chmod=755 ${FOLDER} /inputs/${FOLDER}
 USER 10001:10001

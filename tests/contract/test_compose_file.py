@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,11 +19,12 @@ import pytest
 import yaml
 
 from dvp_rl.contract.engine import EngineName
+from dvp_rl.harness.settings import HarnessSettings
 from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.monitor.settings import MonitorSettings
 from dvp_rl.rollout.settings import RolloutSettings
 from dvp_trainer.config import TrainSettings
-from tests.kit.images import DOCKER, packages, pinned
+from tests.kit.images import DOCKER, documented_variables, packages, pinned
 from tests.kit.wait import WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,7 +75,7 @@ def test_file_follows_the_compose_specification() -> None:
         jsonschema.Draft7Validator(schema).validate({"services": {"redis": {"restrat": "always"}}})
 
 
-@pytest.mark.parametrize("profile", ["", "observability", "gpu", "*"])
+@pytest.mark.parametrize("profile", ["", "harness", "observability", "gpu", "*"])
 def test_compose_itself_reads_it(profile: str) -> None:
     """Needs the docker command, but no engine."""
     command = ["docker", "compose", "--env-file=.env.example", f"--profile={profile}", "config", "--services"]
@@ -200,6 +202,22 @@ def test_trainers_understand_their_environment(name: str, monkeypatch: pytest.Mo
     assert settings.out_dir == Path("/runs/demo")
     assert settings.weights_folder == Path("/weights")
     assert settings.model.device == ("cuda" if name == "trainer-gpu" else "cpu")
+
+
+def test_the_harness_understands_its_environment(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are those that deploy/docker/README.md shows."""
+    lines = documented_variables()
+    service = resolve(DEFAULTS | lines)["services"]["harness"]
+    set_environment("harness", monkeypatch, {"harness": service})
+    settings = HarnessSettings.load(shlex.split(service["command"]))
+    assert (settings.workers, settings.max_turns) == (32, 8)
+    module, _, name = settings.environment.partition(":")
+    assert f"class {name}" in (REPOSITORY / module.replace(".", "/")).with_suffix(".py").read_text()
+    (mount,) = mounts_of_tokens("harness")
+    assert f"./{lines['DVP_FOLDER']}" in [volume["source"] for volume in service["volumes"]]
+    assert settings.token_file is not None
+    assert (drawn / mount["source"] / settings.token_file.relative_to(mount["target"])).is_file()
+    assert service["networks"] == ["api"], "it needs neither the broker nor weights"
 
 
 SERVED = {

@@ -23,6 +23,7 @@ import yaml
 
 from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.keys import Keys
+from dvp_rl.harness.settings import HarnessSettings
 from dvp_rl.http.api_tokens import ApiTokens, Scope
 from dvp_rl.http.settings import WeightReader
 from dvp_rl.monitor.settings import MonitorSettings
@@ -109,6 +110,7 @@ def test_schemas_refuse_what_is_mistyped(everything: Rendered, name: str, old: s
         ({"rollout": {"resources": {"limits": {"ephemeral-storage": None}}}}, "'ephemeral-storage'"),
         *(({"rollout": {"settings": {name: None}}}, f"'{name}'") for name in ("max_batch", "client_share", "drain_s")),
         ({"rollout": {"strategy": {"type": "Recreate"}}}, "'type' not allowed"),
+        ({"harness": {"environment": "tasks/math.py"}}, "at '/harness/environment'"),
         ({"scaling": {"minReplicas": 0}}, "at '/scaling/minReplicas'"),
         ({"scaling": {"enabled": True, "minReplicas": 9}}, "scaling.minReplicas is larger than scaling.maxReplicas"),
     ],
@@ -118,20 +120,21 @@ def test_values_that_cannot_be_are_refused_by_name(values: Manifest, message: st
         render(values)
 
 
-@pytest.mark.parametrize("pod", ["rollout", "trainer"])
+@pytest.mark.parametrize("pod", ["rollout", "trainer", "harness"])
 def test_what_the_chart_sets_cannot_be_set_again(pod: str) -> None:
     """Duplicate variables are refused: which one counts would depend on who applies them."""
-    prefix = {"rollout": "DVP_ROLLOUT__", "trainer": "DVP_TRAIN__"}[pod]
+    prefix = {"rollout": "DVP_ROLLOUT__", "trainer": "DVP_TRAIN__", "harness": "DVP_HARNESS__"}[pod]
     settings = yaml.safe_load((CHART / "values.yaml").read_text())[pod]["settings"]
     free = {prefix + name.upper() for name in settings}
-    taken = {name for name in Rendered().environment(pod, pod) if name.startswith(prefix)} - free
-    assert len(taken) > 6
+    played: Manifest = {"harness": {"environment": "a:B"}}
+    taken = {name for name in Rendered("cpu", played).environment(pod, pod) if name.startswith(prefix)} - free
+    assert len(taken) > 3
     for name in taken:
         value: Manifest | str = "own"
         for part in reversed(name.removeprefix(prefix).lower().split("__")):
             value = {part: value}
         with pytest.raises(HelmError, match=f"{name} is set by the chart or set twice: .* {pod}.settings or {pod}.env"):
-            render({pod: {"settings": value}})
+            render({pod: {**played.get(pod, {}), "settings": value}})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,8 @@ def mebibytes(quantity: str) -> int:
 
 @EVERY_VARIANT
 def test_all_that_stays_up_is_probed(rendered: Rendered) -> None:
-    stays = [one for one in all_containers(rendered) if one["name"] != "inputs"]
+    """A harness serves nothing."""
+    stays = [one for one in all_containers(rendered) if one["name"] not in ("inputs", "harness")]
     assert {one["name"] for one in stays} == {"redis", "rollout", "trainer", "weights", "monitor"}
     for container in stays:
         assert {"startupProbe", "livenessProbe"} <= container.keys()
@@ -308,7 +312,7 @@ def test_what_was_trained_stays_when_the_release_is_gone(rendered: Rendered) -> 
 
 @EVERY_VARIANT
 def test_inputs_are_copied_from_an_image_or_read_from_a_claim(rendered: Rendered) -> None:
-    for pod in ("rollout", "trainer"):
+    for pod in {"rollout", "trainer", "harness"} & rendered.pods().keys():
         spec = rendered.pods()[pod]
         copying = [one["name"] for one in spec.get("initContainers", []) if one["name"] == "inputs"]
         (volume,) = [one for one in spec["volumes"] if one["name"] == "inputs"]
@@ -320,6 +324,23 @@ def test_inputs_are_copied_from_an_image_or_read_from_a_claim(rendered: Rendered
         else:
             assert copying == ["inputs"]
             assert volume["emptyDir"].keys() == {"sizeLimit"}
+
+
+def test_a_harness_plays_with_the_replicas_in_an_environment_of_the_inputs(
+    everything: Rendered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = HarnessSettings.load(given(everything, "harness", "harness", monkeypatch))
+    assert (settings.environment, settings.workers, settings.max_turns) == ("tasks.math:Proofs", 64, 20)
+    (port,) = everything.one("Service", "rollout")["spec"]["ports"]
+    assert settings.urls == (f"http://rollout:{port['port']}",)
+    assert everything.container("harness", "harness")["workingDir"] == "/inputs"
+    everything.mount("harness", "harness", tmp_path)
+    assert settings.token_file is not None
+    assert (tmp_path / settings.token_file.relative_to("/")).read_text() == everything.token(Scope.HARNESS)
+    assert everything.one("NetworkPolicy", "harness")["spec"]["egress"] == [
+        {"to": [{"podSelector": {"matchLabels": {"app": "rollout"}}}], "ports": [{"port": port["port"]}]}
+    ]
+    assert "harness" not in Rendered("cpu").pods(), "without an environment there is none"
 
 
 @EVERY_VARIANT
@@ -440,7 +461,7 @@ def test_another_trainer_is_another_job() -> None:
 
 def test_a_restart_replaces_every_pod() -> None:
     """Needed after new passwords, which pods read when they start."""
-    before, after = Rendered(), Rendered("cpu", {"restart": "1"})
+    before, after = Rendered("all", {"restart": ""}), Rendered("all", {"restart": "1"})
     for app, workload in after.workloads().items():
         old, new = (one["spec"]["template"]["metadata"] for one in (before.workloads()[app], workload))
         assert new == old | {"annotations": old.get("annotations", {}) | {"dvp-rl/restart": "1"}}
@@ -569,7 +590,7 @@ def test_weights_over_a_process_group_need_ports_and_an_interface(everything: Re
 def test_prometheus_finds_every_pod_and_is_let_in(everything: Rendered) -> None:
     spec = everything.one("PodMonitor", "dvp-rl")["spec"]
     (selected,) = spec["selector"]["matchExpressions"]
-    assert everything.workloads().keys() - selected["values"] == {"redis"}
+    assert everything.workloads().keys() - selected["values"] == {"redis", "harness"}
     assert spec["jobLabel"] == selected["key"] == "app"
     endpoints = {endpoint["port"]: endpoint["authorization"]["credentials"] for endpoint in spec["podMetricsEndpoints"]}
     for app in selected["values"]:
@@ -603,6 +624,7 @@ def test_ways_out_are_those_that_were_asked_for(everything: Rendered) -> None:
     assert spec["podSelector"] == {"matchLabels": {"app": "trainer"}}
     assert spec["egress"] == VARIANTS["all"]["trainer"]["egress"]
     assert everything.pods()["trainer"]["nodeSelector"] == {"pool": "gpu"}
+    assert everything.one("NetworkPolicy", "from-harness")["spec"]["egress"] == VARIANTS["all"]["harness"]["egress"]
     names = {policy["metadata"]["name"] for policy in everything.all("NetworkPolicy")}
     assert "from-rollout" not in names
 

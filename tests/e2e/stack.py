@@ -44,20 +44,23 @@ def _require(*command: str) -> None:
 
 
 def clone(folder: Path) -> Path:
-    """Copies what git would clone if the whole working tree were committed: no environment, no build."""
+    """Copies what git would clone if the whole working tree were committed: no environment, no build. Git knows of
+    permissions only whether a file is executable."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60).stdout
     for name in filter(None, names.split("\0")):
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)
+            (folder / name).chmod(0o755 if os.access(folder / name, os.X_OK) else 0o644)
     return folder
 
 
 class Stack:
-    def __init__(self, folder: Path, name: str = "") -> None:
-        """`name` distinguishes several stacks."""
+    def __init__(self, folder: Path, name: str = "", config: str = "deploy/demo/config.toml") -> None:
+        """`name` distinguishes several stacks. `config`: the trainer's configuration, in `folder`."""
         self.folder, self.project = folder, f"dvp-e2e-{os.getpid()}{name}"
+        self.config = folder / config
         self.port, self.monitor_port = free_port(), free_port()
         self.killed: list[str] = []
         """Services whose main process was killed and came back."""
@@ -110,11 +113,10 @@ class Stack:
         return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
 
     def set_steps(self, steps: int) -> None:
-        """Sets the steps that the demo trains, from its next start."""
-        config = self.folder / "deploy" / "demo" / "config.toml"
-        text, found = re.subn("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.MULTILINE)
+        """Sets the steps that the run has, from the trainer's next start."""
+        text, found = re.subn("^steps = .*", f"steps = {steps}", self.config.read_text(), flags=re.MULTILINE)
         assert found == 1
-        config.write_text(text)
+        self.config.write_text(text)
 
     def step(self) -> int:
         """Last step that the trainer has logged; 0 before the first one ends."""

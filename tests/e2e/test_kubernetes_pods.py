@@ -45,7 +45,7 @@ def logs(container: str) -> str:
 
 
 def build() -> None:
-    for target in ("monitor", "rollout", "trainer"):
+    for target in ("monitor", "rollout", "trainer", "harness"):
         pip_flags = f"PIP_FLAGS={os.environ.get('PIP_FLAGS', '')}"
         options = (f"--target={target}", f"--build-arg={pip_flags}", f"--tag=dvp-rl/{target}")
         docker("build", "--quiet", "--file=deploy/docker/Dockerfile", *options, ".", timeout=BUILD_S)
@@ -133,10 +133,20 @@ class Cluster:
         docker("network", "rm", self.name)
 
 
+AGENT: Manifest = {
+    "run": {
+        "id": "calculator",
+        "model": "deploy/demo/calculator/model",
+        "config": "deploy/demo/calculator/config.toml",
+    },
+    "harness": {"environment": "deploy.demo.calculator.environment:Calculator", "settings": {"workers": 32}},
+}
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     require_engine()
-    cluster = Cluster(Rendered("cpu"), tmp_path / "secrets")
+    cluster = Cluster(Rendered("cpu", getattr(request, "param", None)), tmp_path / "secrets")
     try:
         build()
         yield cluster
@@ -173,6 +183,19 @@ def test_pods_train_and_replicas_start_when_the_trainer_is_gone(cluster: Cluster
     with Client(f"http://127.0.0.1:{replica_port}", token=token) as client:
         wait_until(lambda: seq(client) > STEPS, replica)
         assert client.weights().version == trained
+
+
+@pytest.mark.parametrize("cluster", [AGENT], indirect=True)
+def test_pods_play_episodes(cluster: Cluster) -> None:
+    for pod in ("redis", "rollout", "harness"):
+        started = cluster.start(pod)
+    trainer = cluster.start("trainer", DVP_TRAIN__STEPS="2", DVP_TRAIN__EVALUATE__INTERVAL="0")
+    cluster.start("weights")
+    wait_until(lambda: docker("inspect", "--format={{.State.Status}}", trainer) == "exited", trainer)
+    assert docker("inspect", "--format={{.State.ExitCode}}", trainer) == "0", logs(trainer)
+    docker("stop", started)
+    assert "finished; mean reward" in logs(started)
+    assert "cannot be played" not in logs(started)
 
 
 def seq(client: Client) -> int:

@@ -1,4 +1,4 @@
-"""What the images install, read from their Dockerfiles."""
+"""What the images install, read from their Dockerfiles, and what their README says."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def packages(dockerfile: Path) -> dict[str, set[str]]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         found[image] = _names(done.stdout)
     return found
+
+
+def documented_variables() -> dict[str, str]:
+    """The lines for .env with which a run has a harness, from deploy/docker/README.md."""
+    return dict(re.findall(r"^    ([A-Z_]+)=(.+)$", (DOCKER / "README.md").read_text(), re.MULTILINE))
 
 
 def pinned() -> set[str]:

@@ -45,6 +45,12 @@ VARIANTS: dict[str, Manifest] = {
             "nodeSelector": {"pool": "gpu"},
             "volume": {"storageClass": "fast"},
         },
+        "harness": {
+            "environment": "tasks.math:Proofs",
+            "replicas": 3,
+            "settings": {"workers": 64, "max_turns": 20},
+            "egress": [{"to": [{"ipBlock": {"cidr": "192.0.2.7/32"}}], "ports": [{"port": 443}]}],
+        },
         "prometheus": {"enabled": True, "namespace": "observed", "labels": {"release": "prometheus"}},
         "restart": "2",
     },

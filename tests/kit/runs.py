@@ -14,7 +14,7 @@ from tests.kit.processes import ROOT
 MODEL = ROOT / "deploy/demo/model"
 TRAIN = ROOT / "deploy/demo/train.jsonl"
 HELDOUT = ROOT / "deploy/demo/heldout.jsonl"
-STALL_S = 600
+STALL_S = 900
 """Trainer's stall timeout in seconds; longer than any process of a test needs to start."""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines.model_folder import load_model as engine_model
+from dvp_rl.engines.tokenizer import load_config
 from dvp_trainer.config import ModelSection
 from dvp_trainer.learn.model import load_model as trainer_model
 from tests.kit.families import small_model, write_small_model
 
+NOBODY = 65534
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "trainer": lambda folder: trainer_model(ModelSection(path=folder)),
     "engine": lambda folder: engine_model(folder, dtype=torch.float32, device=torch.device("cpu")),
@@ -101,3 +105,17 @@ def test_what_a_family_leaves_out_may_be_there(tmp_path: Path, model_type: str, 
         change_config(tmp_path, num_nextn_predict_layers=1)
     model = trainer_model(ModelSection(path=tmp_path))
     assert name not in model.state_dict()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: only root can become somebody else")
+def test_weights_as_transformers_writes_them_are_their_owners_alone() -> None:
+    """What safetensors says of them is "No such file"."""
+    with TemporaryDirectory() as name:
+        folder = write_small_model(Path(name), "llama")
+        folder.chmod(0o755)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(ConfigError, match=rf"user {NOBODY} may not read model.safetensors.*chmod -R a\+rX"):
+                load_config(folder)
+        finally:
+            os.seteuid(0)

@@ -188,7 +188,8 @@ class EpisodesSection(Section):
     harness: bool = False
     """Each prompt is a task of `sampling.n` episodes, which a harness plays and rewards. Replicas only draw turns."""
     idle_s: Seconds = 600.0
-    """Longest time between two turns of an episode, in seconds; then it is given to another harness."""
+    """Longest time between two turns of an episode, in seconds; then it is given to another harness. Must be less than
+    broker.stall_timeout_s."""
 
 
 class SamplingSection(Section):
@@ -475,6 +476,12 @@ class TrainSettings(Settings):
             raise ValueError(
                 "data.chat_template: the replicas render the turns of episodes, with the template in their model's "
                 "folder. Put yours there, or set episodes.harness to false"
+            )
+        if self.episodes.harness and self.episodes.idle_s >= self.broker.stall_timeout_s:
+            raise ValueError(
+                f"episodes.idle_s is {self.episodes.idle_s:g}, but must be less than broker.stall_timeout_s = "
+                f"{self.broker.stall_timeout_s:g}: a harness that dies holds its episodes that long, and the run "
+                "would stop"
             )
         if self.reward.name == RewardName.GIVEN and not self.episodes.harness:
             raise ValueError("reward.name is 'given', but nobody gives rewards: episodes.harness is false")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,6 +165,14 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigError(
             f"model folder {folder}: no config.json in it (found {names}); expected a Hugging Face folder"
         )
+    for file in filter(Path.is_file, folder.iterdir()):
+        try:
+            file.open("rb").close()
+        except PermissionError:
+            raise ConfigError(
+                f"model folder {folder}: user {os.geteuid()} may not read {file.name}. Transformers writes weights "
+                "for their owner alone; `chmod -R a+rX` lets everybody read them"
+            ) from None
 
 
 def load_config(folder: Path) -> Any:

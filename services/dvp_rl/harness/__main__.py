@@ -29,6 +29,7 @@ async def _run(settings: HarnessSettings) -> None:
 
     logs.configure(settings.log_format, settings.log_level)
     harness = Harness(settings, settings.read_token())
+    logger.info("%s, %d episodes at a time, of %s", settings.environment, settings.workers, ", ".join(settings.urls))
     playing, stopping = asyncio.create_task(harness.run()), asyncio.create_task(stop_signals().wait())
     try:
         await asyncio.wait((playing, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -1,10 +1,7 @@
-"""The gateway of the deployment: a real HAProxy with its configuration, in front of a real replica or of none."""
+"""The gateway of the deployment, in front of a real replica or of none."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,50 +10,18 @@ import pytest
 from dvp_rl.client import Client, Retry
 from dvp_rl.contract.errors import UnavailableError
 from tests.kit import web
+from tests.kit.gateway import gateway, needs_haproxy
 from tests.kit.ports import free_port
-from tests.kit.processes import ROOT, process
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S, until
 from tests.kit.web import problem
 
-HAPROXY = shutil.which("haproxy")
-CONFIG = ROOT / "deploy" / "docker" / "haproxy.cfg"
-
-pytestmark = pytest.mark.skipif(HAPROXY is None, reason="no HAProxy on this machine (apt-get install haproxy)")
-
-
-@contextmanager
-def gateway(folder: Path, replica: str) -> Iterator[str]:
-    """Runs the gateway, and yields its URL. `replica`: host:port that takes the place of those found by name."""
-    port = free_port()
-    config = CONFIG.read_text()
-    for deployed, here in (
-        ("bind :8000", f"bind 127.0.0.1:{port}"),
-        ("server-template replica 64 rollout:8000", f"server replica {replica}"),
-        (" resolvers network init-addr none resolve-prefer ipv4", ""),
-    ):
-        assert config.count(deployed) == 1
-        config = config.replace(deployed, here)
-    (folder / "haproxy.cfg").write_text(config)
-    assert HAPROXY is not None
-    url = f"http://127.0.0.1:{port}"
-    with process([HAPROXY, "-db", "-f", folder / "haproxy.cfg"], folder / "haproxy.log") as child:
-
-        def listens() -> bool:
-            assert child.poll() is None, (folder / "haproxy.log").read_text()
-            try:
-                web.get(f"{url}/gateway")
-            except httpx.TransportError:
-                return False
-            return True
-
-        until(listens, "the gateway listens")
-        yield url
+pytestmark = needs_haproxy
 
 
 def test_without_a_replica_it_says_so(tmp_path: Path) -> None:
-    with gateway(tmp_path, f"127.0.0.1:{free_port()}") as url:
+    with gateway(tmp_path, free_port()) as url:
         until(lambda: web.get(f"{url}/v1/weights").status_code == 503, "the gateway misses its replica")
         for path in ("/v1/rollouts", "/v1/chat/completions", "/nothing", "/gateway"):
             refused = web.get(url + path)
@@ -71,7 +36,7 @@ def test_with_a_replica_unknown_paths_are_answered_with_its_hints(small_model: P
     args = ("--model", str(small_model), "--engine", "fake", "--fake.service-time-s", "0", "--fake.num-tokens", "2")
     with (
         ReplicaProcess(tmp_path / "replica", *args, token=TOKEN, variables={"DVP_ROLLOUT__TOKEN": TOKEN}) as replica,
-        gateway(tmp_path, f"127.0.0.1:{replica.port}") as url,
+        gateway(tmp_path, replica.port) as url,
         httpx.Client(base_url=url, auth=("", TOKEN), trust_env=False, timeout=WITHIN_S) as client,
     ):
         until(lambda: client.get("/gateway").status_code == 200, "the gateway has found its replica")

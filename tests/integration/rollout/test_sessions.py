@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -26,9 +27,11 @@ from dvp_rl.transport.results import ClientJob, Held, client_jobs
 from tests.integration.engines.oracle import TOLERANCE, Oracle
 from tests.kit import web
 from tests.kit.chat_templates import CHATS, make_chat_tokenizer
+from tests.kit.gateway import gateway, needs_haproxy
 from tests.kit.models import make_model
 from tests.kit.processes import ROOT
 from tests.kit.replicas import ReplicaProcess, ReplicaThread
+from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S, until
 
 SEED = 3
@@ -46,13 +49,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 class Opened:
     """A session, a plain HTTP client, and OpenAI's client for it."""
 
-    def __init__(self, http: httpx.Client, **settings: Any) -> None:
+    def __init__(self, http: httpx.Client, token: str, **settings: Any) -> None:
         self.http = http
         answer = http.post("/v1/sessions", json=settings)
         assert answer.status_code == 201, answer.text
         self.id: str = answer.json()["session_id"]
         self.base_url = f"{http.base_url}/v1/sessions/{self.id}/v1"
-        self.openai = openai.OpenAI(base_url=self.base_url, api_key="none", timeout=WITHIN_S, max_retries=0)
+        self.openai = openai.OpenAI(base_url=self.base_url, api_key=token, timeout=WITHIN_S, max_retries=0)
         self.model: str = self.openai.models.list().data[0].id
 
     def chat(self, messages: list[Any], **options: Any) -> Any:
@@ -73,9 +76,11 @@ class Opened:
 
 
 @contextmanager
-def opened(replica: ReplicaProcess | ReplicaThread, **settings: Any) -> Iterator[Opened]:
-    with httpx.Client(base_url=replica.url, timeout=WITHIN_S, trust_env=False) as http:
-        session = Opened(http, **settings)
+def opened(replica: ReplicaProcess | ReplicaThread | str, *, token: str = "none", **settings: Any) -> Iterator[Opened]:
+    """A session of the replica, or of the gateway with this URL."""
+    url, headers = replica if isinstance(replica, str) else replica.url, {"Authorization": f"Bearer {token}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=WITHIN_S, trust_env=False) as http:
+        session = Opened(http, token, **settings)
         with session.openai:
             yield session
 
@@ -220,6 +225,62 @@ def test_any_replica_goes_on_after_one_died(
         body = session.finish()
     assert answer.model_extra["recording"] == {"turn": 1, "parent": 0, "fork": None}
     assert (body["turns"], body["branches"]) == (2, 1)
+
+
+@needs_haproxy
+async def test_behind_a_gateway_a_session_stays_with_a_replica_until_it_is_gone(
+    chat_model: Path, broker_url: str, tmp_path: Path
+) -> None:
+    args = ["--model", str(chat_model), "--redis-url", broker_url, "--run-id", "gateway", "--threads", "1"]
+    oracle, homes = Oracle(chat_model), Counter[int]()
+    session_options: dict[str, Any] = {"token": TOKEN, "sampling": {"max_tokens": 6, "seed": SEED}}
+    given = {"DVP_ROLLOUT__TOKEN": TOKEN}
+    with ExitStack() as stack:
+        started = (ReplicaProcess(tmp_path / name, *args, token=TOKEN, variables=given) for name in "abc")
+        replicas = [stack.enter_context(replica) for replica in started]
+        url = stack.enter_context(gateway(tmp_path, *(replica.port for replica in replicas)))
+
+        async def talk(session: Opened) -> Any:
+            """A turn, and one more that is streamed, both with tools."""
+            first = session.chat([USER], tools=[ADD]).choices[0].message
+            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=TOKEN, timeout=WITHIN_S) as client:
+                asked: Any = {"model": session.model, "messages": [USER, first, USER], "tools": [ADD]}
+                chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return [*asked["messages"], {"role": "assistant", "content": said}, USER]
+
+        def end(session: Opened) -> None:
+            body = session.finish(1.0)
+            assert (body["turns"], body["drifted"]) == (3, 0)
+            (sample,) = body["group"]["samples"]
+            check_logprobs(oracle, body["group"]["prompt_ids"], sample)
+
+        for _ in range(6):
+            before = [drawn_turns(replica) for replica in replicas]
+            with opened(url, **session_options) as session:
+                session.chat(await talk(session), tools=[ADD])
+                end(session)
+            gained = [drawn_turns(replica) - turns for replica, turns in zip(replicas, before, strict=True)]
+            assert sorted(gained) == [0, 0, 3]
+            homes[gained.index(3)] += 1
+        assert len(homes) == 3, "sessions go to the replica with the fewest requests in flight"
+
+        before = [drawn_turns(replica) for replica in replicas]
+        with opened(url, **session_options) as session:
+            messages = await talk(session)
+            (home,) = [replica for replica, turns in zip(replicas, before, strict=True) if drawn_turns(replica) > turns]
+            home.stop(SIGKILL)
+            session.openai.max_retries = 2
+            session.chat(messages, tools=[ADD])
+            end(session)
+
+
+def drawn_turns(replica: ReplicaProcess) -> int:
+    """Turns that the replica has drawn since its start."""
+    found = re.findall(
+        r"^dvp_rollout_session_turns_total\{.*\} (\S+)$", web.get(f"{replica.url}/metrics", auth=("", TOKEN)).text, re.M
+    )
+    return int(sum(map(float, found)))
 
 
 def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) -> None:

@@ -104,6 +104,10 @@ def test_episodes_that_were_cut_off_count_as_too_long(tmp_path: Path, broker_url
     ("changes", "refusal"),
     [
         ({"episodes__harness": "false"}, "reward.name is 'given', but nobody gives rewards: episodes.harness is false"),
+        (
+            {"broker__stall_timeout_s": "600"},
+            "episodes.idle_s is 600, but must be less than broker.stall_timeout_s = 600",
+        ),
         ({"data__chat_template": "mine.jinja"}, "data.chat_template: the replicas render the turns of episodes"),
     ],
 )

@@ -20,7 +20,7 @@ annotations:
   dvp-rl/restart: {{ .root.Values.restart | quote }}
 {{- end }}
 
-{{/* Placement of the pods of `rollout` or `trainer` on nodes. */}}
+{{/* Placement of the pods of `rollout`, `trainer` or `harness` on nodes. */}}
 {{- define "dvp.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{ toJson . }}
@@ -47,7 +47,7 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* The environment of `rollout` or `trainer`: the chart's variables, then the user's settings and variables. Duplicate names
+{{/* The environment of these pods: the chart's variables, then the user's settings and variables. Duplicate names
   fail: which of two values counts would depend on who applies them. */}}
 {{- define "dvp.env" -}}
 {{- $entries := list .fixed (include "dvp.settings" (dict "prefix" .prefix "settings" .settings)) }}

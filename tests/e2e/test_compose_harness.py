@@ -1,0 +1,89 @@
+"""`docker compose up` with the profile `harness`: containers play the demo's episodes in an environment of the user."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from deploy.demo.run_folder import RunFolder
+from deploy.demo.summary import reconcile
+from dvp_trainer.report.sinks import read_metrics
+from tests.kit.images import documented_variables
+
+from .stack import BUILD_S, Stack, clone, require_engine, running
+
+TRAINING_S = 900.0
+STEPS = 8
+PACKAGE = "roman==5.1"
+OWN = '''
+import roman
+
+from deploy.demo.calculator.environment import Calculator
+
+
+class Roman(Calculator):
+    """Needs a package that no other image has."""
+
+    def reset(self, row):
+        assert roman.fromRoman("XLII") == 42
+        return super().reset(row)
+'''
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_S + TRAINING_S)]
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    require_engine()
+    variables = documented_variables()
+    stack = Stack(clone(tmp_path / "clone"), "-harness", variables["DVP_CONFIG"])
+    (stack.config.parent / "own.py").write_text(OWN)
+    variables["DVP_ENVIRONMENT"] = "deploy.demo.calculator.own:Roman"
+    stack.environment |= variables | {"HARNESS_PACKAGES": PACKAGE}
+    stack.set_steps(STEPS)
+    with running(stack, "--scale=rollout=2", "--scale=harness=2"):
+        yield stack
+
+
+def test_an_agent_is_trained_while_harness_and_gateway_are_killed(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trainer,) = stack.containers("trainer")
+    for service in ("harness", "gateway"):
+        before = stack.step()
+        stack.wait_until(partial(is_after, stack, before), f"step {before + 1} is done", TRAINING_S)
+        stack.kill(stack.containers(service)[0])
+    stack.wait_until(lambda: stack.inspect(trainer)["State"]["Status"] == "exited", "the trainer is done", TRAINING_S)
+
+    stack.compose("cp", "trainer:/runs/calculator", str(tmp_path))
+    folder = RunFolder(tmp_path / "calculator")
+    progress, metrics = folder.progress(), [record for record in read_metrics(folder.metrics) if record["step"]]
+    books = reconcile(folder.submitted(progress), folder.consumed(progress), progress["outstanding"])
+    logs = stack.compose("logs", "--no-log-prefix", "harness")
+    accounting = {
+        "steps": progress["step"],
+        "lost": len(books.lost),
+        "trained twice": len(books.duplicated),
+        "reward of each step": [round(record["reward/mean"], 3) for record in metrics],
+        "turns per episode": [round(record["episodes/turns_mean"], 2) for record in metrics],
+        "killed and back": ", ".join(stack.killed),
+    }
+    with capsys.disabled():
+        sys.stdout.write(f"\n{json.dumps(accounting, indent=2)}\n")
+    assert stack.inspect(trainer)["State"]["ExitCode"] == 0
+    assert (accounting["steps"], accounting["lost"], accounting["trained twice"]) == (STEPS, 0, 0)
+    assert accounting["reward of each step"][-1] > accounting["reward of each step"][0] + 0.1
+    assert all(record["episodes/turns_mean"] > 1 for record in metrics)
+    assert "cannot be played" not in logs
+    for harness in stack.containers("harness"):
+        networks = stack.inspect(harness)["NetworkSettings"]["Networks"]
+        assert networks.keys() == {f"{stack.project}_api"}
+
+
+def is_after(stack: Stack, step: int) -> bool:
+    return stack.step() > step
