@@ -23,5 +23,5 @@ for container in $old; do
   # Waits up to stop_grace_period.
   docker stop "$container"
   docker rm "$container"
-  docker compose up --detach --wait --no-recreate --scale "$service=$count" "$service"
+  docker compose up --detach --wait --no-recreate --no-deps --scale "$service=$count" "$service"
 done

@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from deploy.demo.run_folder import RunFolder
+from deploy.demo.summary import reconcile
 from dvp_rl.client import Client
+from dvp_trainer.report.sinks import read_metrics
 from tests.kit.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,6 +57,13 @@ def clone(folder: Path) -> Path:
             shutil.copy2(REPOSITORY / name, folder / name)
             (folder / name).chmod(0o755 if os.access(folder / name, os.X_OK) else 0o644)
     return folder
+
+
+class EndedRun(NamedTuple):
+    metrics: list[dict[str, Any]]
+    """Of each step."""
+    accounting: dict[str, Any]
+    """What became of the jobs, to print and to check."""
 
 
 class Stack:
@@ -111,6 +121,26 @@ class Stack:
 
     def is_healthy(self, container: str) -> bool:
         return bool(self.inspect(container)["State"]["Health"]["Status"] == "healthy")
+
+    def ended_run(self, run_id: str, folder: Path, timeout_s: float) -> EndedRun:
+        """Waits until the trainer has done its last step, and copies its run into `folder`."""
+        (trainer,) = self.containers("trainer")
+        self.wait_until(lambda: self.inspect(trainer)["State"]["Status"] == "exited", "the trainer is done", timeout_s)
+        assert self.inspect(trainer)["State"]["ExitCode"] == 0
+        self.compose("cp", f"trainer:/runs/{run_id}", str(folder))
+        run = RunFolder(folder / run_id)
+        progress, metrics = run.progress(), [record for record in read_metrics(run.metrics) if record["step"]]
+        submitted, consumed = run.submitted(progress), run.consumed(progress)
+        books = reconcile(submitted, consumed, progress["outstanding"])
+        accounting = {
+            "steps": progress["step"],
+            "jobs submitted": len(set(submitted)),
+            "jobs consumed": len(consumed),
+            "jobs outstanding": len(progress["outstanding"]),
+            "lost": len(books.lost),
+            "trained twice": len(books.duplicated),
+        }
+        return EndedRun(metrics, accounting)
 
     def set_steps(self, steps: int) -> None:
         """Sets the steps that the run has, from the trainer's next start."""

@@ -16,13 +16,10 @@ from statistics import mean
 
 import pytest
 
-from deploy.demo.run_folder import RunFolder
-from deploy.demo.summary import reconcile
 from dvp_rl.contract.errors import ConfigError, DvpError
 from dvp_rl.http.api_tokens import Scope
 from dvp_rl.monitor.bodies import Completions
 from dvp_trainer.report.outcome import ENDS
-from dvp_trainer.report.sinks import read_metrics
 from tests.kit import web
 from tests.kit.tokens import write_token
 
@@ -102,22 +99,9 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
     after(2)
     stack.set_steps(max(stack.step() + LAST_STEPS, MIN_STEPS))
     stack.compose("restart", "trainer")
-    (trainer,) = stack.containers("trainer")
-    stack.wait_until(lambda: stack.inspect(trainer)["State"]["Status"] == "exited", "the trainer is done", TRAINING_S)
-
-    stack.compose("cp", "trainer:/runs/demo", str(tmp_path))
-    folder = RunFolder(tmp_path / "demo")
-    progress, metrics = folder.progress(), [record for record in read_metrics(folder.metrics) if record["step"]]
-    submitted, consumed = folder.submitted(progress), folder.consumed(progress)
-    books = reconcile(submitted, consumed, progress["outstanding"])
+    metrics, accounting = stack.ended_run("demo", tmp_path, TRAINING_S)
     rewards = [record["reward/mean"] for record in metrics]
-    accounting = {
-        "steps": progress["step"],
-        "jobs submitted": len(set(submitted)),
-        "jobs consumed": len(consumed),
-        "jobs outstanding": len(progress["outstanding"]),
-        "lost": len(books.lost),
-        "trained twice": len(books.duplicated),
+    accounting |= {
         "reward, first": round(mean(rewards[:ENDS]), 3),
         "reward, last": round(mean(rewards[-ENDS:]), 3),
         "replicas": "3, then 1, 4, 2, then both replaced one by one",
@@ -129,9 +113,8 @@ def test_training_survives_scaling_kills_and_a_rolling_restart(
 
     assert (accounting["lost"], accounting["trained twice"]) == (0, 0)
     assert mean(rewards[-ENDS:]) > mean(rewards[:ENDS]) + 0.1
-    assert stack.inspect(trainer)["State"]["ExitCode"] == 0
-    assert [record["step"] for record in metrics] == list(range(1, progress["step"] + 1))
-    assert progress["step"] >= MIN_STEPS
+    assert [record["step"] for record in metrics] == list(range(1, accounting["steps"] + 1))
+    assert accounting["steps"] >= MIN_STEPS
     assert stack.killed == list(SERVICES)
     assert len(stack.containers("rollout")) == 2
     assert not set(before) & set(stack.containers("rollout"))

@@ -187,15 +187,16 @@ def test_pods_train_and_replicas_start_when_the_trainer_is_gone(cluster: Cluster
 
 @pytest.mark.parametrize("cluster", [AGENT], indirect=True)
 def test_pods_play_episodes(cluster: Cluster) -> None:
-    for pod in ("redis", "rollout", "harness"):
-        started = cluster.start(pod)
+    cluster.start("redis")
+    cluster.start("rollout")
+    harness = cluster.start("harness")
     trainer = cluster.start("trainer", DVP_TRAIN__STEPS="2", DVP_TRAIN__EVALUATE__INTERVAL="0")
     cluster.start("weights")
     wait_until(lambda: docker("inspect", "--format={{.State.Status}}", trainer) == "exited", trainer)
     assert docker("inspect", "--format={{.State.ExitCode}}", trainer) == "0", logs(trainer)
-    docker("stop", started)
-    assert "finished; mean reward" in logs(started)
-    assert "cannot be played" not in logs(started)
+    docker("stop", harness)
+    assert "finished; mean reward" in logs(harness)
+    assert "cannot be played" not in logs(harness)
 
 
 def seq(client: Client) -> int:

@@ -25,13 +25,11 @@ needs_haproxy = pytest.mark.skipif(HAPROXY is None, reason="no HAProxy on this m
 def gateway(folder: Path, *ports: int) -> Iterator[str]:
     """Runs the gateway, and yields its URL. `ports` of the replicas, which take the place of those found by name."""
     port = free_port()
+    servers = "\n    ".join(f"server replica{number} 127.0.0.1:{number}" for number in ports)
     config = (DOCKER / "haproxy.cfg").read_text()
     for deployed, here in (
         ("bind :8000", f"bind 127.0.0.1:{port}"),
-        (
-            "server-template replica 64 rollout:8000",
-            "\n    ".join(f"server replica{at} 127.0.0.1:{at}" for at in ports),
-        ),
+        ("server-template replica 64 rollout:8000", servers),
         (" resolvers network init-addr none resolve-prefer ipv4", ""),
     ):
         assert config.count(deployed) == 1

@@ -108,14 +108,15 @@ def test_what_a_family_leaves_out_may_be_there(tmp_path: Path, model_type: str, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: only root can become somebody else")
-def test_weights_as_transformers_writes_them_are_their_owners_alone() -> None:
-    """What safetensors says of them is "No such file"."""
+@pytest.mark.parametrize(("mode", "unread"), [(0o755, "model.safetensors"), (0o700, "config.json")])
+def test_what_belongs_to_another_user_alone_is_named(mode: int, unread: str) -> None:
+    """save_pretrained writes weights for their owner. What safetensors says of them is "No such file"."""
     with TemporaryDirectory() as name:
         folder = write_small_model(Path(name), "llama")
-        folder.chmod(0o755)
+        folder.chmod(mode)
         os.seteuid(NOBODY)
         try:
-            with pytest.raises(ConfigError, match=rf"user {NOBODY} may not read model.safetensors.*chmod -R a\+rX"):
+            with pytest.raises(ConfigError, match=rf"user {NOBODY} may not read .*{unread}.*chmod -R a\+rX"):
                 load_config(folder)
         finally:
             os.seteuid(0)

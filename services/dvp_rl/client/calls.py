@@ -91,6 +91,8 @@ class Call(Generic[R]):
     there is a key."""
     key: str = ""
     """Idempotency-Key: the server carries the call out once, however often it is sent."""
+    num_retries: int = 0
+    """Times that it was sent before. A gateway then chooses another replica."""
 
 
 def rollout(fields: RolloutFields) -> Call[RolloutResponse]:

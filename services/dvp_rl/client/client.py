@@ -57,6 +57,8 @@ class _Base:
     def _request(self, http: httpx.Client | httpx.AsyncClient, call: Call[R]) -> httpx.Request:
         timeout = httpx.Timeout(self._timeout, read=self._long_timeout if call.long else self._timeout)
         headers = {"Idempotency-Key": call.key} if call.key else {}
+        if call.num_retries:
+            headers["X-Stainless-Retry-Count"] = str(call.num_retries)  # as OpenAI's clients do
         if call.body is None:
             return http.build_request(call.method, call.path, headers=headers, timeout=timeout)
         content = call.body.model_dump_json(exclude_unset=True)

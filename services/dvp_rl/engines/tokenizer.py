@@ -154,25 +154,25 @@ def template_variables(template: str) -> frozenset[str]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises ConfigError unless `folder` looks like a Hugging Face model folder on this machine."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model folder {folder}: no such folder; give a local Hugging Face model folder "
-            "(for a Hub model, first run: hf download NAME --local-dir FOLDER)"
-        )
-    if not (folder / "config.json").is_file():
-        names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ConfigError(
-            f"model folder {folder}: no config.json in it (found {names}); expected a Hugging Face folder"
-        )
-    for file in filter(Path.is_file, folder.iterdir()):
-        try:
-            file.open("rb").close()
-        except PermissionError:
+    """Raises ConfigError unless `folder` looks like a Hugging Face model folder on this machine, and can be read."""
+    try:
+        if not folder.is_dir():
             raise ConfigError(
-                f"model folder {folder}: user {os.geteuid()} may not read {file.name}. Transformers writes weights "
-                "for their owner alone; `chmod -R a+rX` lets everybody read them"
-            ) from None
+                f"model folder {folder}: no such folder; give a local Hugging Face model folder "
+                "(for a Hub model, first run: hf download NAME --local-dir FOLDER)"
+            )
+        if not (folder / "config.json").is_file():
+            names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+            raise ConfigError(
+                f"model folder {folder}: no config.json in it (found {names}); expected a Hugging Face folder"
+            )
+        for file in filter(Path.is_file, (*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+            file.open("rb").close()
+    except PermissionError as error:
+        raise ConfigError(
+            f"model folder {folder}: user {os.geteuid()} may not read {error.filename}. Transformers writes weights "
+            "for their owner alone; `chmod -R a+rX` lets everybody read them"
+        ) from None
 
 
 def load_config(folder: Path) -> Any:

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self, TypeVar
 
 from pydantic import BaseModel
@@ -47,7 +48,7 @@ class Replicas:
         num, num_tries, pause_s = len(self._clients), 0, FIRST_PAUSE_S
         while True:
             try:
-                answer = await self._clients[(first + num_tries) % num].send(call)
+                answer = await self._clients[(first + num_tries) % num].send(replace(call, num_retries=num_tries))
             except EngineError:
                 if num_tries + 1 >= ENGINE_TRIES:
                     raise

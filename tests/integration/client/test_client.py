@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,6 +27,7 @@ from dvp_rl.contract.job import JobState
 from dvp_rl.contract.openai import CONTEXT_FULL, ChatCompletion
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
+from tests.kit.scripted import scripted
 from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S
 
@@ -158,57 +156,6 @@ def test_nobody_there() -> None:
         client.rollout(prompt="1")
 
 
-class Script(BaseHTTPRequestHandler):
-    """Answers with the next of `answers`: (status, headers, body), or None to hang up."""
-
-    answers: list[tuple[int, dict[str, str], object] | None]
-    seen: list[dict[str, object]]
-    before: Callable[[], object]
-
-    def answer(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        self.seen.append(json.loads(self.rfile.read(length) or "{}"))
-        self.before()
-        answer = self.answers.pop(0) if self.answers else (500, {}, "the script has ended")
-        if answer is None:
-            self.close_connection = True
-            return
-        status, headers, body = answer
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_POST = answer  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    request_queue_size = 256
-
-
-@contextmanager
-def scripted(
-    *answers: tuple[int, dict[str, str], object] | None, before: Callable[[], object] = lambda: None
-) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """The address of a real server with that script, and the bodies that it saw. `before`: is called before each
-    answer."""
-    seen: list[dict[str, object]] = []
-    handler = type("Handler", (Script,), {"answers": list(answers), "seen": seen, "before": staticmethod(before)})
-    with Server(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", seen
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 ACCEPTED = (202, {}, {"job_id": "a"})
 
 
@@ -220,7 +167,7 @@ def test_a_submission_is_repeated_with_the_same_id_until_it_is_accepted() -> Non
     with scripted(None, (503, {}, {}), busy("0"), ACCEPTED) as (url, seen), Client(url, retry=QUICK) as client:
         assert client.submit(prompt="1") == "a"
     assert len(seen) == 4
-    assert len({body["job_id"] for body in seen}) == 1
+    assert len({request.body["job_id"] for request in seen}) == 1
 
 
 async def test_calls_do_not_wait_for_each_other() -> None:
@@ -264,7 +211,7 @@ def test_a_turn_is_repeated_by_its_key() -> None:
     completion = ChatCompletion.model_config["json_schema_extra"]["examples"][0]  # type: ignore[index,call-overload]
     with scripted(None, (503, {}, {}), (200, {}, completion)) as (url, seen), Client(url, retry=QUICK) as client:
         assert client.send(turn).choices[0].message.content == "85"
-    assert [body["messages"] for body in seen] == [[{"role": "user", "content": "1"}]] * 3
+    assert [request.body["messages"] for request in seen] == [[{"role": "user", "content": "1"}]] * 3
     assert turn.path == "/v1/sessions/a%2Fb/v1/chat/completions"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dvp_rl.cancellation import cancel
+from dvp_rl.client import calls
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.group import DeadLetter, FinishReason, Group, Sample
 from dvp_rl.contract.job import Sink
@@ -24,8 +25,9 @@ from tests.kit import web
 from tests.kit.forked import HARNESS, service
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
+from tests.kit.scripted import scripted
 from tests.kit.tokens import TOKEN
-from tests.kit.wait import until, until_async
+from tests.kit.wait import WITHIN_S, until, until_async
 
 MODULE = "tests.integration.harness.environments"
 
@@ -170,6 +172,16 @@ async def test_the_next_replica_takes_over(args: list[str], tmp_path: Path, rig:
             group = await receive(rig)
     assert isinstance(group, Group)
     assert len(group.episodes) == 8
+
+
+async def test_a_call_says_how_often_it_was_sent_before() -> None:
+    """A gateway in front of the replicas then chooses another one."""
+    gone, failed = (503, {}, {}), (500, {}, {})
+    with scripted(gone, failed, (204, {}, None)) as (url, seen):
+        async with replicas.Replicas([url], token="", patience_s=WITHIN_S) as served:
+            assert (await served.send(calls.take_episode(0.0), 0)).root is None
+    counts = [request.headers.get("X-Stainless-Retry-Count") for request in seen]
+    assert counts == [None, "1", "2"]
 
 
 async def test_replicas_may_start_after_the_harness(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -232,55 +231,87 @@ async def test_behind_a_gateway_a_session_stays_with_a_replica_until_it_is_gone(
     chat_model: Path, broker_url: str, tmp_path: Path
 ) -> None:
     args = ["--model", str(chat_model), "--redis-url", broker_url, "--run-id", "gateway", "--threads", "1"]
-    oracle, homes = Oracle(chat_model), Counter[int]()
-    session_options: dict[str, Any] = {"token": TOKEN, "sampling": {"max_tokens": 6, "seed": SEED}}
+    oracle, homes = Oracle(chat_model), set[int]()
+    options: dict[str, Any] = {"token": TOKEN, "sampling": {"max_tokens": 6, "seed": SEED}}
     given = {"DVP_ROLLOUT__TOKEN": TOKEN}
     with ExitStack() as stack:
         started = (ReplicaProcess(tmp_path / name, *args, token=TOKEN, variables=given) for name in "abc")
         replicas = [stack.enter_context(replica) for replica in started]
         url = stack.enter_context(gateway(tmp_path, *(replica.port for replica in replicas)))
-
-        async def talk(session: Opened) -> Any:
-            """A turn, and one more that is streamed, both with tools."""
-            first = session.chat([USER], tools=[ADD]).choices[0].message
-            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=TOKEN, timeout=WITHIN_S) as client:
-                asked: Any = {"model": session.model, "messages": [USER, first, USER], "tools": [ADD]}
-                chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
-            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            return [*asked["messages"], {"role": "assistant", "content": said}, USER]
-
-        def end(session: Opened) -> None:
-            body = session.finish(1.0)
-            assert (body["turns"], body["drifted"]) == (3, 0)
-            (sample,) = body["group"]["samples"]
-            check_logprobs(oracle, body["group"]["prompt_ids"], sample)
-
         for _ in range(6):
-            before = [drawn_turns(replica) for replica in replicas]
-            with opened(url, **session_options) as session:
-                session.chat(await talk(session), tools=[ADD])
-                end(session)
-            gained = [drawn_turns(replica) - turns for replica, turns in zip(replicas, before, strict=True)]
+            before = drawn_turns(replicas)
+            with opened(url, **options) as session:
+                session.chat(await two_turns(session), tools=[ADD])
+                end_after_three_turns(session, oracle)
+            gained = [now - turns for now, turns in zip(drawn_turns(replicas), before, strict=True)]
             assert sorted(gained) == [0, 0, 3]
-            homes[gained.index(3)] += 1
-        assert len(homes) == 3, "sessions go to the replica with the fewest requests in flight"
+            homes.add(gained.index(3))
+        assert len(homes) > 1, "sessions go to the replica with the fewest requests in flight"
 
-        before = [drawn_turns(replica) for replica in replicas]
-        with opened(url, **session_options) as session:
-            messages = await talk(session)
-            (home,) = [replica for replica, turns in zip(replicas, before, strict=True) if drawn_turns(replica) > turns]
-            home.stop(SIGKILL)
+        before = drawn_turns(replicas)
+        with opened(url, **options) as session:
+            messages = await two_turns(session)
+            gained = [now - turns for now, turns in zip(drawn_turns(replicas), before, strict=True)]
+            replicas[gained.index(2)].stop(SIGKILL)
             session.openai.max_retries = 2
             session.chat(messages, tools=[ADD])
-            end(session)
+            end_after_three_turns(session, oracle)
 
 
-def drawn_turns(replica: ReplicaProcess) -> int:
-    """Turns that the replica has drawn since its start."""
-    found = re.findall(
-        r"^dvp_rollout_session_turns_total\{.*\} (\S+)$", web.get(f"{replica.url}/metrics", auth=("", TOKEN)).text, re.M
-    )
-    return int(sum(map(float, found)))
+@needs_haproxy
+def test_behind_a_gateway_a_full_replica_is_asked_once(model: Path, broker_url: str, tmp_path: Path) -> None:
+    """A client that counts its retries gets to another one."""
+    args = ["--model", str(model), "--redis-url", broker_url, "--run-id", "full", "--engine", "fake"]
+    small = [*args, "--max-batch", "1", "--max-waiting", "0", "--fake.service-time-s", "600"]
+    given = {"DVP_ROLLOUT__TOKEN": TOKEN}
+    with ExitStack() as stack:
+        full = stack.enter_context(ReplicaProcess(tmp_path / "full", *small, token=TOKEN, variables=given))
+        other = stack.enter_context(ReplicaProcess(tmp_path / "other", *args, token=TOKEN, variables=given))
+        url = stack.enter_context(gateway(tmp_path, full.port, other.port))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(full.stop, SIGKILL)  # ends the turn that never ends
+
+        def is_full() -> bool:
+            return "dvp_rollout_in_flight_samples 1.0" in web.get(f"{full.url}/metrics", auth=("", TOKEN)).text
+
+        while not is_full():
+            web.get(f"{url}/v1/weights", auth=("", TOKEN))  # without it, all sessions might begin at the other replica
+            session = stack.enter_context(opened(url, token=TOKEN, sampling={"max_tokens": 4}))
+            first = pool.submit(session.chat, [USER])
+            until(lambda first=first: first.done() or is_full(), "a replica draws the turn")
+        with pytest.raises(openai.RateLimitError):
+            session.chat([USER])
+        session.openai.max_retries = 2
+        session.chat([USER])
+        session.openai.max_retries = 0
+        session.chat([USER])
+        assert drawn_turns([full])[0] == 0
+        assert session.status()["turns"] == 2
+
+
+async def two_turns(session: Opened) -> list[Any]:
+    """One with OpenAI's client, and one that its asynchronous client streams. Returns the messages of the third."""
+    first = session.chat([USER], tools=[ADD]).choices[0].message
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=TOKEN, timeout=WITHIN_S) as client:
+        asked: list[Any] = [USER, first, USER]
+        stream = await client.chat.completions.create(model=session.model, messages=asked, tools=[ADD], stream=True)
+        said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    return [*asked, {"role": "assistant", "content": said}, USER]
+
+
+def end_after_three_turns(session: Opened, oracle: Oracle) -> None:
+    """Whichever replicas drew the turns, they are one sample, with the log-probs of the model."""
+    body = session.finish(1.0)
+    assert (body["turns"], body["drifted"]) == (3, 0)
+    (sample,) = body["group"]["samples"]
+    check_logprobs(oracle, body["group"]["prompt_ids"], sample)
+
+
+def drawn_turns(replicas: list[ReplicaProcess]) -> list[int]:
+    """Turns that each has drawn since its start."""
+    texts = [web.get(f"{replica.url}/metrics", auth=("", TOKEN)).text for replica in replicas]
+    counts = [re.findall(r"^dvp_rollout_session_turns_total\{.*\} (\S+)$", text, re.M) for text in texts]
+    return [int(sum(map(float, found))) for found in counts]
 
 
 def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) -> None:
