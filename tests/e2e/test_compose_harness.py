@@ -43,13 +43,16 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     variables["DVP_ENVIRONMENT"] = "deploy.demo.calculator.own:Roman"
     stack.environment |= variables | {"HARNESS_PACKAGES": PACKAGE}
     stack.set_steps(STEPS)
-    with running(stack, "--scale=rollout=2", "--scale=harness=2"):
+    with running(stack, "--scale=rollout=2"):
         yield stack
 
 
 def test_an_agent_is_trained_while_harness_and_gateway_are_killed(
     stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stack.environment["HARNESS_REPLICAS"] = "2"
+    stack.compose("up", "-d", "--no-deps", "harness")
+    assert (len(stack.containers("harness")), len(stack.containers("rollout"))) == (2, 2)
     for service in ("harness", "gateway"):
         goal = min(stack.step() + 1, STEPS)
         stack.wait_until(partial(is_done, stack, goal), f"step {goal} is done", TRAINING_S)
