@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_an_agent_is_trained_while_harness_and_gateway_are_killed(
     assert (len(stack.containers("harness")), len(stack.containers("rollout"))) == (2, 2)
     for service in ("harness", "gateway"):
         goal = min(stack.step() + 1, STEPS)
-        stack.wait_until(partial(is_done, stack, goal), f"step {goal} is done", TRAINING_S)
+        stack.wait_until(lambda goal=goal: stack.step() >= goal, f"step {goal} is done", TRAINING_S)
         stack.kill(stack.containers(service)[0])
     metrics, accounting = stack.ended_run("calculator", tmp_path, TRAINING_S)
     logs = stack.compose("logs", "--no-log-prefix", "harness")
@@ -74,7 +73,3 @@ def test_an_agent_is_trained_while_harness_and_gateway_are_killed(
     for harness in stack.containers("harness"):
         networks = stack.inspect(harness)["NetworkSettings"]["Networks"]
         assert networks.keys() == {f"{stack.project}_api"}
-
-
-def is_done(stack: Stack, step: int) -> bool:
-    return stack.step() >= step

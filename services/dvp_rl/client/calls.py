@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
@@ -92,7 +92,11 @@ class Call(Generic[R]):
     key: str = ""
     """Idempotency-Key: the server carries the call out once, however often it is sent."""
     num_retries: int = 0
-    """Times that it was sent before. A gateway then chooses another replica."""
+    """Times that it was sent before. A gateway then chooses the replica anew."""
+
+    def again(self) -> Call[R]:
+        """The call, to be sent once more."""
+        return replace(self, num_retries=self.num_retries + 1)
 
 
 def rollout(fields: RolloutFields) -> Call[RolloutResponse]:

@@ -141,6 +141,7 @@ class Client(_Base):
             if pause is None:
                 return self._answer(call, outcome)
             time.sleep(pause)
+            call = call.again()
 
     def close(self) -> None:
         self._http.close()
@@ -215,6 +216,7 @@ class AsyncClient(_Base):
             if pause is None:
                 return self._answer(call, outcome)
             await asyncio.sleep(pause)
+            call = call.again()
 
     async def close(self) -> None:
         await finished(self._http.aclose())

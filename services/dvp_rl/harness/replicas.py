@@ -7,7 +7,6 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Self, TypeVar
 
 from pydantic import BaseModel
@@ -45,12 +44,12 @@ class Replicas:
         Raises UnavailableError or OverloadedError once no replica has answered any call for `patience_s`, EngineError
         for the third one, and at once what trying again would not change.
         """
-        num, num_tries, pause_s = len(self._clients), 0, FIRST_PAUSE_S
+        num, pause_s = len(self._clients), FIRST_PAUSE_S
         while True:
             try:
-                answer = await self._clients[(first + num_tries) % num].send(replace(call, num_retries=num_tries))
+                answer = await self._clients[(first + call.num_retries) % num].send(call)
             except EngineError:
-                if num_tries + 1 >= ENGINE_TRIES:
+                if call.num_retries + 1 >= ENGINE_TRIES:
                     raise
             except (OverloadedError, UnavailableError) as error:
                 self._look_at(error)
@@ -60,7 +59,7 @@ class Replicas:
                 self._look_at(None)
                 return answer
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            num_tries += 1
+            call = call.again()
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2 ** (1 / num))
 
     def _look_at(self, error: OverloadedError | UnavailableError | None) -> None:

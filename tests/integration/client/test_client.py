@@ -167,6 +167,7 @@ def test_a_submission_is_repeated_with_the_same_id_until_it_is_accepted() -> Non
     with scripted(None, (503, {}, {}), busy("0"), ACCEPTED) as (url, seen), Client(url, retry=QUICK) as client:
         assert client.submit(prompt="1") == "a"
     assert len(seen) == 4
+    assert [request.headers.get("X-Stainless-Retry-Count") for request in seen] == [None, "1", "2", "3"]
     assert len({request.body["job_id"] for request in seen}) == 1
 
 
@@ -181,7 +182,7 @@ async def test_the_async_client_retries_alike() -> None:
     with scripted(None, busy("0"), ACCEPTED) as (url, seen):
         async with AsyncClient(url, retry=QUICK) as client:
             assert await client.submit(prompt="1") == "a"
-    assert len(seen) == 3
+    assert [request.headers.get("X-Stainless-Retry-Count") for request in seen] == [None, "1", "2"]
 
 
 def test_patience_ends() -> None:

@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
@@ -243,16 +244,15 @@ async def test_behind_a_gateway_a_session_stays_with_a_replica_until_it_is_gone(
             with opened(url, **options) as session:
                 session.chat(await two_turns(session), tools=[ADD])
                 end_after_three_turns(session, oracle)
-            gained = [now - turns for now, turns in zip(drawn_turns(replicas), before, strict=True)]
+            gained = drawn_turns(replicas) - before
             assert sorted(gained) == [0, 0, 3]
-            homes.add(gained.index(3))
+            homes.add(gained.argmax())
         assert len(homes) > 1, "sessions go to the replica with the fewest requests in flight"
 
         before = drawn_turns(replicas)
         with opened(url, **options) as session:
             messages = await two_turns(session)
-            gained = [now - turns for now, turns in zip(drawn_turns(replicas), before, strict=True)]
-            replicas[gained.index(2)].stop(SIGKILL)
+            replicas[(drawn_turns(replicas) - before).argmax()].stop(SIGKILL)
             session.openai.max_retries = 2
             session.chat(messages, tools=[ADD])
             end_after_three_turns(session, oracle)
@@ -307,11 +307,11 @@ def end_after_three_turns(session: Opened, oracle: Oracle) -> None:
     check_logprobs(oracle, body["group"]["prompt_ids"], sample)
 
 
-def drawn_turns(replicas: list[ReplicaProcess]) -> list[int]:
+def drawn_turns(replicas: list[ReplicaProcess]) -> NDArray[np.int64]:
     """Turns that each has drawn since its start."""
     texts = [web.get(f"{replica.url}/metrics", auth=("", TOKEN)).text for replica in replicas]
     counts = [re.findall(r"^dvp_rollout_session_turns_total\{.*\} (\S+)$", text, re.M) for text in texts]
-    return [int(sum(map(float, found))) for found in counts]
+    return np.array([sum(map(float, found)) for found in counts], np.int64)
 
 
 def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) -> None:
