@@ -241,8 +241,10 @@ def test_a_broker_of_ones_own_is_used(tmp_path: Path, run_id: str, broker_url: s
 
 def test_replicas_get_their_gpus_and_options(tmp_path: Path, run_id: str) -> None:
     gpus = {"up__replicas": "3", "up__gpus": "4,5", "up__options": '{"max_batch": 9, "fp32_head": false}'}
-    with up(tmp_path, run_id, **FAKE, **gpus) as run:
-        run.says("replica-3 ")
+    with up(tmp_path, run_id, **FAKE, **gpus, steps="1000") as run:
+        # One that is just being started has no command line for a moment, and all are gone when the run is done.
+        for number in (1, 2, 3):
+            run.says(f"replica-{number} serves")
         found = run.replicas()
         seen = [found[f"replica-{number}"].environ()["CUDA_VISIBLE_DEVICES"] for number in (1, 2, 3)]
         assert seen == ["4", "5", "4"]
