@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar, overload
 
 import anyio
 
@@ -34,6 +34,27 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
             pending = {task for task in pending if not task.done()}
     if cancelled:
         raise asyncio.CancelledError
+
+
+@overload
+async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, Never]) -> T: ...
+
+
+@overload
+async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> T | None: ...
+
+
+async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> T | None:
+    """The result of `work`, or None if `end` comes first; raises what the winner raises. The loser is cancelled."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(end)
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        ending.result()
+        return None
+    finally:
+        await cancel((working, ending))
 
 
 async def finished(work: Coroutine[Any, Any, T], hasten: Callable[[], object] = lambda: None) -> T:

@@ -112,6 +112,7 @@ class Traffic:
                 self.system.faults.append("an episode of a run without episodes")
             await self.call("POST", "/v1/sessions", {"session_id": session_id, "sampling": {"max_tokens": 4}})
             for turn in range(TURNS):
+                await self.call("POST", f"{base}/heartbeat")
                 body = {"model": model, "prompt": text}
                 answer = await self.call("POST", f"{base}/v1/completions", body, {"Idempotency-Key": f"turn-{turn}"})
                 text += f"{answer['choices'][0]['text']}\n2+2="

@@ -19,7 +19,7 @@ class Role(StrEnum):
 REPLICA = ("create_groups", "beat", "start", "expire", "renew", "commit", "fail", "release", "abandon", "leave", "swap")
 CLIENTS = (
     *("submit_client", "delete", "read.replicas"),
-    *("session_open", "session_append", "session_finish", "session_delete", "episode_take"),
+    *("session_open", "session_beat", "session_append", "session_finish", "session_delete", "episode_take"),
 )
 """Fail points of a replica that clients' calls reach."""
 OPERATOR = ("close", "open", "health", "letters", "pending", "sessions", "replay", "discard", "purge")

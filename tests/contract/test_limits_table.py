@@ -99,7 +99,11 @@ def table() -> str:
         ("Task of an episode", f"{MAX_TASK_BYTES >> 20} MiB as JSON", "the trainer stops and names the row"),
         ("wait_s of POST /v1/episodes", f"{MAX_EPISODE_WAIT_S:g} s", "422"),
         ("Sessions", "count as results, in the same limits", busy(RETRY_AFTER_MEMORY_S)),
-        ("Time without a turn of a session", f"idle_s: {IDLE_S:,.0f} s, up to {MAX_DEADLINE_S // 86_400} days", "404"),
+        (
+            "Time without a turn or heartbeat of a session",
+            f"idle_s: {IDLE_S:,.0f} s, up to {MAX_DEADLINE_S // 86_400} days",
+            "404",
+        ),
         ("Share of one named caller in each limit answered with 429", "no more than it leaves free", "429"),
         ("Time to send an answer with samples", f"{SEND_TIMEOUT_S:.0f} s", "closed"),
         ("Training jobs in flight", f"{in_flight}: {num_in_flight}", "the trainer waits"),

@@ -187,8 +187,9 @@ class EpisodesSection(Section):
 
     harness: bool = False
     """Each prompt is a task of `sampling.n` episodes, which a harness plays and rewards. Replicas only draw turns."""
-    idle_s: Seconds = 600.0
-    """Longest time between two turns of an episode, in seconds; then it is given to another harness. Must be less than
+    idle_s: Seconds = 120.0
+    """Longest time without a turn or heartbeat of an episode, in seconds; then it is given to another harness. Replicas
+    send heartbeats while they draw, dvp-harness while its environment is busy. Must be less than
     broker.stall_timeout_s."""
 
 

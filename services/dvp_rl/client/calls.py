@@ -128,6 +128,14 @@ def chat(session_id: str, fields: Mapping[str, Any], key: str) -> Call[ChatCompl
     return Call("POST", path, ChatCompletion, _body(ChatRequest, fields), long=True, key=key)
 
 
+def session(session_id: str) -> Call[SessionBody]:
+    return Call("GET", f"/v1/sessions/{quote(session_id, safe='')}", SessionBody)
+
+
+def beat_session(session_id: str) -> Call[SessionBody]:
+    return Call("POST", f"/v1/sessions/{quote(session_id, safe='')}/heartbeat", SessionBody)
+
+
 def finish_session(session_id: str, request: FinishRequest) -> Call[SessionBody]:
     return Call("POST", f"/v1/sessions/{quote(session_id, safe='')}/finish", SessionBody, request)
 

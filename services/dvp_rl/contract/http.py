@@ -235,7 +235,7 @@ class SessionRequest(Body):
     metadata: Metadata = Field(default_factory=dict)
     """Anything in JSON, returned with the session: at most 16 KiB, 32 levels deep, integers of 64 bits."""
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
-    """Seconds without a new turn after which the session is forgotten."""
+    """Seconds without a turn or heartbeat after which the session is forgotten."""
 
 
 class FinishRequest(Body):
@@ -277,7 +277,7 @@ class EpisodeBody(Body):
         sink="train",
         task={"row": 7, "prompt": "What is 37+58?", "answer": "95", "columns": {}},
         sampling={"log_min_p": -13.0, "temperature": 1.0, "max_tokens": 64, "stop": [], "stop_token_ids": []},
-        idle_s=600.0,
+        idle_s=120.0,
     )
 
     session_id: str
@@ -297,7 +297,7 @@ class EpisodeBody(Body):
     sampling: dict[str, Any]
     """The policy of all turns, and the limits of those that name none."""
     idle_s: float
-    """Seconds without a new turn after which the episode is given to another caller."""
+    """Seconds without a turn or heartbeat after which the episode is given to another caller."""
 
 
 class SessionBody(Body):
@@ -405,7 +405,8 @@ class EpisodeHealth(StreamHealth):
     redelivered: int
     """How often episodes were given to another harness, because theirs died, was silent or failed."""
     silent_s: float | None
-    """Longest time for which a played one has had no turn, if all have the same idle_s; null when none is played."""
+    """Longest time for which a played one has had no turn or heartbeat, if all have the same idle_s; null when none is
+    played."""
 
 
 class ReplicaState(StrEnum):

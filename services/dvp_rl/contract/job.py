@@ -29,7 +29,7 @@ OVERHEAD_BYTES = 1024
 MAX_DEADLINE_S = 30 * 86_400
 """Longest deadline of a client's job, in seconds after its submission."""
 IDLE_S = 3600.0
-"""Default time between two turns after which a session is forgotten, in seconds."""
+"""Default time without a turn or heartbeat after which a session is forgotten, in seconds."""
 JOB_ID = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
@@ -94,7 +94,7 @@ class Job(Record):
     """Empty if there is a task: the harness writes the prompts."""
     task: Task | None = None
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
-    """Seconds without a new turn after which an episode is given to another harness."""
+    """Seconds without a turn or heartbeat after which an episode is given to another harness."""
     chat_template_kwargs: Metadata = Field(default_factory=dict)
     """Arguments of the chat template in the episodes' turns."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1

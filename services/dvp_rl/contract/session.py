@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 MAX_SESSION_BYTES = BYTES_PER_TOKEN * MAX_GROUP_TOKENS
 """Most bytes of all turns of a session together, as stored: as many as a group may have."""
 DIGEST_BYTES = 16
+MIN_BEAT_S = 0.1
+"""Least time between two heartbeats, in seconds, however short idle_s is."""
+
+
+def beat_every(idle_s: float) -> float:
+    """Time between two heartbeats of a session, in seconds: several within its `idle_s`, so that some may fail."""
+    return max(MIN_BEAT_S, idle_s / 4)
 
 
 class SessionState(StrEnum):
@@ -65,7 +72,7 @@ class Session(Record):
     """Number of sessions that share the size limit of one group."""
     metadata: Metadata = Field(default_factory=dict)
     idle_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] = IDLE_S
-    """Seconds without a turn after which the session is forgotten."""
+    """Seconds without a turn or heartbeat after which the session is forgotten."""
 
     @classmethod
     def of(cls, job: Job, index: int, session_id: str) -> Session:

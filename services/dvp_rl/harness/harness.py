@@ -7,17 +7,19 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Never
 
 from pydantic import ValidationError
 
-from dvp_rl.cancellation import cancel, finished
+from dvp_rl.cancellation import cancel, finished, race
 from dvp_rl.client import calls
 from dvp_rl.contract.errors import DvpError, EngineError, NotFoundError, RequestError
 from dvp_rl.contract.http import EpisodeBody, FinishRequest
 from dvp_rl.contract.openai import CONTEXT_FULL
 from dvp_rl.contract.record import describe
+from dvp_rl.contract.session import beat_every
 from dvp_rl.workers.limits import Limits
 
 from .environment import Step
@@ -37,10 +39,13 @@ REPORT_S = 60.0
 """Time between two lines about what was played, in seconds."""
 
 
-class _Taken(NamedTuple):
+@dataclass
+class _Taken:
     episode: EpisodeBody
     home: int
     """Number of the replica that is asked first: its engine may have the earlier turns in its cache."""
+    is_drawing: bool = False
+    """Whether a replica draws a turn: then the heartbeats are its own."""
 
 
 class Harness:
@@ -92,9 +97,9 @@ class Harness:
         """Plays an episode to its end, or gives it back with a reason."""
         session_id = taken.episode.session_id
         try:
-            end = await self._turns(taken, environment)
+            end = await race(self._turns(taken, environment), self._beats(taken))
             await self._replicas.send(calls.finish_session(session_id, end), taken.home)
-        except (NotFoundError, TimeoutError):
+        except NotFoundError:
             self._ends["lost"] += 1
             logger.warning("episode %s was given to another harness, or its job has ended", _name(taken))
         except (EnvironmentFailedError, EngineError, RequestError) as error:
@@ -114,19 +119,21 @@ class Harness:
 
     async def _turns(self, taken: _Taken, environment: EnvironmentProcess) -> FinishRequest:
         """Plays to the end, and returns that."""
-        episode, home = taken
+        episode = taken.episode
         messages, tools = await environment.reset(episode.task)
         steps: list[Step] = []
         for turn in range(self._settings.max_turns):
             said = {"model": episode.run_id, "messages": messages, "tools": tools or None}
             call = calls.chat(episode.session_id, said, key=f"turn-{turn}")
+            taken.is_drawing = True
             try:
-                async with asyncio.timeout(episode.idle_s):  # after that somebody else plays it
-                    answer = await self._replicas.send(call, home)
+                answer = await self._replicas.send(call, taken.home)
             except RequestError as error:
                 if error.code != CONTEXT_FULL or turn == 0:
                     raise
                 break
+            finally:
+                taken.is_drawing = False
             message = answer.choices[0].message.model_dump(mode="json", exclude_none=True)
             step = await environment.step(message)
             steps.append(step)
@@ -134,6 +141,18 @@ class Harness:
                 return _end(steps)
             messages += [message, *step.messages]
         return _end(steps, truncated=True)
+
+    async def _beats(self, taken: _Taken) -> Never:
+        """Keeps an episode while its environment is busy. Raises NotFoundError once it was given to another harness, or
+        its job has ended."""
+        every_s, replica = beat_every(taken.episode.idle_s), taken.home
+        while True:
+            await asyncio.sleep(every_s)
+            call = (calls.session if taken.is_drawing else calls.beat_session)(taken.episode.session_id)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await self._replicas.send(call, replica)
+            replica += 1  # one may hang
 
     async def _give_back(self, taken: _Taken) -> None:
         async with asyncio.timeout(GIVE_BACK_S):

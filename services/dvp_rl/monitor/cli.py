@@ -341,14 +341,20 @@ def drop_sessions(
     ] = None,
     silent_s: Annotated[
         float | None,
-        typer.Option(min=0, help="All episodes that have had no turn for so long, at most 10,000.", show_default=False),
+        typer.Option(
+            min=0, help="All episodes without a turn or heartbeat for so long, at most 10,000.", show_default=False
+        ),
     ] = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Delete sessions with their turns. An episode that is being played goes to the next harness that asks."""
     _confirm(
-        f"Drop all episodes that have had no turn for {silent_s} s", names, silent_s is not None, yes, "--silent-s"
+        f"Drop all episodes without a turn or heartbeat for {silent_s} s",
+        names,
+        silent_s is not None,
+        yes,
+        "--silent-s",
     )
 
     async def drop_them(broker: Broker) -> Dropped:

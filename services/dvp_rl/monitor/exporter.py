@@ -71,7 +71,9 @@ def _numbers(seen: Snapshot) -> Iterator[Metric]:
     yield _gauge("client_bytes", "Broker memory that clients' jobs use or have reserved", seen.client_bytes)
     yield _gauge("client_sessions", "Open sessions of clients", seen.client_sessions)
     if seen.episodes is not None:
-        silent = "Longest time that an episode which a harness plays has had no turn, 0 when none is played"
+        silent = (
+            "Longest time that an episode which a harness plays has had no turn or heartbeat, 0 when none is played"
+        )
         yield _gauge("episode_silent_seconds", silent, seen.episodes.silent_s or 0.0)
     if seen.trainer is not None:
         yield _gauge("trainer_step", "Step of the trainer", seen.trainer.step)

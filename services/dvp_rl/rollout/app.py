@@ -49,6 +49,7 @@ from .examples import (
     NOT_GENERATED,
     NOT_LOADED,
     NOT_YOURS,
+    SESSION_ENDED,
     SESSION_EXAMPLES,
 )
 from .routes import By, Key, Served, SessionId, as_json, served_while_connected
@@ -136,6 +137,17 @@ async def open_session(
 async def session(session_id: SessionId, service: Served, caller: By) -> Response:
     """How far a session is."""
     return as_json(await service.sessions.status(session_id, caller))
+
+
+@router.post(
+    "/v1/sessions/{session_id}/heartbeat",
+    response_model=SessionBody,
+    responses=refusals(NO_SESSION, SESSION_ENDED, NO_QUEUE),
+)
+async def beat_session(session_id: SessionId, service: Served, caller: By) -> Response:
+    """Keeps the session open for another idle_s, as a turn does: for a client that is busy with something else, such as
+    a tool. While a turn is drawn, the replica itself does so."""
+    return as_json(await service.sessions.beat(session_id, caller))
 
 
 @router.post(

@@ -9,6 +9,7 @@ from dvp_rl.contract.http import MAX_EPISODE_WAIT_S
 from dvp_rl.contract.job import MAX_DEADLINE_S, MAX_SAMPLES
 from dvp_rl.http.openapi import wrong
 from dvp_rl.transport.jobs import MAX_ERROR_CHARS
+from dvp_rl.transport.sessions import ENDED
 from dvp_rl.transport.sessions import UNKNOWN as NO_SUCH_SESSION
 from dvp_rl.transport.submission import UNKNOWN
 
@@ -70,6 +71,7 @@ NOT_YOURS = RequestError(
     "job qwen3-math:000000007:0 is the trainer's; only what was submitted over HTTP can be deleted"
 )
 NO_SESSION = NotFoundError(NO_SUCH_SESSION.format("37+58-row-7"))
+SESSION_ENDED = RequestError(ENDED.format("37+58-row-7"))
 NO_TURN = RequestError("session '37+58-row-7' has no turn to be finished: delete it")
 LONG_ERROR = wrong("error", "no sandbox, no sandbox, ...", f"at most {MAX_ERROR_CHARS} characters")
 LONG_WAIT = wrong("wait_s", 600, f"number in [0, {MAX_EPISODE_WAIT_S:g}]")

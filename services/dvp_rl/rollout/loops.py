@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
-from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import DvpError, UnavailableError, is_refusal
 
 logger = logging.getLogger(__name__)
@@ -59,13 +58,3 @@ async def outlast(what: str, call: Callable[[], Awaitable[T]], patience_s: float
             logger.warning("%s: %s; trying again", what, error)
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")
-
-
-async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> T | None:
-    """The result of `work`, or None if `end` comes first; the loser is cancelled."""
-    working, ending = asyncio.create_task(work), asyncio.create_task(end)
-    try:
-        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        await cancel((working, ending))

@@ -9,12 +9,12 @@ from fastapi import Depends, Header, Request, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel
 
+from dvp_rl.cancellation import race
 from dvp_rl.http.api_tokens import Caller
 from dvp_rl.http.openapi import refusals
 
 from .dialogue import TurnRequest
 from .examples import NO_QUEUE, NO_SESSION, NOT_GENERATED, NOT_ONLY_MIN_P
-from .loops import race
 from .service import Service
 from .sessions import Taken
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from dvp_rl.cancellation import race
 from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
 from dvp_rl.contract.generate import GenerateRequest
 from dvp_rl.contract.group import Group
@@ -28,7 +29,6 @@ from dvp_rl.transport.submission import Submission
 from .admission import Slots
 from .answers import Room, in_pieces, null
 from .engine import build
-from .loops import race
 from .metrics import Metrics
 from .replica import Replica
 from .sessions import STOPPING, Sessions

@@ -7,12 +7,14 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, Never
 
 import numpy as np
 
+from dvp_rl.cancellation import race
 from dvp_rl.contract.errors import NotFoundError, RequestError, UnavailableError
 from dvp_rl.contract.generate import GenerateRequest
 from dvp_rl.contract.group import Group
@@ -25,6 +27,7 @@ from dvp_rl.contract.session import (
     Session,
     SessionState,
     Turn,
+    beat_every,
     digest,
     group_of,
     history,
@@ -67,7 +70,7 @@ class Sessions:
         store: SessionStore,
         replica: Replica,
         room: Room,
-        generate: Callable[[Job, str], Awaitable[Group]],
+        generate: Callable[[Job, str], Coroutine[Any, Any, Group]],
         most_deliveries: int,
         is_stopping: Callable[[], bool],
     ) -> None:
@@ -139,7 +142,8 @@ class Sessions:
             raise RequestError(ENDED.format(session_id))
         prompt = await self._replica.prompts.talk(lambda dialogue: dialogue.prompt(session, turns, request))
         job = self._job(recorded, turn_id, name, prompt, request)
-        group = await self._generate(job, caller)
+        await self._store.beat(session_id, caller=caller)
+        group = await race(self._generate(job, caller), self._beats(session, caller))
 
         def told(dialogue: Dialogue) -> tuple[Answer, Turn]:
             (sample,) = group.samples
@@ -157,6 +161,14 @@ class Sessions:
             return await self._taken(again, index, request)
         self._replica.metrics.turns.labels(prompt.fork or "none").inc()
         return Taken(session, index, turn, len(prompt.token_ids), answer)
+
+    async def _beats(self, session: Session, caller: str) -> Never:
+        """Keeps a session open while a turn is drawn. Raises NotFoundError or RequestError once nobody needs the turn
+        any more."""
+        while True:
+            await asyncio.sleep(beat_every(session.idle_s))
+            with suppress(UnavailableError):  # the next one may be in time
+                await self._store.beat(session.session_id, caller=caller)
 
     async def model(self, session_id: str, caller: str, name: str | None = None) -> Model:
         """The session's only model. Raises NotFoundError."""
@@ -241,6 +253,11 @@ class Sessions:
     async def status(self, session_id: str, caller: str) -> SessionBody:
         """Raises NotFoundError."""
         return _body(await self._store.status(session_id, caller=caller))
+
+    async def beat(self, session_id: str, caller: str) -> SessionBody:
+        """Keeps the session open. Raises NotFoundError, RequestError if it is finished."""
+        await self._store.beat(session_id, caller=caller)
+        return await self.status(session_id, caller)
 
     @asynccontextmanager
     async def finish(self, session_id: str, request: FinishRequest, caller: str) -> AsyncIterator[AsyncIterator[bytes]]:

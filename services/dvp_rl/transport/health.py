@@ -88,7 +88,7 @@ class Snapshot:
     episodes: EpisodeHealth | None = None
     """None if the run never had any."""
     silent: str = ""
-    """The played episode that has had no turn for that long, in words."""
+    """The played episode that has had no turn or heartbeat for that long, in words."""
     since_harness_s: float | None = None
     """Seconds since a harness last took, played or ended an episode; None if none ever did."""
     client_sessions: int = 0
@@ -210,7 +210,7 @@ def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) ->
 def episodes_silent(s: Snapshot) -> str:
     if s.episodes is None or (s.episodes.silent_s or 0.0) < STALLED_S:
         return ""
-    return f"{s.silent} has had no turn for {s.episodes.silent_s:.0f} s; played now: {s.episodes.pending}"
+    return f"{s.silent} has had no turn or heartbeat for {s.episodes.silent_s:.0f} s; played now: {s.episodes.pending}"
 
 
 def dead_letters(s: Snapshot) -> str:
@@ -353,7 +353,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         Verdict.EPISODES_SILENT,
         Severity.WARNING,
-        "an episode is being played, but has had no turn for long",
+        "an episode is being played, but has had no turn or heartbeat for long",
         "see what its harness does (dvp-queue sessions list); another one gets the episode after episodes.idle_s, or "
         "at once by dvp-queue sessions drop",
         episodes_silent,

@@ -56,7 +56,7 @@ class _Needs:
 _NEEDS = {
     Role.ROLLOUT: _Needs(
         scripts="create_groups start expire renew commit release fail abandon beat leave submit_client delete health "
-        "session_open session_append session_finish session_delete episode_take",
+        "session_open session_append session_beat session_finish session_delete episode_take",
         commands=f"{_CONNECTION} XREADGROUP XREAD STRLEN LRANGE MULTI EXEC RPUSH BLPOP LREM",
         writes="jobs client_jobs groups evals dead in_flight counters replicas backlogs job result replica transfer "
         "episodes played session turns "

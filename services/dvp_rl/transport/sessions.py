@@ -72,9 +72,9 @@ class OpenSession(NamedTuple):
     tokens: int
     num_bytes: int
     silent_s: float
-    """Seconds since its last turn, or since it was opened or taken."""
+    """Seconds since its last turn or heartbeat, or since it was opened or taken."""
     left_s: float
-    """Seconds until it is forgotten, or given to another harness, unless it has a turn."""
+    """Seconds until it is forgotten, or given to another harness, unless it has a turn or a heartbeat."""
 
 
 async def open_sessions(broker: Broker, count: int, *, clients: bool = True) -> list[OpenSession]:
@@ -218,6 +218,15 @@ class SessionStore:
             raise NotFoundError(UNKNOWN.format(session_id))
         return Job.from_bytes(data)
 
+    async def beat(self, session_id: str, *, caller: str = EVERYBODY) -> None:
+        """A heartbeat: keeps the session open for another `idle_s`, as a turn does. Raises NotFoundError, or
+        RequestError if it is finished."""
+        match (await self.broker.script("session_beat", session_id, caller)).decode():
+            case "unknown":
+                raise NotFoundError(UNKNOWN.format(session_id))
+            case "finished":
+                raise RequestError(ENDED.format(session_id))
+
     async def finish(
         self, recorded: Recorded, ending: Ending, group: Group | None = None, *, caller: str = EVERYBODY
     ) -> bool:
@@ -252,7 +261,7 @@ class SessionStore:
 
     async def drop(self, session_id: str, *, by: str, silent_s: float | None = None) -> SessionState:
         """Deletes a session for an operator, who is named in the audit. Raises NotFoundError. `silent_s`: only if it is
-        open and has had no turn for so long; else raises RequestError."""
+        open and has had no turn or heartbeat for so long; else raises RequestError."""
         silent = "" if silent_s is None else math.ceil(1000 * silent_s)
         return await self._delete(session_id, EVERYBODY, "", 1, by, silent)
 
@@ -261,7 +270,9 @@ class SessionStore:
         if state == "unknown":
             raise NotFoundError(UNKNOWN.format(session_id))
         if state == "other":
-            raise RequestError(f"session {session_id!r} was left alone: it has had a turn since, or is finished")
+            raise RequestError(
+                f"session {session_id!r} was left alone: it has had a turn or a heartbeat since, or is finished"
+            )
         return SessionState(state)
 
 

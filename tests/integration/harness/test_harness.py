@@ -15,10 +15,12 @@ from dvp_rl.cancellation import cancel
 from dvp_rl.client import calls
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.group import DeadLetter, FinishReason, Group, Sample
-from dvp_rl.contract.job import Sink
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.harness import harness as harness_module
 from dvp_rl.harness import replicas
 from dvp_rl.harness.harness import Harness
 from dvp_rl.harness.settings import HarnessSettings
+from dvp_rl.rollout import sessions
 from dvp_rl.transport.broker import Broker
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit import web
@@ -30,6 +32,7 @@ from tests.kit.tokens import TOKEN
 from tests.kit.wait import WITHIN_S, until, until_async
 
 MODULE = "tests.integration.harness.environments"
+OFTEN_S = 0.1
 
 
 @pytest.fixture
@@ -45,6 +48,12 @@ def args(model: Path, broker_url: str, run_id: str) -> list[str]:
 def settings(*urls: str, environment: str = "Sums", **options: Any) -> HarnessSettings:
     flags = {"environment": f"{MODULE}:{environment}", "urls": ",".join(urls), "workers": 2} | options
     return HarnessSettings.load([f"--{name.replace('_', '-')}={value}" for name, value in flags.items()])
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Harnesses look at their episodes often."""
+    monkeypatch.setattr(harness_module, "beat_every", lambda idle_s: OFTEN_S)
 
 
 @asynccontextmanager
@@ -66,6 +75,32 @@ async def receive(rig: Rig) -> Group | DeadLetter:
 def num_turns(samples: Sequence[Sample]) -> int:
     """Turns of an episode: what the environment said in between separates those of one branch."""
     return sum(len(sample.environment) + 1 for sample in samples)
+
+
+async def drawing(replica: ReplicaThread) -> None:
+    """Waits until the replica draws a turn."""
+    busy = "dvp_rollout_in_flight_samples 1.0"
+    await asyncio.to_thread(until, lambda: busy in web.get(f"{replica.url}/metrics").text)
+
+
+async def played(rig: Rig, job: Job, field: str) -> bytes | None:
+    """A field of the session in which the job's first episode is played."""
+    redis, keys = rig.broker.redis, rig.broker.keys
+    session_id = await redis.hget(keys.job(job.job_id), "session:0")
+    return None if session_id is None else await redis.hget(keys.session(session_id.decode()), field)
+
+
+async def has_a_heartbeat(rig: Rig, job: Job) -> None:
+    """Lets the job's first episode be nearly forgotten, and waits until it is not."""
+    redis, keys = rig.broker.redis, rig.broker.keys
+    session = keys.session((await redis.hget(keys.job(job.job_id), "session:0")).decode())
+    left_ms = 1000 * WITHIN_S
+    await redis.pexpire(session, round(left_ms))
+
+    async def is_kept() -> bool:
+        return await redis.pttl(session) > left_ms
+
+    await until_async(is_kept)
 
 
 async def test_episodes_go_from_the_trainer_to_the_trainer(args: list[str], tmp_path: Path, rig: Rig) -> None:
@@ -184,6 +219,51 @@ async def test_a_call_says_how_often_it_was_sent_before() -> None:
     assert counts == [None, "1", "2"]
 
 
+async def test_an_environment_may_take_longer_than_an_episode_may_be_idle(
+    args: list[str], tmp_path: Path, rig: Rig, often: None
+) -> None:
+    job = await rig.submit_episodes(n=1, task={"prompt": "wait"})
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url, environment="Moody", timeout_s=600):
+            await until_async(lambda: played(rig, job, "turns"))
+            await has_a_heartbeat(rig, job)
+
+
+async def test_a_replica_may_draw_for_longer_than_an_episode_may_be_idle(
+    args: list[str], tmp_path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "beat_every", lambda idle_s: OFTEN_S)
+    job = await rig.submit_episodes(n=1)
+    with ReplicaThread(tmp_path, *args, "--fake.service-time-s=600") as replica:
+        async with playing(replica.url):
+            await drawing(replica)
+            await has_a_heartbeat(rig, job)
+
+
+async def test_a_harness_leaves_an_episode_that_is_not_its_own_any_more(
+    args: list[str], tmp_path: Path, rig: Rig, often: None
+) -> None:
+    job = await rig.submit_episodes(n=1, task={"prompt": "wait"})
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url, environment="Moody", timeout_s=600) as harness:
+            await until_async(lambda: played(rig, job, "turns"))
+            await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
+            await until_async(lambda: harness.summary() == "episodes: 1 lost")
+
+
+async def test_a_replica_that_hangs_keeps_no_episode(
+    args: list[str], tmp_path: Path, rig: Rig, often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it should draw, the harness only looks whether the episode is still its own."""
+    monkeypatch.setattr(calls, "beat_session", None)
+    job = await rig.submit_episodes(n=1)
+    with ReplicaThread(tmp_path, *args, "--fake.service-time-s=600") as replica:
+        async with playing(replica.url) as harness:
+            await drawing(replica)
+            await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
+            await until_async(lambda: harness.summary() == "episodes: 1 lost")
+
+
 async def test_replicas_may_start_after_the_harness(
     args: list[str], tmp_path: Path, rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,8 +311,7 @@ async def test_the_program_gives_back_what_it_plays_when_it_is_stopped(
     with ReplicaThread(tmp_path, *args, "--fake.service-time-s=600") as replica:
         flags = [f"--environment={MODULE}:Sums", f"--urls={replica.url}", "--workers=1"]
         with service(HARNESS, flags, log) as program:
-            busy = "dvp_rollout_in_flight_samples 1.0"
-            await asyncio.to_thread(until, lambda: busy in web.get(f"{replica.url}/metrics").text)
+            await drawing(replica)
             program.send_signal(SIGTERM)
             assert await asyncio.to_thread(program.wait) == 0, log.read_text()
         assert "stopped; episodes: none" in log.read_text()

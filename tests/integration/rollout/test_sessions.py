@@ -402,9 +402,11 @@ def test_refusals_name_what_is_wrong(replica: ReplicaProcess) -> None:
         assert "was finished with reward 1.0" in web.problem(session.post("finish", reward=0.5), 422).detail
         with pytest.raises(openai.UnprocessableEntityError, match="finished"):
             session.chat([USER])
+        assert "is finished" in web.problem(session.post("heartbeat"), 422).detail
         assert session.http.delete(f"/v1/sessions/{session.id}").json()["turns"] == 1
         with pytest.raises(openai.NotFoundError, match="never opened"):
             session.chat([USER])
+        assert "never opened" in web.problem(session.post("heartbeat"), 404).detail
 
 
 def test_a_session_is_opened_once(replica: ReplicaProcess) -> None:
@@ -441,6 +443,28 @@ def test_an_idle_session_is_forgotten(replica: ReplicaProcess) -> None:
         until(lambda: http.get(f"/v1/sessions/{session_id}").status_code == 404)
 
 
+def test_a_heartbeat_keeps_a_session(replica: ReplicaProcess) -> None:
+    with opened(replica) as session:
+        session.chat([USER], max_tokens=2)
+        kept = session.post("heartbeat").json()
+        assert (kept["session_id"], kept["state"], kept["turns"]) == (session.id, "open", 1)
+
+
+def test_nothing_is_drawn_for_a_session_that_was_deleted(
+    monkeypatch: pytest.MonkeyPatch, model: Path, broker_url: str, run_id: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sessions, "beat_every", lambda idle_s: 0.1)
+    args = ["--model", str(model), "--engine", "fake", "--fake.service-time-s=600"]
+    args += ["--redis-url", broker_url, "--run-id", run_id]
+    with ReplicaThread(tmp_path, *args) as slow, opened(slow) as session, ThreadPoolExecutor() as pool:
+        turn = pool.submit(session.chat, [USER])
+        until(lambda: "dvp_rollout_in_flight_samples 1.0" in web.get(f"{slow.url}/metrics").text)
+        session.http.delete(f"/v1/sessions/{session.id}")
+        with pytest.raises(openai.NotFoundError, match="deleted"):
+            turn.result()
+        until(lambda: "dvp_rollout_in_flight_samples 0.0" in web.get(f"{slow.url}/metrics").text)
+
+
 def test_without_a_queue_there_are_no_sessions(model: Path, tmp_path: Path) -> None:
     with ReplicaThread(tmp_path, "--model", str(model), "--engine", "fake") as replica:
         assert "no job queue" in web.problem(httpx.post(f"{replica.url}/v1/sessions", json={}), 503).detail
@@ -468,6 +492,7 @@ async def test_sessions_count_as_memory_of_their_caller(
                 ("GET", "/v1/sessions/hers", None),
                 ("DELETE", "/v1/sessions/hers", None),
                 ("POST", "/v1/sessions/hers/finish", {}),
+                ("POST", "/v1/sessions/hers/heartbeat", None),
                 ("POST", "/v1/sessions/hers/v1/completions", turn),
             ):
                 assert bob.request(call[0], call[1], json=call[2]).status_code == 404, call

@@ -105,8 +105,8 @@ def test_episodes_that_were_cut_off_count_as_too_long(tmp_path: Path, broker_url
     [
         ({"episodes__harness": "false"}, "reward.name is 'given', but nobody gives rewards: episodes.harness is false"),
         (
-            {"broker__stall_timeout_s": "600"},
-            "episodes.idle_s is 600, but must be less than broker.stall_timeout_s = 600",
+            {"broker__stall_timeout_s": "60"},
+            "episodes.idle_s is 120, but must be less than broker.stall_timeout_s = 60",
         ),
         ({"data__chat_template": "mine.jinja"}, "data.chat_template: the replicas render the turns of episodes"),
     ],

@@ -158,13 +158,38 @@ async def test_each_turn_renews_an_episode(rig: Rig, harness: Harness) -> None:
     assert await rig.broker.redis.zscore(rig.broker.keys.episodes, name) >= before
 
 
+async def test_a_heartbeat_renews_an_episode_as_a_turn_does(rig: Rig, harness: Harness) -> None:
+    job = await rig.submit_episodes(n=1, idle_s=60)
+    episode = await harness.taken()
+    redis, keys, name = rig.broker.redis, rig.broker.keys, f"{job.job_id}/0000"
+    before = await redis.zscore(keys.episodes, name)
+    await redis.zadd(keys.episodes, {name: before - 30_000})
+    await redis.pexpire(keys.session(episode.session_id), 1_000)
+    await harness.store.beat(episode.session_id)
+    assert await redis.zscore(keys.episodes, name) >= before
+    assert await redis.pttl(keys.session(episode.session_id)) > 1_000
+    await harness.play(episode)
+    with pytest.raises(RequestError, match="is finished"):
+        await harness.store.beat(episode.session_id)
+
+
+async def test_a_heartbeat_keeps_no_episode_of_another_harness(rig: Rig, harness: Harness) -> None:
+    await rig.submit_episodes(n=1, idle_s=SHORT_S)
+    first = await harness.taken()
+    second = await harness.taken()
+    with pytest.raises(NotFoundError):
+        await harness.store.beat(first.session_id)
+    with pytest.raises(NotFoundError):
+        await harness.store.beat(second.session_id, caller="somebody")
+
+
 async def test_an_episode_is_dropped_only_if_it_is_still_silent(rig: Rig, harness: Harness) -> None:
     await rig.submit_episodes(n=2, idle_s=60)
     played, ended = [await harness.taken() for _ in range(2)]
     await harness.say(played)
     await harness.play(ended)
     for episode in (played, ended):
-        with pytest.raises(RequestError, match="has had a turn since, or is finished"):
+        with pytest.raises(RequestError, match="has had a turn or a heartbeat since, or is finished"):
             await harness.store.drop(episode.session_id, by="test", silent_s=30)
     await harness.finish(ended, 1.0)
     await rig.broker.redis.pexpire(rig.broker.keys.session(played.session_id), 29_000)

@@ -406,7 +406,8 @@ async def test_episodes_silent(rig: Rig) -> None:
     await harness.say(first)
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.EPISODES_SILENT]
-    seen = rf"episode 1 of job {job.job_id} \(session {second.session_id}\) has had no turn for 3\d\d s; played now: 2"
+    who = rf"episode 1 of job {job.job_id} \(session {second.session_id}\)"
+    seen = rf"{who} has had no turn or heartbeat for 3\d\d s; played now: 2"
     assert re.fullmatch(seen, health.reasons[0].detail)
     await harness.say(second)
     assert (await _health(rig)).verdict is Verdict.OK

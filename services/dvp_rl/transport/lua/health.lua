@@ -20,7 +20,7 @@ local function client_wait()
 end
 
 -- Episodes that wait for a harness, episodes that are played, and the one of these that will be given to another harness
--- first: of equal idle_ms, it has had no turn for the longest time. nil if the run never had any.
+-- first: of equal idle_ms, it has had no turn or heartbeat for the longest time. nil if the run never had any.
 local function episodes()
   local num, waiting = redis.call('ZCARD', EPISODES), redis.call('ZCOUNT', EPISODES, '-inf', now)
   if num == 0 and not redis.call('HGET', COUNTERS, 'harness_at') then return nil end

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- Deletes a session and its turns. An episode that is not finished may be taken again at once; after too many errors its
 -- job is dead. ARGV: session id, caller or '', error of the episode or '', most deliveries, author ('': the client), ms
--- without a turn below which it is left alone, as is a finished one ('': it is deleted in any case). Answers the state
--- that the session had, 'unknown', or 'other' (it is left alone).
+-- without a turn or heartbeat below which it is left alone, as is a finished one ('': it is deleted in any case).
+-- Answers the state that the session had, 'unknown', or 'other' (it is left alone).
 local id, caller, message, most, author, silent_ms = unpack(ARGV)
 local state, whose, job, index, idle_ms =
   unpack(redis.call('HMGET', SESSION .. id, 'state', 'caller', 'job', 'index', 'idle_ms'))
