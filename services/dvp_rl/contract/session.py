@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 MAX_SESSION_BYTES = BYTES_PER_TOKEN * MAX_GROUP_TOKENS
 """Most bytes of all turns of a session together, as stored: as many as a group may have."""
 DIGEST_BYTES = 16
-MIN_BEAT_S = 0.1
-"""Least time between two heartbeats, in seconds, however short idle_s is."""
+MIN_BEAT_S, MAX_BEAT_S = 0.1, 30.0
+"""Shortest and longest time between two heartbeats of a session, in seconds."""
 
 
 def beat_every(idle_s: float) -> float:
     """Time between two heartbeats of a session, in seconds: several within its `idle_s`, so that some may fail."""
-    return max(MIN_BEAT_S, idle_s / 4)
+    return min(MAX_BEAT_S, max(MIN_BEAT_S, idle_s / 4))
 
 
 class SessionState(StrEnum):

@@ -146,13 +146,18 @@ class Harness:
         """Keeps an episode while its environment is busy. Raises NotFoundError once it was given to another harness, or
         its job has ended."""
         every_s, replica = beat_every(taken.episode.idle_s), taken.home
+        pause_s = every_s
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(pause_s)
             call = (calls.session if taken.is_drawing else calls.beat_session)(taken.episode.session_id)
-            with suppress(TimeoutError):
+            pause_s = every_s
+            try:
                 async with asyncio.timeout(every_s):
                     await self._replicas.send(call, replica)
-            replica += 1  # one may hang
+            except TimeoutError:  # the replica hangs
+                replica, pause_s = replica + 1, 0.0
+            except EngineError as error:  # the next one may be in time
+                logger.warning("heartbeat of episode %s: %s", _name(taken), error)
 
     async def _give_back(self, taken: _Taken) -> None:
         async with asyncio.timeout(GIVE_BACK_S):

@@ -30,7 +30,11 @@ class EnvironmentProcess:
 
     async def start(self) -> None:
         """Raises ConfigError if there is no such environment."""
-        await self._process.start()
+        try:
+            await self._process.start()
+        except BaseException:
+            await self.stop()  # its greeting would be taken for an answer
+            raise
 
     async def reset(self, row: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The first messages of a new episode, and its tools. Replaces a process that has ended. Raises

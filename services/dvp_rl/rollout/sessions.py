@@ -142,8 +142,8 @@ class Sessions:
             raise RequestError(ENDED.format(session_id))
         prompt = await self._replica.prompts.talk(lambda dialogue: dialogue.prompt(session, turns, request))
         job = self._job(recorded, turn_id, name, prompt, request)
-        await self._store.beat(session_id, caller=caller)
-        group = await race(self._generate(job, caller), self._beats(session, caller))
+        await self._store.beat(session_id, nonce=recorded.nonce, caller=caller)
+        group = await race(self._generate(job, caller), self._beats(recorded, caller))
 
         def told(dialogue: Dialogue) -> tuple[Answer, Turn]:
             (sample,) = group.samples
@@ -162,13 +162,14 @@ class Sessions:
         self._replica.metrics.turns.labels(prompt.fork or "none").inc()
         return Taken(session, index, turn, len(prompt.token_ids), answer)
 
-    async def _beats(self, session: Session, caller: str) -> Never:
+    async def _beats(self, recorded: Recorded, caller: str) -> Never:
         """Keeps a session open while a turn is drawn. Raises NotFoundError or RequestError once nobody needs the turn
         any more."""
+        session = recorded.session
         while True:
             await asyncio.sleep(beat_every(session.idle_s))
             with suppress(UnavailableError):  # the next one may be in time
-                await self._store.beat(session.session_id, caller=caller)
+                await self._store.beat(session.session_id, nonce=recorded.nonce, caller=caller)
 
     async def model(self, session_id: str, caller: str, name: str | None = None) -> Model:
         """The session's only model. Raises NotFoundError."""

@@ -89,6 +89,8 @@ class Snapshot:
     """None if the run never had any."""
     silent: str = ""
     """The played episode that has had no turn or heartbeat for that long, in words."""
+    idle_s: float = 0.0
+    """Its idle_s."""
     since_harness_s: float | None = None
     """Seconds since a harness last took, played or ended an episode; None if none ever did."""
     client_sessions: int = 0
@@ -208,9 +210,10 @@ def _not_replaced(lost: list[ReplicaHealth], live: tuple[ReplicaHealth, ...]) ->
 
 
 def episodes_silent(s: Snapshot) -> str:
-    if s.episodes is None or (s.episodes.silent_s or 0.0) < STALLED_S:
+    if s.episodes is None or s.episodes.silent_s is None or s.episodes.silent_s < min(STALLED_S, s.idle_s / 2):
         return ""
-    return f"{s.silent} has had no turn or heartbeat for {s.episodes.silent_s:.0f} s; played now: {s.episodes.pending}"
+    how_long = f"{s.episodes.silent_s:.0f} s of the {s.idle_s:g} s after which another harness gets it"
+    return f"{s.silent} has had no turn or heartbeat for {how_long}; played now: {s.episodes.pending}"
 
 
 def dead_letters(s: Snapshot) -> str:
@@ -470,6 +473,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         backlogs=tuple(_int64(length) for length in found["backlogs"] or ()),
         episodes=_episodes(episodes, counters.get("redelivered_episodes", 0)) if episodes else None,
         silent=episodes.get("silent", ""),
+        idle_s=episodes.get("idle_ms", 0) / 1000,
         since_harness_s=since("harness_at"),
         client_sessions=found["client_sessions"],
     )

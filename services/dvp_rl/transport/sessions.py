@@ -218,10 +218,10 @@ class SessionStore:
             raise NotFoundError(UNKNOWN.format(session_id))
         return Job.from_bytes(data)
 
-    async def beat(self, session_id: str, *, caller: str = EVERYBODY) -> None:
-        """A heartbeat: keeps the session open for another `idle_s`, as a turn does. Raises NotFoundError, or
-        RequestError if it is finished."""
-        match (await self.broker.script("session_beat", session_id, caller)).decode():
+    async def beat(self, session_id: str, *, nonce: str = "", caller: str = EVERYBODY) -> None:
+        """A heartbeat: keeps the session open for another `idle_s`, as a turn does. `nonce`: of the one that is meant;
+        else one that was opened again will do. Raises NotFoundError, or RequestError if it is finished."""
+        match (await self.broker.script("session_beat", session_id, caller, nonce)).decode():
             case "unknown":
                 raise NotFoundError(UNKNOWN.format(session_id))
             case "finished":

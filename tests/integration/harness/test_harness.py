@@ -19,9 +19,11 @@ from dvp_rl.contract.job import Job, Sink
 from dvp_rl.harness import harness as harness_module
 from dvp_rl.harness import replicas
 from dvp_rl.harness.harness import Harness
+from dvp_rl.harness.process import EnvironmentProcess
 from dvp_rl.harness.settings import HarnessSettings
 from dvp_rl.rollout import sessions
 from dvp_rl.transport.broker import Broker
+from dvp_rl.workers.limits import Limits
 from tests.integration.transport.rig import BLOCK_MS, Rig
 from tests.kit import web
 from tests.kit.forked import HARNESS, service
@@ -251,10 +253,25 @@ async def test_a_harness_leaves_an_episode_that_is_not_its_own_any_more(
             await until_async(lambda: harness.summary() == "episodes: 1 lost")
 
 
-async def test_a_replica_that_hangs_keeps_no_episode(
+async def test_a_start_that_is_cancelled_leaves_no_answer() -> None:
+    """As when an episode is lost while its environment's process is replaced."""
+    environment = EnvironmentProcess(f"{MODULE}:Plain", Limits(600, 2048))
+    starting = asyncio.create_task(environment.start())
+    await until_async(lambda: environment._process.is_alive())
+    await cancel([starting])
+    try:
+        await environment.close()
+        for _ in range(2):
+            assert await environment.reset({}) == ([{"role": "user", "content": "1+1="}], [])
+            await environment.close()
+    finally:
+        await environment.stop()
+
+
+async def test_while_a_replica_should_draw_a_harness_only_looks(
     args: list[str], tmp_path: Path, rig: Rig, often: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it should draw, the harness only looks whether the episode is still its own."""
+    """Its heartbeats would keep the episode with a replica that hangs."""
     monkeypatch.setattr(calls, "beat_session", None)
     job = await rig.submit_episodes(n=1)
     with ReplicaThread(tmp_path, *args, "--fake.service-time-s=600") as replica:

@@ -443,11 +443,14 @@ def test_an_idle_session_is_forgotten(replica: ReplicaProcess) -> None:
         until(lambda: http.get(f"/v1/sessions/{session_id}").status_code == 404)
 
 
-def test_a_heartbeat_keeps_a_session(replica: ReplicaProcess) -> None:
+async def test_a_heartbeat_keeps_a_session(replica: ReplicaProcess, broker_url: str) -> None:
     with opened(replica) as session:
-        session.chat([USER], max_tokens=2)
-        kept = session.post("heartbeat").json()
-        assert (kept["session_id"], kept["state"], kept["turns"]) == (session.id, "open", 1)
+        async with await Broker.connect(broker_url, session.model) as broker:
+            record = broker.keys.session(session.id)
+            await broker.redis.pexpire(record, 600_000)
+            kept = session.post("heartbeat").json()
+            assert (kept["session_id"], kept["state"], kept["turns"]) == (session.id, "open", 0)
+            assert await broker.redis.pttl(record) > 600_000
 
 
 def test_nothing_is_drawn_for_a_session_that_was_deleted(

@@ -407,10 +407,27 @@ async def test_episodes_silent(rig: Rig) -> None:
     health = await _health(rig)
     assert [reason.verdict for reason in health.reasons] == [Verdict.EPISODES_SILENT]
     who = rf"episode 1 of job {job.job_id} \(session {second.session_id}\)"
-    seen = rf"{who} has had no turn or heartbeat for 3\d\d s; played now: 2"
+    for_how_long = r"3\d\d s of the 3600 s after which another harness gets it"
+    seen = f"{who} has had no turn or heartbeat for {for_how_long}; played now: 2"
     assert re.fullmatch(seen, health.reasons[0].detail)
     await harness.say(second)
     assert (await _health(rig)).verdict is Verdict.OK
+
+
+async def test_an_episode_is_silent_once_half_of_its_time_is_over(rig: Rig) -> None:
+    await _beat(rig)
+    await _beat_trainer(rig)
+    await rig.submit_episodes(n=1, idle_s=3600)
+    job = await rig.submit_episodes(1, n=1, idle_s=560)
+    harness = Harness(rig.broker)
+    for _ in range(2):
+        await harness.taken()
+    await _wait_for_harness(rig, 100, quiet_s=0)
+    assert (await _health(rig)).verdict is Verdict.OK
+    await _wait_for_harness(rig, 190, quiet_s=0)
+    health = await _health(rig)
+    assert health.verdict is Verdict.EPISODES_SILENT
+    assert re.search(rf"job {job.job_id} .* for \d+ s of the 560 s", health.reasons[0].detail)
 
 
 async def test_replicas_whose_episodes_are_played_are_not_starved(rig: Rig) -> None:

@@ -140,6 +140,37 @@ async def test_a_turn_that_continues_itself_is_no_turn(store: SessionStore) -> N
         await store.read("one")
 
 
+async def test_a_heartbeat_means_the_session_that_was_read(store: SessionStore) -> None:
+    await store.open(session(store))
+    read = await store.read("one")
+    await store.delete("one")
+    await store.open(session(store))
+    with pytest.raises(NotFoundError):
+        await store.beat("one", nonce=read.nonce)
+    await store.beat("one", nonce=(await store.read("one")).nonce)
+    await store.beat("one")
+
+
+async def test_a_heartbeat_keeps_a_session_with_its_memory(store: SessionStore) -> None:
+    await store.open(session(store, idle_s=3_600))
+    redis, keys = store.broker.redis, store.broker.keys
+    (opened,) = await client_jobs(store.broker)
+    await redis.pexpire(keys.session("one"), 600_000)
+    for table, name in ((keys.client_expiry, ":session:one"), (keys.client_sessions, "one")):
+        assert await redis.zadd(table, {name: 0}, xx=True, ch=True) == 1
+    await store.beat("one")
+    (kept,) = await client_jobs(store.broker)
+    assert kept._replace(expires_s=None) == opened._replace(expires_s=None)
+    assert (kept.expires_s or 0) > 600
+    assert await redis.pttl(keys.session("one")) > 600_000
+    assert await redis.zscore(keys.client_sessions, "one") > 0
+    await store.delete("one")
+    assert await client_jobs(store.broker) == []
+    with pytest.raises(NotFoundError):
+        await store.beat("one")
+    assert await client_jobs(store.broker) == []
+
+
 async def test_an_idle_session_expires_with_its_memory(store: SessionStore) -> None:
     await store.open(session(store, idle_s=0.05))
 

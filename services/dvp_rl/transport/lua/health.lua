@@ -31,7 +31,7 @@ local function episodes()
     local job, index = episode_of(name)
     local idle_ms, session = unpack(redis.call('HMGET', JOB .. job, 'idle_ms', 'session:' .. index))
     if session then
-      found.silent_ms = idle_ms - (ends - now)
+      found.idle_ms, found.silent_ms = tonumber(idle_ms), idle_ms - (ends - now)
       found.silent = 'episode ' .. index .. ' of job ' .. job .. ' (session ' .. session .. ')'
     end
   end
