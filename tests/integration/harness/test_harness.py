@@ -272,11 +272,11 @@ async def test_while_a_replica_should_draw_a_harness_only_looks(
     args: list[str], tmp_path: Path, rig: Rig, often: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heartbeats would keep the episode with a replica that hangs."""
-    monkeypatch.setattr(calls, "beat_session", None)
     job = await rig.submit_episodes(n=1)
     with ReplicaThread(tmp_path, *args, "--fake.service-time-s=600") as replica:
         async with playing(replica.url) as harness:
             await drawing(replica)
+            monkeypatch.setattr(calls, "beat_session", None)
             await rig.broker.redis.delete(rig.broker.keys.job(job.job_id))
             await until_async(lambda: harness.summary() == "episodes: 1 lost")
 
