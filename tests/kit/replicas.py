@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,12 @@ class _Replica:
 
     def client(self) -> Client:
         return Client(self.url, token=self._token, timeout=WITHIN_S, retry=Retry(tries=1))
+
+    def in_flight(self) -> float:
+        """Samples that generate or wait."""
+        text = web.get(f"{self.url}/metrics", auth=self._token and ("", self._token)).text
+        (number,) = re.findall(r"^dvp_rollout_in_flight_samples (\S+)$", text, re.M)
+        return float(number)
 
     def stop(self) -> object:
         raise NotImplementedError

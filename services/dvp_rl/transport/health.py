@@ -90,7 +90,7 @@ class Snapshot:
     silent: str = ""
     """The played episode that has had no turn or heartbeat for that long, in words."""
     idle_s: float = 0.0
-    """Its idle_s."""
+    """Seconds without a turn or heartbeat after which another harness gets that episode."""
     since_harness_s: float | None = None
     """Seconds since a harness last took, played or ended an episode; None if none ever did."""
     client_sessions: int = 0

@@ -25,7 +25,6 @@ from dvp_rl.rollout import sessions
 from dvp_rl.transport.broker import Broker
 from dvp_rl.workers.limits import Limits
 from tests.integration.transport.rig import BLOCK_MS, Rig
-from tests.kit import web
 from tests.kit.forked import HARNESS, service
 from tests.kit.ports import free_port
 from tests.kit.replicas import ReplicaThread
@@ -81,8 +80,7 @@ def num_turns(samples: Sequence[Sample]) -> int:
 
 async def drawing(replica: ReplicaThread) -> None:
     """Waits until the replica draws a turn."""
-    busy = "dvp_rollout_in_flight_samples 1.0"
-    await asyncio.to_thread(until, lambda: busy in web.get(f"{replica.url}/metrics").text)
+    await asyncio.to_thread(until, lambda: replica.in_flight() == 1)
 
 
 async def played(rig: Rig, job: Job, field: str) -> bytes | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-from base64 import b64encode
+import asyncio
 from pathlib import Path
 
 import httpx
 import pytest
-from httpx import URL
 
-from dvp_rl.client import Client, Retry
+from dvp_rl.cancellation import cancel
+from dvp_rl.client import AsyncClient, Client, Retry
 from dvp_rl.contract.errors import UnavailableError
 from tests.kit import web
 from tests.kit.gateway import gateway, needs_haproxy
@@ -49,22 +48,15 @@ def test_with_a_replica_unknown_paths_are_answered_with_its_hints(small_model: P
         assert client.get("/docs").status_code == 200
 
 
-def test_a_client_that_is_gone_costs_its_replica_nothing_more(small_model: Path, tmp_path: Path) -> None:
+async def test_a_client_that_is_gone_costs_its_replica_nothing_more(small_model: Path, tmp_path: Path) -> None:
     args = ("--model", str(small_model), "--engine", "fake", "--fake.service-time-s", "600")
-    body = b'{"prompt": "1"}'
-    credentials = b64encode(f":{TOKEN}".encode()).decode()
-    head = f"POST /v1/rollouts HTTP/1.1\r\nHost: a\r\nAuthorization: Basic {credentials}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with (
         ReplicaProcess(tmp_path / "replica", *args, token=TOKEN, variables={"DVP_ROLLOUT__TOKEN": TOKEN}) as replica,
         gateway(tmp_path, replica.port) as url,
     ):
-
-        def draws(count: int) -> bool:
-            return f"in_flight_samples {count}.0" in web.get(f"{replica.url}/metrics", auth=("", TOKEN)).text
-
         until(lambda: web.get(f"{url}/gateway").status_code == 200, "the gateway has found its replica")
-        with socket.create_connection((URL(url).host, URL(url).port)) as client:
-            client.sendall(head.encode() + body)
-            until(lambda: draws(1), "the replica generates")
-        until(lambda: draws(0), "it stops")
+        async with AsyncClient(url, token=TOKEN) as client:
+            asking = asyncio.create_task(client.rollout(prompt="1"))
+            await asyncio.to_thread(until, lambda: replica.in_flight() == 1)
+            await cancel([asking])
+        until(lambda: replica.in_flight() == 0, "it stops")

@@ -28,21 +28,16 @@ from tests.kit.tokens import write_token
 from tests.kit.wait import WITHIN_S, until
 
 
-def in_flight(replica: ReplicaProcess | ReplicaThread) -> float:
-    lines = web.get(f"{replica.url}/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith("dvp_rollout_in_flight_samples ")))
-
-
 def test_a_client_that_goes_away_stops_its_samples(slow_replica: ReplicaThread) -> None:
     async def ask_and_leave() -> None:
         async with AsyncClient(slow_replica.url) as client:
             asking = asyncio.create_task(client.rollout(prompt="1", n=2))
-            await asyncio.to_thread(until, lambda: in_flight(slow_replica) == 2)
+            await asyncio.to_thread(until, lambda: slow_replica.in_flight() == 2)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
     asyncio.run(ask_and_leave())
-    until(lambda: in_flight(slow_replica) == 0)
+    until(lambda: slow_replica.in_flight() == 0)
     assert 'route="/v1/rollouts",status="499"' in web.get(f"{slow_replica.url}/metrics").text
 
 
@@ -51,7 +46,7 @@ def test_a_full_replica_answers_429_with_a_reason(slow_replica: ReplicaThread) -
     head = b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", slow_replica.port)) as occupant:
         occupant.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        until(lambda: in_flight(slow_replica) == 2)
+        until(lambda: slow_replica.in_flight() == 2)
         refused = web.post(f"{slow_replica.url}/v1/rollouts", json={"prompt": "1", "n": 2})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -59,7 +54,7 @@ def test_a_full_replica_answers_429_with_a_reason(slow_replica: ReplicaThread) -
         with Client(slow_replica.url, retry=Retry(tries=1)) as client, pytest.raises(OverloadedError) as caught:
             client.rollout(prompt="1", n=2)
         assert caught.value.retry_after_s >= 1
-    until(lambda: in_flight(slow_replica) == 0)
+    until(lambda: slow_replica.in_flight() == 0)
 
 
 def test_without_a_broker_the_queue_routes_say_so(slow_replica: ReplicaThread) -> None:
@@ -148,7 +143,7 @@ def test_a_graceful_stop_gives_unfinished_jobs_back(model: Path, broker_url: str
         until(lambda: all(client.job(job).status == "running" for job in jobs))
         waiting = threading.Thread(target=cut_off, args=(replica,))
         waiting.start()
-        until(lambda: in_flight(replica) == 4)
+        until(lambda: replica.in_flight() == 4)
         assert replica.stop(signal.SIGINT) == 0
         waiting.join()
         assert "Traceback" not in replica.log

@@ -217,7 +217,7 @@ def test_any_replica_goes_on_after_one_died(
         ):
             ask = client.chat.completions.create
             asked = pool.submit(ask, model=session.model, messages=[USER, first, USER])
-            until(lambda: "in_flight_samples 1.0" in web.get(f"{other.url}/metrics").text)
+            until(lambda: other.in_flight() == 1)
             os.kill(other.pid, SIGKILL)
             with pytest.raises(openai.APIConnectionError):
                 asked.result(WITHIN_S)
@@ -270,15 +270,11 @@ def test_behind_a_gateway_a_full_replica_is_asked_once(model: Path, broker_url: 
         url = stack.enter_context(gateway(tmp_path, full.port, other.port))
         pool = stack.enter_context(ThreadPoolExecutor(1))
         stack.callback(full.stop, SIGKILL)  # ends the turn that never ends
-
-        def is_full() -> bool:
-            return "dvp_rollout_in_flight_samples 1.0" in web.get(f"{full.url}/metrics", auth=("", TOKEN)).text
-
-        while not is_full():
+        while not full.in_flight():
             web.get(f"{url}/v1/weights", auth=("", TOKEN))  # without it, all sessions might begin at the other replica
             session = stack.enter_context(opened(url, token=TOKEN, sampling={"max_tokens": 4}))
             first = pool.submit(session.chat, [USER])
-            until(lambda first=first: first.done() or is_full(), "a replica draws the turn")
+            until(lambda first=first: first.done() or full.in_flight(), "a replica draws the turn")
         with pytest.raises(openai.RateLimitError):
             session.chat([USER])
         session.openai.max_retries = 2
@@ -461,11 +457,11 @@ def test_nothing_is_drawn_for_a_session_that_was_deleted(
     args += ["--redis-url", broker_url, "--run-id", run_id]
     with ReplicaThread(tmp_path, *args) as slow, opened(slow) as session, ThreadPoolExecutor() as pool:
         turn = pool.submit(session.chat, [USER])
-        until(lambda: "dvp_rollout_in_flight_samples 1.0" in web.get(f"{slow.url}/metrics").text)
+        until(lambda: slow.in_flight() == 1)
         session.http.delete(f"/v1/sessions/{session.id}")
         with pytest.raises(openai.NotFoundError, match="deleted"):
             turn.result()
-        until(lambda: "dvp_rollout_in_flight_samples 0.0" in web.get(f"{slow.url}/metrics").text)
+        until(lambda: slow.in_flight() == 0)
 
 
 def test_without_a_queue_there_are_no_sessions(model: Path, tmp_path: Path) -> None:
