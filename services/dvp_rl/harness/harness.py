@@ -43,7 +43,7 @@ REPORT_S = 60.0
 class _Taken:
     episode: EpisodeBody
     home: int
-    """Number of the replica that is asked first: its engine may have the earlier turns in its cache."""
+    """Number of the replica that answered last. It is asked first: its engine may have the earlier turns cached."""
     is_drawing: bool = False
     """Whether a replica draws a turn: then the heartbeats are its own."""
 
@@ -55,7 +55,7 @@ class Harness:
         self._settings = settings
         self._limits = Limits(settings.timeout_s, settings.memory_mib)
         self._replicas = Replicas(settings.urls, token, settings.patience_s)
-        self._homes = count()
+        self._firsts = count()
         self._taking = asyncio.Lock()
         self._ends = Counter[str]()
         self._num_rewarded, self._earned = 0, 0.0
@@ -89,9 +89,8 @@ class Harness:
 
     async def _take(self) -> _Taken | None:
         async with self._taking:  # one call that waits is enough
-            home = next(self._homes)
-            episode = (await self._replicas.send(calls.take_episode(WAIT_S), home)).root
-        return None if episode is None else _Taken(episode, home)
+            answer, home = await self._replicas.send(calls.take_episode(WAIT_S), next(self._firsts))
+        return None if answer.root is None else _Taken(answer.root, home)
 
     async def _play(self, taken: _Taken, environment: EnvironmentProcess) -> None:
         """Plays an episode to its end, or gives it back with a reason."""
@@ -127,7 +126,7 @@ class Harness:
             call = calls.chat(episode.session_id, said, key=f"turn-{turn}")
             taken.is_drawing = True
             try:
-                answer = await self._replicas.send(call, taken.home)
+                answer, taken.home = await self._replicas.send(call, taken.home)
             except RequestError as error:
                 if error.code != CONTEXT_FULL or turn == 0:
                     raise

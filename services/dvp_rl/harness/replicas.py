@@ -38,16 +38,17 @@ class Replicas:
         """Monotonic time of the first failure since a call was answered."""
         self._told = False
 
-    async def send(self, call: Call[R], first: int) -> R:
-        """The answer. `first`: number of the replica to begin with.
+    async def send(self, call: Call[R], first: int) -> tuple[R, int]:
+        """The answer, and the number of the replica that gave it. `first`: that of the replica to begin with.
 
         Raises UnavailableError or OverloadedError once no replica has answered any call for `patience_s`, EngineError
         for the third one, and at once what trying again would not change.
         """
         num, pause_s = len(self._clients), FIRST_PAUSE_S
         while True:
+            asked = (first + call.num_retries) % num
             try:
-                answer = await self._clients[(first + call.num_retries) % num].send(call)
+                answer = await self._clients[asked].send(call)
             except EngineError:
                 if call.num_retries + 1 >= ENGINE_TRIES:
                     raise
@@ -57,7 +58,7 @@ class Replicas:
                     pause_s = max(pause_s, error.retry_after_s / num)
             else:
                 self._look_at(None)
-                return answer
+                return answer, asked
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             call = call.again()
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2 ** (1 / num))

@@ -209,12 +209,22 @@ async def test_the_next_replica_takes_over(args: list[str], tmp_path: Path, rig:
     assert len(group.episodes) == 8
 
 
+async def test_an_episode_stays_with_the_replica_that_answered(args: list[str], tmp_path: Path, rig: Rig) -> None:
+    await rig.submit_episodes(n=2)
+    with scripted() as (failing, seen), ReplicaThread(tmp_path, *args) as replica:
+        async with playing(failing, replica.url, workers=1):
+            await receive(rig)
+    assert seen, "it was asked for an episode"
+    assert [request.body for request in seen] == [{"wait_s": harness_module.WAIT_S}] * len(seen)
+
+
 async def test_a_call_says_how_often_it_was_sent_before() -> None:
     """A gateway in front of the replicas then chooses another one."""
     gone, failed = (503, {}, {}), (500, {}, {})
     with scripted(gone, failed, (204, {}, None)) as (url, seen):
         async with replicas.Replicas([url], token="", patience_s=WITHIN_S) as served:
-            assert (await served.send(calls.take_episode(0.0), 0)).root is None
+            answer, _ = await served.send(calls.take_episode(0.0), 0)
+    assert answer.root is None
     counts = [request.headers.get("X-Stainless-Retry-Count") for request in seen]
     assert counts == [None, "1", "2"]
 
