@@ -33,7 +33,7 @@ Seconds = Annotated[float, Field(gt=0)]
 LogMinP = Annotated[float, Field(ge=-1e4, le=0)]
 SET_BY_UP = {
     "options": {"config", "dry_run", "host", "port", "port_file", "model", "run_id", "replica_id", "redis_url"},
-    "harness_options": {"config", "dry_run", "environment", "urls"},
+    "harness_options": {"config", "dry_run", "environment", "trial", "urls"},
 }
 """By the section's setting that holds options of another program."""
 SGLANG_SHARES = {"sglang.max_total_tokens", "sglang.mem_fraction_static", "sglang.url"}

@@ -27,9 +27,11 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dvp_rl.contract.errors import ConfigError, DvpError, NoBrokerError
+from dvp_rl.contract.errors import ConfigError, DvpError, NoBrokerError, RequestError
 from dvp_rl.contract.http import ReplicaHealth, Verdict
+from dvp_rl.contract.openai import ChatRequest
 from dvp_rl.contract.weights import INITIAL_SEQ, WeightVersion
+from dvp_rl.engines.chat import Chat
 from dvp_rl.engines.context import model_context
 from dvp_rl.engines.tokenizer import Tokenizer, load_config
 from dvp_rl.settings import masked
@@ -49,6 +51,7 @@ from .data.rendering import (
     open_heldout,
     open_tokenizer,
     open_training,
+    task_of,
 )
 from .learn.weight_files import INDEX
 from .patience import patient
@@ -56,6 +59,7 @@ from .report.starts import read_starts
 from .report.terminal import CONTROLS
 from .resume.checkpoint import Checkpoints
 from .setup import check_device, check_hooks, check_resumable, scoring
+from .up.harness import try_environment
 from .up.replica import flags, options_of_replica
 
 SHOWN_ROWS = 2
@@ -147,13 +151,16 @@ class Examination:
     def parts(self) -> dict[str, Callable[[], Iterable[str]]]:
         """What to look at, in order."""
         heldout = {} if self.settings.data.heldout is None else {"data.heldout": self.look_at_heldout}
+        asked = {"prompts": self.look_at_prompts}
+        if self.settings.episodes.harness:  # it writes the prompts
+            asked = {} if self.settings.up.environment is None else {"environment": self.look_at_environment}
         return {
             "hooks": self.look_at_hooks,
             "device": self.look_at_device,
             "tokenizer": self.look_at_tokenizer,
             "model": self.look_at_model,
             "data.train": self.look_at_train,
-            "prompts": self.look_at_prompts,
+            **asked,
             **heldout,
             "reward": self.look_at_reward,
             "out_dir": self.look_at_out_dir,
@@ -243,6 +250,24 @@ class Examination:
             return
         if unset := [name for name in arguments if name not in self.settings.data.chat_template_kwargs]:
             yield f"the chat template also takes {', '.join(unset)}: data.chat_template_kwargs sets them"
+
+    def look_at_environment(self) -> Iterator[str]:
+        settings, tokenizer, (row,) = self.settings, self._tokenizer, self._train.first(1)
+        said = try_environment(settings, task_of(row, self._train.source))
+        request = ChatRequest.model_validate(said["request"])
+        tools = request.tools or ()
+        try:
+            text = Chat(tokenizer).render(request.messages, tools, settings.data.chat_template_kwargs)
+        except RequestError as error:
+            raise ConfigError(f"the replicas would refuse row {row.index}: {error}") from None
+        num, context = len(tokenizer.encode_rest(text)), longest_sequence(settings)
+        yield f"{settings.up.environment}, tools: {', '.join(tool.function.name for tool in tools) or 'none'}"
+        if context is not None and num >= context:
+            yield Note(f"row {row.index} fills the context of {context:,} tokens: its episodes cannot be played")
+        yield f"row {row.index}, {num:,} tokens:\n{_shortened(text)}"
+        reward, then = said["step"]["reward"], "ends" if said["step"]["done"] else "goes on"
+        given = "no reward" if reward is None else f"reward {reward:g}"
+        yield f"the answer {said['answer'][:MAX_CHARACTERS]!r} gets {given}, and the episode {then}"
 
     def look_at_reward(self) -> Iterable[str]:
         async def tried() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dvp_rl import logs
 from dvp_rl.cancellation import cancel
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> None:
     with user_errors("dvp-harness"):
         settings = HarnessSettings.load(sys.argv[1:] if argv is None else argv)
-        asyncio.run(_run(settings))
+        asyncio.run(_run(settings) if settings.trial is None else _try(settings, settings.trial))
 
 
 async def _run(settings: HarnessSettings) -> None:
@@ -38,6 +40,13 @@ async def _run(settings: HarnessSettings) -> None:
     finally:
         await cancel((playing, stopping))
         logger.info("stopped; %s", harness.summary())
+
+
+async def _try(settings: HarnessSettings, file: Path) -> None:
+    from .trial import play, read_row
+
+    said = await play(settings, read_row(file))
+    sys.stdout.write(f"{json.dumps(said._asdict(), indent=2, ensure_ascii=False)}\n")
 
 
 if __name__ == "__main__":

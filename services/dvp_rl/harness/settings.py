@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from dvp_rl.hooks import hook_name
@@ -22,8 +22,11 @@ class HarnessSettings(Settings):
 
     environment: Annotated[str, AfterValidator(hook_name)]
     """Your class, as module:Environment (trainer/HOOKS.md). Each object plays one episode."""
-    urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+$")], ...], NoDecode]
-    """http://host:port of the run's replicas, or of a gateway in front of them; comma-separated."""
+    urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+$")], ...], NoDecode] = ()
+    """http://host:port of the run's replicas, or of a gateway in front of them; comma-separated. Needed to play."""
+    trial: Path | None = None
+    """File with a row as JSON, e.g. {"prompt": "1+1=", "answer": "2"}. Instead of playing, prints what the environment
+    says first, and to the row's answer."""
     token: SecretStr = SecretStr("")
     """Their token, of scope harness."""
     token_file: Path | None = None
@@ -53,7 +56,10 @@ class HarnessSettings(Settings):
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, (list, tuple)):
             raise ValueError("expected a URL or a list of URLs")
-        urls = [url.strip().rstrip("/") for item in values for url in str(item).split(",") if url.strip()]
-        if not urls:
-            raise ValueError("needs at least one URL")
-        return tuple(urls)
+        return tuple(url.strip().rstrip("/") for item in values for url in str(item).split(",") if url.strip())
+
+    @model_validator(mode="after")
+    def _has_somebody_to_ask(self) -> Self:
+        if not self.urls and self.trial is None:
+            raise ValueError("urls: needs at least one URL")
+        return self

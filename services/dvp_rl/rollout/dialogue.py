@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dvp_rl.contract.errors import RequestError
 from dvp_rl.contract.generate import GenerateRequest
-from dvp_rl.contract.openai import ChatMessage, ChatRequest, CompletionRequest
+from dvp_rl.contract.openai import ChatRequest, CompletionRequest
 from dvp_rl.contract.session import (
     Fork,
     Session,
@@ -22,7 +20,8 @@ from dvp_rl.contract.session import (
     longest_text,
     path,
 )
-from dvp_rl.engines.tool_calls import ToolCall, ToolFormat, tool_format
+from dvp_rl.engines.chat import Chat
+from dvp_rl.engines.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from dvp_rl.engines.tokenizer import Tokenizer
 
 TurnRequest = ChatRequest | CompletionRequest | GenerateRequest
-MAX_BLAMED = 64
-"""Most messages of which the one that a chat template refuses is searched for."""
 CONTEXT_TOKENS = 8
 """Tokens before a turn that are decoded with it: what a token's text is can depend on those before it."""
 
@@ -70,7 +67,7 @@ class Dialogue:
     """Use it from one thread at a time, like its tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat = tokenizer, Chat(tokenizer)
 
     def check(self, session: Session) -> None:
         """Raises RequestError if the chat template has no such arguments."""
@@ -88,7 +85,7 @@ class Dialogue:
             context_ids = token_ids[start:]
             rest = self.added_text(token_ids[:start], context_ids)
         else:
-            text = self._render(session, request) if isinstance(request, ChatRequest) else request.prompt
+            text = self._text(session, request)
             parent, start = longest_text(turns, text)
             rest = text[start:]
             begins = parent is None and isinstance(request, CompletionRequest)
@@ -96,6 +93,11 @@ class Dialogue:
             context_ids = np.asarray(encode(rest), np.int32)
             token_ids = np.concatenate([history(path(turns, parent)), context_ids])
         return Prompt(rest, parent, _fork(turns, parent, request), context_ids, token_ids)
+
+    def _text(self, session: Session, request: ChatRequest | CompletionRequest) -> str:
+        if isinstance(request, CompletionRequest):
+            return request.prompt
+        return self._chat.render(request.messages, request.tools or (), session.chat_template_kwargs)
 
     def added_text(self, before: NDArray[np.int32], ids: NDArray[np.int32], *, special: bool = True) -> str:
         """The text that tokens add to that of the tokens before them; `special`: special tokens included."""
@@ -136,85 +138,13 @@ class Dialogue:
         wants_pieces = not isinstance(request, GenerateRequest) and request.logprobs not in (None, False)
         pieces = tuple(self._tokenizer.pieces(drawn.tolist())) if wants_pieces else ()
         if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
-            assert self._format is not None, "its prompt could be rendered"
+            assert self._chat.format is not None, "its prompt could be rendered"
             # A format may begin with a special token, which the content of an answer without calls does not show.
             said = drawn[:-1] if drawn[-1] in self._tokenizer.eos_ids else drawn
-            content, calls = self._format.parse(trim(self.added_text(read, said), stops))
+            content, calls = self._chat.format.parse(trim(self.added_text(read, said), stops))
             if calls:
                 return Answer(content, tuple(calls), pieces)
         return Answer(trim(self.added_text(read, drawn, special=False), stops), pieces=pieces)
-
-    @cached_property
-    def _format(self) -> ToolFormat | None:
-        ends = self._tokenizer.core.convert_ids_to_tokens(sorted(self._tokenizer.eos_ids))
-        return tool_format(
-            lambda messages, tools, prompt: self._tokenizer.render(messages, {}, tools, add_generation_prompt=prompt),
-            ends,
-        )
-
-    def _render(self, session: Session, request: ChatRequest) -> str:
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None
-        if tools and self._format is None:
-            raise RequestError.at("tools", f"{len(tools)} tools", "null: this model's chat template calls none as JSON")
-        messages = [self._message(index, message) for index, message in enumerate(request.messages)]
-        kwargs = session.chat_template_kwargs
-        try:
-            return self._tokenizer.render(messages, kwargs, tools)
-        except RequestError as error:
-            blamed = self._blamed(messages, kwargs, tools, str(error)) if len(messages) <= MAX_BLAMED else None
-            if blamed is None:
-                raise
-            raise RequestError.at(f"messages.{blamed}", f"role {messages[blamed]['role']}", str(error)) from None
-
-    def _blamed(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] | None,
-        reason: str,
-    ) -> int | None:
-        """Index of the first message with which the chat template refuses the conversation, for the same reason."""
-        for end in range(1, len(messages) + 1):
-            try:
-                self._tokenizer.render(messages[:end], kwargs, tools)
-            except RequestError as error:
-                if str(error) == reason:
-                    return end - 1
-        return None
-
-    def _message(self, index: int, message: ChatMessage) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        role = "system" if message.role == "developer" else message.role
-        given = message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
-        turn = {"role": role, "content": message.text, **given}
-        if message.tool_calls:
-            if self._format is None:
-                raise RequestError.at(
-                    f"messages.{index}.tool_calls", f"{len(message.tool_calls)} calls", "null for this model"
-                )
-            turn["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": self._arguments(f"messages.{index}.tool_calls.{at}", call.function.arguments),
-                    },
-                }
-                for at, call in enumerate(message.tool_calls)
-            ]
-        return turn
-
-    def _arguments(self, field: str, arguments: str) -> Any:
-        """Arguments as the chat template takes them: a text that it inserts unchanged, or an object."""
-        try:
-            parsed = json.loads(arguments)
-            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # a lone surrogate is no text
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise RequestError.at(f"{field}.function.arguments", repr(arguments[:80]), "a JSON object, as text")
-        return arguments if self._format and self._format.verbatim else parsed
 
 
 def _fork(turns: Sequence[Turn], parent: int | None, request: TurnRequest) -> Fork | None:

@@ -15,6 +15,7 @@ import pytest
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.harness import Step
+from dvp_rl.harness.__main__ import main
 from dvp_rl.harness.process import EnvironmentFailedError, EnvironmentProcess
 from dvp_rl.workers.limits import Limits
 from tests.kit.wait import WITHIN_S, until_async
@@ -225,3 +226,49 @@ async def test_a_tool_that_hangs_is_an_observation(start: Start) -> None:
 async def test_what_is_no_environment_is_refused(start: Start, name: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         await start(name)
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> Path:
+    file = tmp_path / "row.json"
+    file.write_text(json.dumps({"prompt": "3+4=", "answer": "7", "columns": {}}))
+    return file
+
+
+def try_out(capsys: pytest.CaptureFixture[str], row: Path, name: str, *options: str) -> tuple[int, str]:
+    """Exit code and output of `dvp-harness --trial`."""
+    code = 0
+    try:
+        main([f"--environment={MODULE}:{name}", f"--trial={row}", *options])
+    except SystemExit as end:
+        code = int(str(end.code))
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_a_trial_needs_no_replica(capsys: pytest.CaptureFixture[str], row: Path) -> None:
+    code, printed = try_out(capsys, row, "Sums")
+    said = json.loads(printed)
+    assert (code, said["answer"]) == (0, "7")
+    assert said["request"]["messages"] == [{"role": "user", "content": "3+4="}]
+    again = [{"role": "user", "content": "2+2="}]
+    assert said["step"] == {"messages": again, "reward": 0.5, "done": False, "metrics": {"second": 0.0}}
+    _, printed = try_out(capsys, row, "WithTools")
+    assert [tool["function"]["name"] for tool in json.loads(printed)["request"]["tools"]] == ["slow", "gently"]
+
+
+def test_a_trial_says_what_is_wrong(capsys: pytest.CaptureFixture[str], row: Path) -> None:
+    row.write_text('{"prompt": "raise", "answer": null}')
+    code, printed = try_out(capsys, row, "Moody")
+    assert code == 2
+    assert f"environment '{MODULE}:Moody': step: ValueError: no more sums\nTraceback" in printed
+    assert "messages: List should have at least 1 item" in try_out(capsys, row, "Silent")[1]
+    row.write_text("[]")
+    assert "row: record: Input should be an object" in try_out(capsys, row, "Sums")[1]
+    assert "cannot be read: No such file" in try_out(capsys, row.with_name("absent"), "Sums")[1]
+
+
+def test_without_a_trial_there_must_be_a_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--environment={MODULE}:Sums"])
+    assert "urls: needs at least one URL" in capsys.readouterr().err

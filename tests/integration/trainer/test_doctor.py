@@ -33,6 +33,7 @@ from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer, 
 from tests.kit.wait import WITHIN_S, until
 
 NOWHERE = "redis://127.0.0.1:1"
+ENVIRONMENTS = "tests.integration.harness.environments"
 
 
 @pytest.fixture
@@ -213,6 +214,51 @@ def test_a_run_for_up_needs_no_broker(tmp_path: Path, run_id: str, monkeypatch: 
     assert error == ""
     assert found["broker"] == [f"ok `dvp-train up` starts one, and replicas; `dvp-train` alone needs one at {NOWHERE}"]
     assert "replicas" not in found
+
+
+def in_environment(tmp_path: Path, run_id: str, name: str, **changes: str | None) -> list[str]:
+    """A run for `up` whose episodes are played in the environment."""
+    played = {"episodes__harness": "true", "reward__name": "given", "up__environment": f"{ENVIRONMENTS}:{name}"}
+    model = {"model__path": str(make_model(tmp_path / "model")), "data__shuffle": "false"}
+    return config(tmp_path, run_id, NOWHERE, **{"broker__redis_url": None} | model | played | changes)
+
+
+def test_an_environment_says_what_the_model_reads(tmp_path: Path, run_id: str) -> None:
+    found, error = examined(in_environment(tmp_path, run_id, "Sums"))
+    assert error == ""
+    named, shown, rewarded = found["environment"]
+    assert named == f"ok {ENVIRONMENTS}:Sums, tools: none"
+    assert shown == "ok row 0, 8 tokens:\n<user>78+19=<assistant>"
+    assert rewarded == "ok the answer '97' gets reward 0.5, and the episode goes on"
+    assert "prompts" not in found, "the environment writes them"
+    small = str(make_model(tmp_path / "small", context=8))
+    found, _ = examined(in_environment(tmp_path, run_id, "Sums", model__path=small))
+    assert "note row 0 fills the context of 8 tokens: its episodes cannot be played" in found["environment"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "refusal"),
+    [
+        ("Absent", {}, "has no function 'Absent'"),
+        ("NoStep", {}, "the class has no method step"),
+        ("Silent", {}, "messages: List should have at least 1 item"),
+        (
+            "WithTools",
+            {},
+            "would refuse row 0: tools: got 2 tools, allowed: null: this model's chat template calls none",
+        ),
+        ("Sums", {"model__path": str(MODEL)}, "would refuse row 0: messages.0: "),
+        ("Sums", {"up__harness_options": '{"workrs": 3}'}, "unknown option --workrs; did you mean --workers?"),
+    ],
+)
+def test_an_environment_that_cannot_be_played_in(
+    tmp_path: Path, run_id: str, name: str, changes: dict[str, str], refusal: str
+) -> None:
+    found, error = examined(in_environment(tmp_path, run_id, name, **changes))
+    assert error == "the run would stop at environment"
+    (failed,) = found["environment"]
+    assert failed.startswith("FAIL ")
+    assert refusal in failed
 
 
 def test_a_broker_that_nobody_named_stops_no_run_for_up(

@@ -31,6 +31,7 @@ from dvp_trainer.disk import writing
 from dvp_trainer.programs import program
 
 from .fleet import Child, Fleet
+from .harness import harness_command
 from .replica import flags, options_of_replica
 
 logger = logging.getLogger(__name__)
@@ -104,9 +105,7 @@ class Local:
             self.replicas.append(self._start(name, "dvp_rl.rollout", options | up.options, env))
         self.harness = None
         if up.environment is not None:
-            urls = ",".join(replica.url for replica in self.replicas)
-            played = {"environment": up.environment, "urls": urls} | up.harness_options
-            command = [sys.executable, "-m", "dvp_rl.harness", *flags(played)]
+            command = harness_command(settings, urls=",".join(replica.url for replica in self.replicas))
             self.harness = Program("harness", command, {}, fleet.start("harness", command, {}))
         self.monitor = None
         if up.monitor_port is not None:
