@@ -254,6 +254,9 @@ class Examination:
     def look_at_environment(self) -> Iterator[str]:
         settings, tokenizer, (row,) = self.settings, self._tokenizer, self._train.first(1)
         said = try_environment(settings, task_of(row, self._train.source))
+        if said["request"] is None:
+            yield f"{settings.up.environment}, an agent: it asks the model itself"
+            return
         request = ChatRequest.model_validate(said["request"])
         tools = request.tools or ()
         try:

@@ -1,6 +1,6 @@
 """Environments: what a user writes (trainer/HOOKS.md), and `dvp-harness`, which plays a run's episodes in them."""
 
-from .environment import Environment, Step
+from .environment import Agent, Endpoint, Environment, Step
 from .tools import Tools
 
-__all__ = ["Environment", "Step", "Tools"]
+__all__ = ["Agent", "Endpoint", "Environment", "Step", "Tools"]

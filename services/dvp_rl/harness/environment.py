@@ -1,4 +1,4 @@
-"""The form of an environment."""
+"""The forms of what plays an episode: an environment, or an agent."""
 
 from __future__ import annotations
 
@@ -32,3 +32,21 @@ class Environment(Protocol):
 
     def step(self, message: dict[str, Any], /) -> Step | Awaitable[Step]:
         """`message`: what the model said, with role, content and, if it called tools, tool_calls."""
+
+
+class Endpoint(NamedTuple):
+    """Where an agent finds the model. What it draws there is recorded, token for token."""
+
+    base_url: str
+    """Of OpenAI's API."""
+    api_key: str
+    model: str
+    """The model's name."""
+
+
+class Agent(Protocol):
+    """A class whose objects play one episode each, with any client of OpenAI's API. `play` may be plain or async."""
+
+    def play(self, row: dict[str, Any], endpoint: Endpoint, /) -> Step | float | Awaitable[Step | float | None] | None:
+        """The episode's reward, None if the trainer's reward function gives it, or a Step with more: one that is not
+        `done` was cut off. `row`: as an environment gets it."""

@@ -22,7 +22,7 @@ from dvp_rl.contract.record import describe
 from dvp_rl.contract.session import beat_every
 from dvp_rl.workers.limits import Limits
 
-from .environment import Step
+from .environment import Endpoint, Step
 from .process import EnvironmentFailedError, EnvironmentProcess
 from .replicas import Replicas
 from .settings import HarnessSettings
@@ -33,6 +33,8 @@ WAIT_S = 20.0
 """Time for which one call waits for an episode, in seconds."""
 GIVE_BACK_S = 5.0
 """Longest time to give an episode back when the program ends, in seconds."""
+NO_TOKEN = "none"
+"""API key where the replicas want none: OpenAI's client needs one."""
 MAX_SHOWN = 32
 """Different errors whose traceback is logged."""
 REPORT_S = 60.0
@@ -52,7 +54,7 @@ class Harness:
     """Plays until its task is cancelled."""
 
     def __init__(self, settings: HarnessSettings, token: str) -> None:
-        self._settings = settings
+        self._settings, self._token = settings, token
         self._limits = Limits(settings.timeout_s, settings.memory_mib)
         self._replicas = Replicas(settings.urls, token, settings.patience_s)
         self._firsts = count()
@@ -85,7 +87,7 @@ class Harness:
                 if taken is not None:
                     await self._play(taken, environment)
         finally:
-            await finished(environment.stop())
+            await environment.stop()
 
     async def _take(self) -> _Taken | None:
         async with self._taking:  # one call that waits is enough
@@ -96,7 +98,8 @@ class Harness:
         """Plays an episode to its end, or gives it back with a reason."""
         session_id = taken.episode.session_id
         try:
-            end = await race(self._turns(taken, environment), self._beats(taken))
+            playing = self._ask_agent if environment.is_agent else self._turns
+            end = await race(playing(taken, environment), self._beats(taken))
             await self._replicas.send(calls.finish_session(session_id, end), taken.home)
         except NotFoundError:
             self._ends["lost"] += 1
@@ -115,6 +118,14 @@ class Harness:
             if end.reward is not None:
                 self._num_rewarded, self._earned = self._num_rewarded + 1, self._earned + end.reward
         await self._close(environment)
+
+    async def _ask_agent(self, taken: _Taken, agent: EnvironmentProcess) -> FinishRequest:
+        """Lets it play to the end, and returns that."""
+        episode, urls = taken.episode, self._settings.urls
+        base_url = f"{urls[taken.home % len(urls)]}/v1/sessions/{episode.session_id}/v1"
+        endpoint = Endpoint(base_url, self._token or NO_TOKEN, episode.run_id)
+        end = await agent.play(episode.task, endpoint, pieces=self._settings.max_turns)
+        return _end([end], truncated=not end.done)
 
     async def _turns(self, taken: _Taken, environment: EnvironmentProcess) -> FinishRequest:
         """Plays to the end, and returns that."""

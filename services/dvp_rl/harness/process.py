@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dvp_rl.cancellation import finished
 from dvp_rl.workers.child import SLACK_S
 from dvp_rl.workers.limits import Limits
 from dvp_rl.workers.process import WorkerLostError, WorkerProcess
 
-from .environment import Step
+from .environment import Endpoint, Step
 
 
 class EnvironmentFailedError(Exception):
@@ -27,11 +28,13 @@ class EnvironmentProcess:
         """`name`: module:Environment."""
         self._limits = limits
         self._process = WorkerProcess("dvp_rl.harness.worker", "environment", name, limits)
+        self.is_agent = False
+        """Whether it plays by itself; known once it was started."""
 
     async def start(self) -> None:
         """Raises ConfigError if there is no such environment."""
         try:
-            await self._process.start()
+            self.is_agent = (await self._process.start())["is_agent"]
         except BaseException:
             await self.stop()  # its greeting would be taken for an answer
             raise
@@ -39,11 +42,12 @@ class EnvironmentProcess:
     async def reset(self, row: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The first messages of a new episode, and its tools. Replaces a process that has ended. Raises
         EnvironmentFailedError, or ConfigError as `start`."""
-        if not self._process.is_alive():
-            await self.stop()
-            await self.start()
-        answer = await self._call("reset", row)
+        answer = await self._begin("reset", row)
         return answer["messages"], answer["tools"]
+
+    async def play(self, row: dict[str, Any], endpoint: Endpoint, *, pieces: int) -> Step:
+        """A whole episode, of an agent; it may take `pieces` times the time limit. Raises as `reset`."""
+        return Step(**await self._begin("play", (row, endpoint), pieces))
 
     async def step(self, message: dict[str, Any]) -> Step:
         """What the environment says to an answer of the model. Raises EnvironmentFailedError."""
@@ -55,13 +59,21 @@ class EnvironmentProcess:
             await self._call("close", None)
 
     async def stop(self) -> None:
-        await self._process.stop()
+        """Kills it. A cancellation is raised once it has ended."""
+        await finished(self._process.stop())
 
-    async def _call(self, method: str, argument: object, num_tools: int = 0) -> dict[str, Any]:
-        """`num_tools`: calls of tools, each of which has a time limit of its own."""
-        self._process.send(json.dumps((method, argument)).encode())
+    async def _begin(self, method: str, argument: object, pieces: int = 1) -> dict[str, Any]:
+        if not self._process.is_alive():
+            await self.stop()
+            await self.start()
+        return await self._call(method, argument, pieces)
+
+    async def _call(self, method: str, argument: object, pieces: int = 1, num_tools: int = 0) -> dict[str, Any]:
+        """The call may take `pieces` times the time limit. `num_tools`: calls of tools, each of which has one of its
+        own."""
+        self._process.send(json.dumps((method, argument, pieces)).encode())
         try:
-            (answer,) = await self._process.receive((self._limits.timeout_s + SLACK_S) * (1 + num_tools))
+            (answer,) = await self._process.receive((self._limits.timeout_s + SLACK_S) * (pieces + num_tools))
         except WorkerLostError as error:
             await self.stop()
             raise EnvironmentFailedError(f"{method}: {error}") from None

@@ -15,13 +15,14 @@ from dvp_rl.settings import Settings
 
 
 class HarnessSettings(Settings):
-    """Plays the episodes of a training run (episodes.harness) in your environment, through the run's replicas."""
+    """Plays the episodes of a training run (episodes.harness) in your environment, or by your agent, through the run's
+    replicas."""
 
     model_config = SettingsConfigDict(env_prefix="DVP_HARNESS__", cli_prog_name="dvp-harness")
     usage: ClassVar[str] = "--environment module:Environment --urls URL[,URL...] [options]"
 
     environment: Annotated[str, AfterValidator(hook_name)]
-    """Your class, as module:Environment (trainer/HOOKS.md). Each object plays one episode."""
+    """Your class, as module:Environment, or module:Agent (trainer/HOOKS.md). Each object plays one episode."""
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+$")], ...], NoDecode] = ()
     """http://host:port of the run's replicas, or of a gateway in front of them; comma-separated. Needed to play."""
     trial: Path | None = None
@@ -38,7 +39,8 @@ class HarnessSettings(Settings):
     memory_mib: Annotated[int, Field(ge=1)] = 2048
     """Memory that a process may take beyond what it has once the environment is imported. Linux only."""
     max_turns: Annotated[int, Field(ge=1)] = 32
-    """Answers of the model after which an episode is cut off."""
+    """Answers of the model after which an episode is cut off. The `play` of an agent may take this many times
+    `timeout_s`."""
     patience_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest wait while no replica answers, including at start, in seconds; then the program ends."""
     log_format: LogFormat = LogFormat.TEXT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,11 @@ ROW = TypeAdapter(dict[str, JsonValue])
 class Said(NamedTuple):
     """What an environment says of one row, as JSON."""
 
-    request: dict[str, Any]
-    """The first turn, as a replica gets it: messages and tools."""
-    answer: str
+    request: dict[str, Any] | None
+    """The first turn, as a replica gets it: messages and tools. None: an agent asks the model itself."""
+    answer: str = ""
     """What is said to it: the row's answer, or nothing."""
-    step: dict[str, Any]
+    step: Mapping[str, Any] = {}
     """What it says to that: a Step."""
 
 
@@ -45,6 +46,8 @@ async def play(settings: HarnessSettings, row: dict[str, Any]) -> Said:
     environment = EnvironmentProcess(settings.environment, Limits(settings.timeout_s, settings.memory_mib))
     try:
         await environment.start()
+        if environment.is_agent:
+            return Said(None)
         messages, tools = await environment.reset(row)
         turn = calls.chat("trial", {"model": "trial", "messages": messages, "tools": tools or None}, key="")
         assert turn.body is not None

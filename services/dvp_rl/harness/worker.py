@@ -18,7 +18,7 @@ from dvp_rl.hooks import as_number, describe_type, load_hook
 from dvp_rl.workers.child import Failure, Guard, Loop, Pipes, limit_memory
 from dvp_rl.workers.limits import Limits
 
-from .environment import Environment, Step
+from .environment import Endpoint, Environment, Step
 from .tools import Tools
 
 SETTING = "environment"
@@ -50,11 +50,20 @@ class Stage:
         result = self._loop.finished(self._environment.step(message))
         if not isinstance(result, tuple):
             raise TypeError(f"returned {describe_type(result)}, expected a Step")
-        step, counted = Step(*result), dict[str, float]()
+        counted = dict[str, float]()
         if self._tools:
             counted[TOOL_CALLS] = len(message.get("tool_calls") or ())
         if isinstance(self._tools, Tools):
             counted[TOOL_ERRORS] = Tools.num_errors - errors_before
+        return self._as_json(Step(*result), counted)
+
+    def play(self, given: tuple[dict[str, Any], list[str]]) -> dict[str, Any]:
+        row, endpoint = given
+        self._environment = self._create()
+        result = self._loop.finished(self._environment.play(row, Endpoint(*endpoint)))
+        return self._as_json(Step(*result) if isinstance(result, tuple) else Step(reward=result, done=True), {})
+
+    def _as_json(self, step: Step, counted: dict[str, float]) -> dict[str, Any]:
         return {
             "messages": _checked(MESSAGES, "messages", step.messages or ()),
             "reward": None if step.reward is None else as_number(step.reward),
@@ -100,11 +109,11 @@ def _float(value: Any) -> Any:
 
 
 def _loaded(name: str) -> Callable[[], Environment]:
-    """Raises ConfigError if it cannot be an environment."""
+    """Raises ConfigError if it can be neither an environment nor an agent."""
     create = load_hook(SETTING, name)
     lacking = [method for method in ("reset", "step") if inspect.isclass(create) and not hasattr(create, method)]
-    if lacking:
-        raise ConfigError(f"{SETTING} {name!r}: the class has no method {' and no method '.join(lacking)}")
+    if lacking and not hasattr(create, "play"):
+        raise ConfigError(f"{SETTING} {name!r}: the class has no method {' and no method '.join(lacking)}, and no play")
     try:
         inspect.signature(create).bind()
     except TypeError as error:
@@ -115,15 +124,15 @@ def _loaded(name: str) -> Callable[[], Environment]:
 def main(name: str, given: tuple[float, int, str]) -> None:
     limits, pipes = Limits(*given), Pipes()
     try:
-        stage = Stage(_loaded(name))
+        create = _loaded(name)
     except ConfigError as refusal:
         return pipes.send({"error": str(refusal)})
     limit_memory(limits.memory_mib)
-    pipes.send({})
-    guard = Guard(limits, __file__)
+    pipes.send({"is_agent": hasattr(create, "play")})
+    stage, guard = Stage(create), Guard(limits, __file__)
     calls: dict[str, Callable[[Any], dict[str, Any]]]
-    calls = {"reset": stage.reset, "step": stage.step, "close": stage.close}
-    for call, argument in pipes.requests():
-        answer = guard.call(partial(calls[call], argument))
+    calls = {"reset": stage.reset, "step": stage.step, "play": stage.play, "close": stage.close}
+    for call, argument, pieces in pipes.requests():
+        answer = guard.call(partial(calls[call], argument), pieces)
         pipes.send(answer._asdict() if isinstance(answer, Failure) else answer)
     return None

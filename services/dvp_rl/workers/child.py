@@ -75,7 +75,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self.limit_s = 0.0
-        """Of the piece of work that runs; 0 if there is none."""
+        """Of one piece of the work that runs; 0 if there is none."""
         self.expired = False
 
     def _ring(self, signum: int, frame: FrameType | None) -> None:
@@ -93,8 +93,8 @@ class Alarm:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """The block has a whole time limit of its own; afterwards the time goes on that was left before it. Without a
-        piece of work that runs, nothing is limited."""
+        """The block has the time limit of one piece for itself; afterwards the time goes on that was left before it.
+        If no work runs, nothing is limited."""
         if not self.limit_s:
             yield
             return
@@ -122,8 +122,8 @@ class Guard:
     def call(self, function: Callable[[], T], pieces: int = 1) -> T | Failure:
         """The function's result. It may take `pieces` times the time limit."""
         try:
-            alarm.limit_s = self._limits.timeout_s * pieces
-            alarm.start(alarm.limit_s)
+            alarm.limit_s = self._limits.timeout_s
+            alarm.start(alarm.limit_s * pieces)
             try:
                 result = function()
             finally:

@@ -19,6 +19,8 @@ from .limits import Limits
 START_TIMEOUT_S = 120.0
 GRACE_S = 1.0
 """Extra time beyond the time limit before a worker is killed, in seconds."""
+KILL_S = 10.0
+"""Longest wait for the end of a process that was killed, in seconds."""
 LAST_LOOK_S = 0.2
 """Time for a last read of the pipe after that, in seconds: this event loop itself may have been blocked until then."""
 LOOK_S = 1.0
@@ -144,7 +146,7 @@ class WorkerProcess:
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):  # its pipe may be held by a process that left its group
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(KILL_S):
                 await process.wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from openai import AsyncOpenAI
 
-from dvp_rl.harness import Step, Tools
+from dvp_rl.harness import Endpoint, Step, Tools
 
 
 class Sums:
@@ -48,6 +50,13 @@ class Plain:
 
     def step(self, message: dict[str, Any]) -> tuple[Any, ...]:
         return ([], None, True)
+
+
+class Chatty(Sums):
+    """Prints, and fails later."""
+
+    async def step(self, message: dict[str, Any]) -> Step:
+        raise ValueError("no more sums")
 
 
 class Endless(Plain):
@@ -154,8 +163,6 @@ def slow(seconds: float) -> str:
 
 
 async def gently(seconds: float) -> str:
-    import asyncio
-
     await asyncio.sleep(seconds)
     return "done"
 
@@ -199,3 +206,56 @@ class WithArguments(Plain):
 
 def made() -> Plain:
     return Plain()
+
+
+class Asking:
+    """An agent: asks twice, with OpenAI's client."""
+
+    async def play(self, row: dict[str, Any], endpoint: Endpoint) -> Step | float | None:
+        messages: list[Any] = [{"role": "user", "content": "1+1="}]
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            for _ in range(2):
+                answer = await client.chat.completions.create(model=endpoint.model, messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "2+2="}]
+        return self.end(row)
+
+    def end(self, row: dict[str, Any]) -> Step | float | None:
+        return Step(reward=0.5, done=True, metrics={"asked": 2})
+
+
+class Half(Asking):
+    def end(self, row: dict[str, Any]) -> Step | float | None:
+        return 0.25
+
+
+class CutOff(Asking):
+    def end(self, row: dict[str, Any]) -> Step | float | None:
+        return Step(reward=0.5)
+
+
+class Napping:
+    """An agent that takes longer than one turn may. Its tool takes too long."""
+
+    async def play(self, row: dict[str, Any], endpoint: Endpoint) -> float:
+        call = {"id": "1", "function": {"name": "gently", "arguments": '{"seconds": 600}'}}
+        (observation,) = await WithTools.tools.run({"tool_calls": [call]})
+        await asyncio.sleep(1)
+        return 0.25 if observation["content"] == "error: this took too long" else 0.0
+
+
+class Mute:
+    """An agent that asks nothing."""
+
+    def play(self, row: dict[str, Any], endpoint: Endpoint) -> float:
+        return 1.0
+
+
+class Failing(Asking):
+    def end(self, row: dict[str, Any]) -> Step | float | None:
+        raise ValueError("no more sums")
+
+
+class Sleeping(Asking):
+    def end(self, row: dict[str, Any]) -> Step | float | None:
+        time.sleep(600)
+        return None

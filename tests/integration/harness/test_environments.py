@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
-from dvp_rl.harness import Step
+from dvp_rl.harness import Endpoint, Step
 from dvp_rl.harness.__main__ import main
 from dvp_rl.harness.process import EnvironmentFailedError, EnvironmentProcess
 from dvp_rl.workers.limits import Limits
@@ -25,6 +25,7 @@ SAID = {"role": "assistant", "content": "2"}
 PATIENT = Limits(WITHIN_S, 1024)
 HASTY = Limits(0.5, 1024)
 """For what hangs. Anything else is tried again under it: this machine may be slow for a moment."""
+NOWHERE = Endpoint("http://127.0.0.1:1/v1", "none", "run")
 Start = Callable[..., Any]
 
 
@@ -215,10 +216,18 @@ async def test_a_tool_that_hangs_is_an_observation(start: Start) -> None:
     await until_async(is_observed)
 
 
+async def test_an_agent_may_take_the_time_of_many_turns(start: Start) -> None:
+    agent = await start("Napping", HASTY)
+    row = {"prompt": "1+1="}
+    assert await agent.play(row, NOWHERE, pieces=600) == Step([], 0.25, True)
+    with pytest.raises(EnvironmentFailedError, match=r"^play: took longer than timeout_s allows$"):
+        await agent.play(row, NOWHERE, pieces=1)
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("NoStep", "the class has no method step"),
+        ("NoStep", "the class has no method step, and no play"),
         ("WithArguments", r"must be created without arguments \(missing a required argument: 'size'\)"),
         ("Absent", "has no function 'Absent'"),
     ],
@@ -255,6 +264,11 @@ def test_a_trial_needs_no_replica(capsys: pytest.CaptureFixture[str], row: Path)
     assert said["step"] == {"messages": again, "reward": 0.5, "done": False, "metrics": {"second": 0.0}}
     _, printed = try_out(capsys, row, "WithTools")
     assert [tool["function"]["name"] for tool in json.loads(printed)["request"]["tools"]] == ["slow", "gently"]
+
+
+def test_a_trial_without_a_model_asks_no_agent(capsys: pytest.CaptureFixture[str], row: Path) -> None:
+    code, printed = try_out(capsys, row, "Failing")
+    assert (code, json.loads(printed)["request"]) == (0, None)
 
 
 def test_a_trial_says_what_is_wrong(capsys: pytest.CaptureFixture[str], row: Path) -> None:

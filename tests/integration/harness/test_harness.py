@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dvp_rl.cancellation import cancel
+from dvp_rl.cancellation import CANCEL_AGAIN_S, cancel
 from dvp_rl.client import calls
 from dvp_rl.contract.errors import ConfigError, UnavailableError
 from dvp_rl.contract.group import DeadLetter, FinishReason, Group, Sample
@@ -124,6 +124,49 @@ async def test_an_environment_may_leave_the_reward_to_the_trainer(args: list[str
             group = await receive(rig)
     assert isinstance(group, Group)
     assert group.rewards == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward", "metrics"), [("Asking", 0.5, {"asked": 2}), ("Half", 0.25, {}), ("CutOff", 0.5, {})]
+)
+async def test_an_agent_asks_the_model_itself(
+    args: list[str], tmp_path: Path, rig: Rig, agent: str, reward: float, metrics: dict[str, float]
+) -> None:
+    await rig.submit_episodes(n=2)
+    with ReplicaThread(tmp_path, *args, "--token", TOKEN, token=TOKEN) as replica:
+        async with playing(replica.url, environment=agent, token=TOKEN) as harness:
+            group = await receive(rig)
+            how = "cut off" if agent == "CutOff" else "finished"
+            await until_async(lambda: harness.summary() == f"episodes: 2 {how}; mean reward {reward:.3f}")
+    assert isinstance(group, Group)
+    assert [num_turns(samples) for samples in group.episodes] == [2, 2]
+    assert group.rewards == (reward, reward)
+    for counted in group.metrics:
+        assert counted["turns"] == 2
+        assert {name: value for name, value in counted.items() if name == "asked"} == metrics
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [("Failing", "play: ValueError: no more sums"), ("Mute", "has no turn to be finished")],
+)
+async def test_an_agent_that_fails_costs_its_episode(
+    args: list[str], tmp_path: Path, rig: Rig, agent: str, error: str
+) -> None:
+    await rig.submit_episodes(n=1)
+    with ReplicaThread(tmp_path, *args, "--max-deliveries=1") as replica:
+        async with playing(replica.url, environment=agent):
+            letter = await receive(rig)
+    assert isinstance(letter, DeadLetter)
+    assert error in letter.error
+
+
+async def test_an_agent_is_kept_while_it_is_busy(args: list[str], tmp_path: Path, rig: Rig, often: None) -> None:
+    job = await rig.submit_episodes(n=1)
+    with ReplicaThread(tmp_path, *args) as replica:
+        async with playing(replica.url, environment="Sleeping", timeout_s=600):
+            await until_async(lambda: played(rig, job, "turns"))
+            await has_a_heartbeat(rig, job)
 
 
 async def test_too_many_turns_cut_an_episode_off(args: list[str], tmp_path: Path, rig: Rig) -> None:
@@ -274,6 +317,22 @@ async def test_a_start_that_is_cancelled_leaves_no_answer() -> None:
             await environment.close()
     finally:
         await environment.stop()
+
+
+async def test_a_cancellation_waits_until_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks are cancelled again after a while: a killed process may need longer on a busy machine."""
+    environment = EnvironmentProcess(f"{MODULE}:Plain", Limits(600, 2048))
+    stop = environment._process.stop
+
+    async def slowly() -> None:
+        await asyncio.sleep(2 * CANCEL_AGAIN_S)
+        await stop()
+
+    monkeypatch.setattr(environment._process, "stop", slowly)
+    starting = asyncio.create_task(environment.start())
+    await until_async(lambda: environment._process.is_alive())
+    await cancel([starting])
+    assert not environment._process.is_alive()
 
 
 async def test_while_a_replica_should_draw_a_harness_only_looks(

@@ -234,6 +234,8 @@ def test_an_environment_says_what_the_model_reads(tmp_path: Path, run_id: str) -
     small = str(make_model(tmp_path / "small", context=8))
     found, _ = examined(in_environment(tmp_path, run_id, "Sums", model__path=small))
     assert "note row 0 fills the context of 8 tokens: its episodes cannot be played" in found["environment"]
+    found, error = examined(in_environment(tmp_path, run_id, "Asking"))
+    assert (error, found["environment"]) == ("", [f"ok {ENVIRONMENTS}:Asking, an agent: it asks the model itself"])
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,7 @@ def test_an_environment_says_what_the_model_reads(tmp_path: Path, run_id: str) -
         ("Absent", {}, "has no function 'Absent'"),
         ("NoStep", {}, "the class has no method step"),
         ("Silent", {}, "messages: List should have at least 1 item"),
+        ("Chatty", {}, f"environment '{ENVIRONMENTS}:Chatty': step: ValueError: no more sums"),
         (
             "WithTools",
             {},
@@ -259,6 +262,7 @@ def test_an_environment_that_cannot_be_played_in(
     (failed,) = found["environment"]
     assert failed.startswith("FAIL ")
     assert refusal in failed
+    assert "environments may print" not in failed
 
 
 def test_a_broker_that_nobody_named_stops_no_run_for_up(

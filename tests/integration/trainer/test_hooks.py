@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dvp_rl.harness import Step
+from dvp_rl.harness import Endpoint, Step
 from dvp_rl.harness.process import EnvironmentProcess
 from dvp_rl.hooks import load_hook
 from dvp_rl.workers.limits import Limits
@@ -20,6 +20,7 @@ from dvp_trainer.report.sinks import read_metrics
 from tests.kit.forked import ROLLOUT, run
 from tests.kit.processes import ROOT
 from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer
+from tests.kit.scripted import scripted
 from tests.kit.wait import WITHIN_S
 
 PAGE = ROOT / "trainer" / "HOOKS.md"
@@ -27,7 +28,7 @@ PAGE = ROOT / "trainer" / "HOOKS.md"
 
 def write_hooks(folder: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     (folder / "my_hooks.py").write_text("\n\n".join(blocks))
 
 
@@ -197,3 +198,23 @@ async def test_the_documented_environment_plays(tmp_path: Path, monkeypatch: pyt
         assert told == Step([], 1.0, True, {"tool_calls": 0, "tool_errors": 0})
     finally:
         await calculator.stop()
+
+
+async def test_the_documented_agent_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hooks(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = EnvironmentProcess("my_hooks:Asker", Limits(WITHIN_S, 1024))
+    await agent.start()
+    assert agent.is_agent
+    row = {"row": 0, "prompt": "3+4=", "answer": "7", "columns": {}}
+    answers = [(200, {}, {"choices": [{"index": 0, "message": {"content": text}}]}) for text in ("7", "8")]
+    try:
+        with scripted(*answers) as (url, seen):
+            endpoint = Endpoint(f"{url}/v1", "secret", "run")
+            assert await agent.play(row, endpoint, pieces=1) == Step([], 1.0, True)
+            assert await agent.play(row, endpoint, pieces=1) == Step([], 0.0, True)
+    finally:
+        await agent.stop()
+    for request in seen:
+        assert request.body == {"model": "run", "messages": [{"role": "user", "content": "3+4="}]}
+        assert request.headers["Authorization"] == "Bearer secret"

@@ -27,6 +27,7 @@ def try_environment(settings: TrainSettings, row: Mapping[str, Any]) -> dict[str
     command = harness_command(settings, trial="/dev/stdin")
     done = subprocess.run(command, input=json.dumps(row), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(done.stderr.strip().removeprefix("dvp-harness: error: "))
+        *_, error = done.stderr.split("dvp-harness: error: ")  # after what the environment prints
+        raise ConfigError(error.strip())
     said: dict[str, Any] = json.loads(done.stdout)
     return said
