@@ -253,14 +253,14 @@ class Examination:
 
     def look_at_environment(self) -> Iterator[str]:
         settings, tokenizer, (row,) = self.settings, self._tokenizer, self._train.first(1)
-        said = try_environment(settings, task_of(row, self._train.source))
-        if said["request"] is None:
-            yield f"{settings.up.environment}, an agent: it asks the model itself"
+        said, chat = try_environment(settings, task_of(row, self._train.source)), Chat(tokenizer)
+        if not said["requests"]:
+            yield f"{settings.up.environment}, an agent: only a model can try it"
             return
-        request = ChatRequest.model_validate(said["request"])
-        tools = request.tools or ()
+        first, *second = [ChatRequest.model_validate(request) for request in said["requests"]]
+        tools, kwargs = first.tools or (), settings.data.chat_template_kwargs
         try:
-            text = Chat(tokenizer).render(request.messages, tools, settings.data.chat_template_kwargs)
+            text, *_ = [chat.render(request.messages, tools, kwargs) for request in (first, *second)]
         except RequestError as error:
             raise ConfigError(f"the replicas would refuse row {row.index}: {error}") from None
         num, context = len(tokenizer.encode_rest(text)), longest_sequence(settings)
@@ -271,6 +271,8 @@ class Examination:
         reward, then = said["step"]["reward"], "ends" if said["step"]["done"] else "goes on"
         given = "no reward" if reward is None else f"reward {reward:g}"
         yield f"the answer {said['answer'][:MAX_CHARACTERS]!r} gets {given}, and the episode {then}"
+        if said["close_error"]:
+            yield Note(said["close_error"])
 
     def look_at_reward(self) -> Iterable[str]:
         async def tried() -> None:

@@ -46,7 +46,7 @@ async def _try(settings: HarnessSettings, file: Path) -> None:
     from .trial import play, read_row
 
     said = await play(settings, read_row(file))
-    sys.stdout.write(f"{json.dumps(said._asdict(), indent=2, ensure_ascii=False)}\n")
+    sys.stdout.buffer.write(json.dumps(said._asdict(), indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 if __name__ == "__main__":

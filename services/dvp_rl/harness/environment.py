@@ -43,9 +43,14 @@ class Endpoint(NamedTuple):
     model: str
     """The model's name."""
 
+    def __repr__(self) -> str:
+        """Keeps the key out of errors, which are stored and logged."""
+        return f"Endpoint({self.base_url!r}, api_key=..., model={self.model!r})"
+
 
 class Agent(Protocol):
-    """A class whose objects play one episode each, with any client of OpenAI's API. `play` may be plain or async."""
+    """A class, with no method `step`, whose objects play one episode each, with any client of OpenAI's API. `play` may
+    be plain or async."""
 
     def play(self, row: dict[str, Any], endpoint: Endpoint, /) -> Step | float | Awaitable[Step | float | None] | None:
         """The episode's reward, None if the trainer's reward function gives it, or a Step with more: one that is not

@@ -34,7 +34,7 @@ class HarnessSettings(Settings):
     """File with that token, instead."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 8
     """Episodes played at the same time, each in a process of its own."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Longest time of `reset`, of `step`, and of each call of a tool, in seconds."""
     memory_mib: Annotated[int, Field(ge=1)] = 2048
     """Memory that a process may take beyond what it has once the environment is imported. Linux only."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from dvp_rl.client import calls
 from dvp_rl.contract.errors import ConfigError
@@ -16,46 +16,74 @@ from dvp_rl.workers.limits import Limits
 from .process import EnvironmentFailedError, EnvironmentProcess
 from .settings import HarnessSettings
 
-ROW = TypeAdapter(dict[str, JsonValue])
+
+class Row(BaseModel):
+    """A row of a data set, as an environment gets it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    row: int = 0
+    prompt: str | list[dict[str, JsonValue]]
+    answer: str | None = None
+    columns: dict[str, JsonValue] = {}
 
 
 class Said(NamedTuple):
     """What an environment says of one row, as JSON."""
 
-    request: dict[str, Any] | None
-    """The first turn, as a replica gets it: messages and tools. None: an agent asks the model itself."""
+    requests: list[dict[str, Any]]
+    """The first turn, as a replica gets it (messages and tools), and the second one, if the episode goes on. Of an
+    agent none: it asks the model itself."""
     answer: str = ""
-    """What is said to it: the row's answer, or nothing."""
+    """What is said to the first one: the row's answer, or nothing."""
     step: Mapping[str, Any] = {}
-    """What it says to that: a Step."""
+    """What the environment says to that: a Step."""
+    close_error: str = ""
+    """Why the episode's end failed, which costs nothing."""
 
 
-def read_row(file: Path) -> dict[str, JsonValue]:
+def read_row(file: Path) -> Row:
     """Raises ConfigError."""
     try:
-        return ROW.validate_json(file.read_bytes())
+        return Row.model_validate_json(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"trial: {file} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise ConfigError(f"trial: {file}: {describe('row', error)}") from None
 
 
-async def play(settings: HarnessSettings, row: dict[str, Any]) -> Said:
+async def play(settings: HarnessSettings, row: Row) -> Said:
     """Raises ConfigError, with the traceback if there is one, if the environment fails, and RequestError if no replica
     would take its messages."""
     environment = EnvironmentProcess(settings.environment, Limits(settings.timeout_s, settings.memory_mib))
     try:
         await environment.start()
         if environment.is_agent:
-            return Said(None)
-        messages, tools = await environment.reset(row)
-        turn = calls.chat("trial", {"model": "trial", "messages": messages, "tools": tools or None}, key="")
-        assert turn.body is not None
-        answer = str(row.get("answer") or "")
-        step = await environment.step({"role": "assistant", "content": answer})
-        await environment.close()
+            return Said([])
+        messages, tools = await environment.reset(row.model_dump(mode="json"))
+        answer = {"role": "assistant", "content": row.answer or ""}
+        requests = [_turn(messages, tools)]
+        step = await environment.step(answer)
+        if not step.done:
+            requests.append(_turn([*messages, answer, *step.messages], tools))
+        return Said(requests, answer["content"], step._asdict(), await _closed(environment))
     except EnvironmentFailedError as error:
         raise ConfigError(f"environment {settings.environment!r}: {error}\n{error.trace}".rstrip()) from None
     finally:
         await environment.stop()
-    return Said(turn.body.model_dump(mode="json", exclude_none=True), answer, step._asdict())
+
+
+def _turn(messages: list[Any], tools: list[Any]) -> dict[str, Any]:
+    """A turn as a replica gets it. Raises RequestError."""
+    turn = calls.chat("trial", {"model": "trial", "messages": messages, "tools": tools or None}, key="")
+    assert turn.body is not None
+    return turn.body.model_dump(mode="json", exclude_none=True)
+
+
+async def _closed(environment: EnvironmentProcess) -> str:
+    """Why that failed; nothing if it did not."""
+    try:
+        await environment.close()
+    except EnvironmentFailedError as error:
+        return str(error)
+    return ""

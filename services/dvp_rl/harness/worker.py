@@ -61,7 +61,10 @@ class Stage:
         row, endpoint = given
         self._environment = self._create()
         result = self._loop.finished(self._environment.play(row, Endpoint(*endpoint)))
-        return self._as_json(Step(*result) if isinstance(result, tuple) else Step(reward=result, done=True), {})
+        step = result if isinstance(result, Step) else Step(reward=result, done=True)
+        if isinstance(result, tuple) and (result is not step or step.messages):
+            raise TypeError("returned a tuple, expected a number or a Step without messages")
+        return self._as_json(step, {})
 
     def _as_json(self, step: Step, counted: dict[str, float]) -> dict[str, Any]:
         return {
@@ -112,13 +115,18 @@ def _loaded(name: str) -> Callable[[], Environment]:
     """Raises ConfigError if it can be neither an environment nor an agent."""
     create = load_hook(SETTING, name)
     lacking = [method for method in ("reset", "step") if inspect.isclass(create) and not hasattr(create, method)]
-    if lacking and not hasattr(create, "play"):
+    if lacking and not _is_agent(create):
         raise ConfigError(f"{SETTING} {name!r}: the class has no method {' and no method '.join(lacking)}, and no play")
     try:
         inspect.signature(create).bind()
     except TypeError as error:
         raise ConfigError(f"{SETTING} {name!r}: must be created without arguments ({error})") from None
     return create
+
+
+def _is_agent(create: Callable[[], Environment]) -> bool:
+    """An environment may have a method `play` of its own."""
+    return inspect.isclass(create) and hasattr(create, "play") and not hasattr(create, "step")
 
 
 def main(name: str, given: tuple[float, int, str]) -> None:
@@ -128,7 +136,7 @@ def main(name: str, given: tuple[float, int, str]) -> None:
     except ConfigError as refusal:
         return pipes.send({"error": str(refusal)})
     limit_memory(limits.memory_mib)
-    pipes.send({"is_agent": hasattr(create, "play")})
+    pipes.send({"is_agent": _is_agent(create)})
     stage, guard = Stage(create), Guard(limits, __file__)
     calls: dict[str, Callable[[Any], dict[str, Any]]]
     calls = {"reset": stage.reset, "step": stage.step, "play": stage.play, "close": stage.close}

@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,34 +78,52 @@ class Alarm:
         self.limit_s = 0.0
         """Of one piece of the work that runs; 0 if there is none."""
         self.expired = False
+        self._apart: list[None] = []
+        """An entry per block of the work that is apart: there may be several at a time."""
+        self._left_s = 0.0
+        """What was left to the work when the first of them began, in seconds."""
 
     def _ring(self, signum: int, frame: FrameType | None) -> None:
         self.expired = True
         raise TimeLimitError
 
-    def start(self, limit_s: float) -> None:
+    def start(self, limit_s: float, pieces: int) -> None:
+        """The work may take `pieces` times `limit_s` seconds."""
+        self.limit_s, self._apart = limit_s, []
+        self._set(limit_s * pieces)
+
+    def stop(self) -> None:
+        self._unset()
+        self.limit_s, self._apart = 0.0, []
+
+    def _set(self, limit_s: float) -> None:
         self.expired = False
         signal.signal(signal.SIGALRM, self._ring)  # every time: a user's function may have replaced it
         signal.setitimer(signal.ITIMER_REAL, limit_s)
 
-    def stop(self) -> float:
+    def _unset(self) -> float:
         """Returns the seconds that were left."""
         return signal.setitimer(signal.ITIMER_REAL, 0)[0]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """The block has the time limit of one piece for itself; afterwards the time goes on that was left before it.
-        If no work runs, nothing is limited."""
-        if not self.limit_s:
+        Of several blocks at a time, the last one to begin sets the alarm. Nothing is limited if no work runs, nor in
+        another thread, where no alarm rings."""
+        if not self.limit_s or threading.current_thread() is not threading.main_thread():
             yield
             return
-        left_s = self.stop()
-        self.start(self.limit_s + SLACK_S)
+        apart = self._apart  # of this work: a task that it leaves behind may go on in the next one
+        if not apart:
+            self._left_s = self._unset()
+        apart.append(None)
+        self._set(self.limit_s + SLACK_S)
         try:
             yield
         finally:
-            self.stop()
-            self.start(max(left_s, SLACK_S))
+            apart.pop()
+            if apart is self._apart and not apart:
+                self._set(max(self._left_s, SLACK_S))
 
 
 alarm = Alarm()
@@ -122,13 +141,11 @@ class Guard:
     def call(self, function: Callable[[], T], pieces: int = 1) -> T | Failure:
         """The function's result. It may take `pieces` times the time limit."""
         try:
-            alarm.limit_s = self._limits.timeout_s
-            alarm.start(alarm.limit_s * pieces)
+            alarm.start(self._limits.timeout_s, pieces)
             try:
                 result = function()
             finally:
                 alarm.stop()
-                alarm.limit_s = 0.0
         except TimeLimitError as error:
             return Failure(self._limits.too_slow, self._trace_of(error))
         except MemoryError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,10 +56,40 @@ class Plain:
 
 
 class Chatty(Sums):
-    """Prints, and fails later."""
+    """Prints what is no text, and fails later."""
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        sys.stdout.buffer.write(b"environments may print \xff\n")
+        return await super().reset(row)
 
     async def step(self, message: dict[str, Any]) -> Step:
-        raise ValueError("no more sums")
+        raise ValueError("see: dvp-harness: error: no more sums")
+
+
+class Insistent(Sums):
+    """Says two things at once, which not every chat template takes."""
+
+    async def step(self, message: dict[str, Any]) -> Step:
+        return Step([{"role": "user", "content": "2+2="}] * 2)
+
+
+class Game(Sums):
+    """An environment, in spite of its method `play`."""
+
+    def play(self, move: str) -> None:
+        raise NotImplementedError
+
+
+class Careless(Plain):
+    """Leaves a process behind that holds what it inherits. Fails to close."""
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        Path(os.environ["LEFT_BEHIND"]).write_text(str(left.pid))
+        return super().reset(row)
+
+    def close(self) -> None:
+        raise ValueError("cannot close")
 
 
 class Endless(Plain):
@@ -234,13 +267,35 @@ class CutOff(Asking):
 
 
 class Napping:
-    """An agent that takes longer than one turn may. Its tool takes too long."""
+    """An agent that takes longer than one turn may. Of two tools that run at once, one takes too long."""
 
     async def play(self, row: dict[str, Any], endpoint: Endpoint) -> float:
-        call = {"id": "1", "function": {"name": "gently", "arguments": '{"seconds": 600}'}}
-        (observation,) = await WithTools.tools.run({"tool_calls": [call]})
-        await asyncio.sleep(1)
+        def use(seconds: float) -> Awaitable[list[dict[str, Any]]]:
+            call = {"id": "1", "function": {"name": "gently", "arguments": json.dumps({"seconds": seconds})}}
+            return WithTools.tools.run({"tool_calls": [call]})
+
+        _, (observation,) = await asyncio.gather(use(0), use(600))
+        await asyncio.sleep(2)
         return 0.25 if observation["content"] == "error: this took too long" else 0.0
+
+
+class Threaded:
+    """An agent that uses its tools in a thread."""
+
+    async def play(self, row: dict[str, Any], endpoint: Endpoint) -> float:
+        call = {"id": "1", "function": {"name": "gently", "arguments": '{"seconds": 0}'}}
+        (observation,) = await asyncio.to_thread(asyncio.run, WithTools.tools.run({"tool_calls": [call]}))
+        return float(observation["content"] == "done")
+
+
+class Tupled:
+    def play(self, row: dict[str, Any], endpoint: Endpoint) -> Any:
+        return 0.0, 0.5
+
+
+class Talking:
+    def play(self, row: dict[str, Any], endpoint: Endpoint) -> Any:
+        return Step([{"role": "user", "content": "2+2="}], reward=0.5)
 
 
 class Mute:

@@ -224,6 +224,28 @@ async def test_an_agent_may_take_the_time_of_many_turns(start: Start) -> None:
         await agent.play(row, NOWHERE, pieces=1)
 
 
+async def test_an_agent_may_use_tools_in_threads(start: Start) -> None:
+    agent = await start("Threaded")
+    assert await agent.play({"prompt": "1+1="}, NOWHERE, pieces=1) == Step([], 1.0, True)
+
+
+@pytest.mark.parametrize("name", ["Tupled", "Talking"])
+async def test_an_agent_says_plainly_how_its_episode_ended(start: Start, name: str) -> None:
+    agent = await start(name)
+    with pytest.raises(
+        EnvironmentFailedError, match="TypeError: returned a tuple, expected a number or a Step without"
+    ):
+        await agent.play({"prompt": "1+1="}, NOWHERE, pieces=1)
+
+
+async def test_an_environment_may_have_a_method_play(start: Start) -> None:
+    assert not (await start("Game")).is_agent
+
+
+def test_an_error_that_shows_the_endpoint_keeps_its_key_secret() -> None:
+    assert "none" not in f"{NOWHERE}"
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -240,7 +262,7 @@ async def test_what_is_no_environment_is_refused(start: Start, name: str, error:
 @pytest.fixture
 def row(tmp_path: Path) -> Path:
     file = tmp_path / "row.json"
-    file.write_text(json.dumps({"prompt": "3+4=", "answer": "7", "columns": {}}))
+    file.write_text(json.dumps({"prompt": "3+4=", "answer": "7"}))
     return file
 
 
@@ -259,16 +281,18 @@ def test_a_trial_needs_no_replica(capsys: pytest.CaptureFixture[str], row: Path)
     code, printed = try_out(capsys, row, "Sums")
     said = json.loads(printed)
     assert (code, said["answer"]) == (0, "7")
-    assert said["request"]["messages"] == [{"role": "user", "content": "3+4="}]
-    again = [{"role": "user", "content": "2+2="}]
+    asked, again = [{"role": "user", "content": "3+4="}], [{"role": "user", "content": "2+2="}]
+    answer = {"role": "assistant", "content": "7"}
+    assert [request["messages"] for request in said["requests"]] == [asked, [*asked, answer, *again]]
     assert said["step"] == {"messages": again, "reward": 0.5, "done": False, "metrics": {"second": 0.0}}
     _, printed = try_out(capsys, row, "WithTools")
-    assert [tool["function"]["name"] for tool in json.loads(printed)["request"]["tools"]] == ["slow", "gently"]
+    (request,) = json.loads(printed)["requests"]
+    assert [tool["function"]["name"] for tool in request["tools"]] == ["slow", "gently"]
 
 
 def test_a_trial_without_a_model_asks_no_agent(capsys: pytest.CaptureFixture[str], row: Path) -> None:
     code, printed = try_out(capsys, row, "Failing")
-    assert (code, json.loads(printed)["request"]) == (0, None)
+    assert (code, json.loads(printed)["requests"]) == (0, [])
 
 
 def test_a_trial_says_what_is_wrong(capsys: pytest.CaptureFixture[str], row: Path) -> None:
@@ -277,6 +301,10 @@ def test_a_trial_says_what_is_wrong(capsys: pytest.CaptureFixture[str], row: Pat
     assert code == 2
     assert f"environment '{MODULE}:Moody': step: ValueError: no more sums\nTraceback" in printed
     assert "messages: List should have at least 1 item" in try_out(capsys, row, "Silent")[1]
+    row.write_text('{"prompt": "1+1=", "answer": 2, "level": 3}')
+    printed = try_out(capsys, row, "Sums")[1]
+    assert "answer: Input should be a valid string" in printed
+    assert "level: Extra inputs are not permitted" in printed
     row.write_text("[]")
     assert "row: record: Input should be an object" in try_out(capsys, row, "Sums")[1]
     assert "cannot be read: No such file" in try_out(capsys, row.with_name("absent"), "Sums")[1]

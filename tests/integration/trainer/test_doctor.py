@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dvp_rl.contract.errors import ConfigError
@@ -28,6 +30,7 @@ from dvp_trainer import doctor
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.doctor import Mark, count_parameters, examine
 from dvp_trainer.report.sinks import read_metrics
+from tests.kit.chat_templates import GEMMA
 from tests.kit.models import make_model
 from tests.kit.runs import HELDOUT, MODEL, TRAIN, config, replica, run_trainer, train
 from tests.kit.wait import WITHIN_S, until
@@ -235,7 +238,29 @@ def test_an_environment_says_what_the_model_reads(tmp_path: Path, run_id: str) -
     found, _ = examined(in_environment(tmp_path, run_id, "Sums", model__path=small))
     assert "note row 0 fills the context of 8 tokens: its episodes cannot be played" in found["environment"]
     found, error = examined(in_environment(tmp_path, run_id, "Asking"))
-    assert (error, found["environment"]) == ("", [f"ok {ENVIRONMENTS}:Asking, an agent: it asks the model itself"])
+    assert (error, found["environment"]) == ("", [f"ok {ENVIRONMENTS}:Asking, an agent: only a model can try it"])
+
+
+def test_what_an_environment_leaves_behind_keeps_nobody_waiting(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEFT_BEHIND", str(tmp_path / "pid"))
+    try:
+        found, error = examined(in_environment(tmp_path, run_id, "Careless"))
+        left = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert left.is_running()
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert error == ""
+    assert found["environment"][-1] == "note close: ValueError: cannot close"
+
+
+def test_the_chat_template_refuses_the_second_turn(tmp_path: Path, run_id: str) -> None:
+    flags = in_environment(tmp_path, run_id, "Insistent")
+    (tmp_path / "model" / "chat_template.jinja").write_text(GEMMA)
+    found, error = examined(flags)
+    assert error == "the run would stop at environment"
+    assert "would refuse row 0: messages.3: got role user, allowed: " in found["environment"][0]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +269,7 @@ def test_an_environment_says_what_the_model_reads(tmp_path: Path, run_id: str) -
         ("Absent", {}, "has no function 'Absent'"),
         ("NoStep", {}, "the class has no method step"),
         ("Silent", {}, "messages: List should have at least 1 item"),
-        ("Chatty", {}, f"environment '{ENVIRONMENTS}:Chatty': step: ValueError: no more sums"),
+        ("Chatty", {}, "Chatty': step: ValueError: see: dvp-harness: error: no more sums"),
         (
             "WithTools",
             {},
@@ -252,6 +277,7 @@ def test_an_environment_says_what_the_model_reads(tmp_path: Path, run_id: str) -
         ),
         ("Sums", {"model__path": str(MODEL)}, "would refuse row 0: messages.0: "),
         ("Sums", {"up__harness_options": '{"workrs": 3}'}, "unknown option --workrs; did you mean --workers?"),
+        ("Sums", {"up__harness_options": '{"help": true}'}, "plays nothing with these options: it prints:\nusage: "),
     ],
 )
 def test_an_environment_that_cannot_be_played_in(

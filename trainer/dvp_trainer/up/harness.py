@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from dvp_rl.contract.errors import ConfigError
 from dvp_trainer.config import TrainSettings
@@ -25,9 +26,22 @@ def try_environment(settings: TrainSettings, row: Mapping[str, Any]) -> dict[str
     """What the environment says of a row: its first messages, its tools, and its step after the row's answer. Raises
     ConfigError."""
     command = harness_command(settings, trial="/dev/stdin")
-    done = subprocess.run(command, input=json.dumps(row), capture_output=True, text=True, check=False)
-    if done.returncode:
-        *_, error = done.stderr.split("dvp-harness: error: ")  # after what the environment prints
-        raise ConfigError(error.strip())
-    said: dict[str, Any] = json.loads(done.stdout)
+    # Files: what the environment leaves running would keep pipes open.
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        code = subprocess.run(
+            command, input=json.dumps(row).encode(), stdout=output, stderr=errors, check=False
+        ).returncode
+        printed, complaint = (_read(file) for file in (output, errors))
+    if code:
+        _, _, error = f"\n{complaint}".rpartition("\ndvp-harness: error: ")  # after what the environment prints
+        raise ConfigError(error.strip() or f"dvp-harness ended with exit status {code}")
+    try:
+        said: dict[str, Any] = json.loads(printed)
+    except ValueError:
+        raise ConfigError(f"dvp-harness plays nothing with these options: it prints:\n{printed[:200]}") from None
     return said
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
