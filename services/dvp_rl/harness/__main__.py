@@ -43,9 +43,9 @@ async def _run(settings: HarnessSettings) -> None:
 
 
 async def _try(settings: HarnessSettings, file: Path) -> None:
-    from .trial import play, read_row
+    from .trial import play_row, read_row
 
-    said = await play(settings, read_row(file))
+    said = await play_row(settings, read_row(file))
     sys.stdout.buffer.write(json.dumps(said._asdict(), indent=2, ensure_ascii=False).encode() + b"\n")
 
 

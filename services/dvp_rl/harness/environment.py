@@ -38,7 +38,7 @@ class Endpoint(NamedTuple):
     """Where an agent finds the model. What it draws there is recorded, token for token."""
 
     base_url: str
-    """Of OpenAI's API."""
+    """That of OpenAI's API, which OpenAI's client takes."""
     api_key: str
     model: str
     """The model's name."""

@@ -121,8 +121,8 @@ class Harness:
 
     async def _ask_agent(self, taken: _Taken, agent: EnvironmentProcess) -> FinishRequest:
         """Lets it play to the end, and returns that."""
-        episode, urls = taken.episode, self._settings.urls
-        base_url = f"{urls[taken.home % len(urls)]}/v1/sessions/{episode.session_id}/v1"
+        episode = taken.episode
+        base_url = f"{self._settings.urls[taken.home]}/v1/sessions/{episode.session_id}/v1"
         endpoint = Endpoint(base_url, self._token or NO_TOKEN, episode.run_id)
         end = await agent.play(episode.task, endpoint, pieces=self._settings.max_turns)
         return _end([end], truncated=not end.done)

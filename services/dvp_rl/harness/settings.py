@@ -24,10 +24,10 @@ class HarnessSettings(Settings):
     environment: Annotated[str, AfterValidator(hook_name)]
     """Your class, as module:Environment, or module:Agent (trainer/HOOKS.md). Each object plays one episode."""
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+$")], ...], NoDecode] = ()
-    """http://host:port of the run's replicas, or of a gateway in front of them; comma-separated. Needed to play."""
+    """http://host:port of the run's replicas, or of a gateway in front of them; comma-separated."""
     trial: Path | None = None
-    """File with a row as JSON, e.g. {"prompt": "1+1=", "answer": "2"}. Instead of playing, prints what the environment
-    says first, and to the row's answer."""
+    """File with a row as JSON, e.g. {"prompt": "1+1=", "answer": "2"}. The environment plays it without a model and
+    without `urls`: its first messages are printed, and what it says to the row's answer."""
     token: SecretStr = SecretStr("")
     """Their token, of scope harness."""
     token_file: Path | None = None

@@ -52,7 +52,7 @@ def read_row(file: Path) -> Row:
         raise ConfigError(f"trial: {file}: {describe('row', error)}") from None
 
 
-async def play(settings: HarnessSettings, row: Row) -> Said:
+async def play_row(settings: HarnessSettings, row: Row) -> Said:
     """Raises ConfigError, with the traceback if there is one, if the environment fails, and RequestError if no replica
     would take its messages."""
     environment = EnvironmentProcess(settings.environment, Limits(settings.timeout_s, settings.memory_mib))

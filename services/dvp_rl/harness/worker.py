@@ -18,7 +18,7 @@ from dvp_rl.hooks import as_number, describe_type, load_hook
 from dvp_rl.workers.child import Failure, Guard, Loop, Pipes, limit_memory
 from dvp_rl.workers.limits import Limits
 
-from .environment import Endpoint, Environment, Step
+from .environment import Endpoint, Step
 from .tools import Tools
 
 SETTING = "environment"
@@ -30,7 +30,7 @@ METRICS = TypeAdapter[dict[str, float]](Metrics)
 class Stage:
     """Holds the environment of the episode that is played."""
 
-    def __init__(self, create: Callable[[], Environment]) -> None:
+    def __init__(self, create: Callable[[], Any]) -> None:
         self._create = create
         self._loop = Loop()
         self._environment: Any = None
@@ -55,24 +55,17 @@ class Stage:
             counted[TOOL_CALLS] = len(message.get("tool_calls") or ())
         if isinstance(self._tools, Tools):
             counted[TOOL_ERRORS] = Tools.num_errors - errors_before
-        return self._as_json(Step(*result), counted)
+        return _as_json(Step(*result), counted)
 
     def play(self, given: tuple[dict[str, Any], list[str]]) -> dict[str, Any]:
         row, endpoint = given
         self._environment = self._create()
         result = self._loop.finished(self._environment.play(row, Endpoint(*endpoint)))
-        step = result if isinstance(result, Step) else Step(reward=result, done=True)
-        if isinstance(result, tuple) and (result is not step or step.messages):
+        if not isinstance(result, tuple):
+            result = Step(reward=result, done=True)
+        if not isinstance(result, Step) or result.messages:
             raise TypeError("returned a tuple, expected a number or a Step without messages")
-        return self._as_json(step, {})
-
-    def _as_json(self, step: Step, counted: dict[str, float]) -> dict[str, Any]:
-        return {
-            "messages": _checked(MESSAGES, "messages", step.messages or ()),
-            "reward": None if step.reward is None else as_number(step.reward),
-            "done": bool(step.done),
-            "metrics": _metrics(counted, step.metrics),
-        }
+        return _as_json(result, {})
 
     def close(self, _: None) -> dict[str, Any]:
         environment, self._environment = self._environment, None
@@ -80,6 +73,16 @@ class Stage:
         if close is not None:
             self._loop.finished(close())
         return {}
+
+
+def _as_json(step: Step, counted: dict[str, float]) -> dict[str, Any]:
+    """`counted`: metrics that were counted for the user. Raises TypeError or ValueError."""
+    return {
+        "messages": _checked(MESSAGES, "messages", step.messages or ()),
+        "reward": None if step.reward is None else as_number(step.reward),
+        "done": bool(step.done),
+        "metrics": _metrics(counted, step.metrics),
+    }
 
 
 def _checked(adapter: TypeAdapter[Any], what: str, given: Any) -> Any:
@@ -111,7 +114,7 @@ def _float(value: Any) -> Any:
         return value
 
 
-def _loaded(name: str) -> Callable[[], Environment]:
+def _loaded(name: str) -> Callable[[], Any]:
     """Raises ConfigError if it can be neither an environment nor an agent."""
     create = load_hook(SETTING, name)
     lacking = [method for method in ("reset", "step") if inspect.isclass(create) and not hasattr(create, method)]
@@ -124,7 +127,7 @@ def _loaded(name: str) -> Callable[[], Environment]:
     return create
 
 
-def _is_agent(create: Callable[[], Environment]) -> bool:
+def _is_agent(create: Callable[[], Any]) -> bool:
     """An environment may have a method `play` of its own."""
     return inspect.isclass(create) and hasattr(create, "play") and not hasattr(create, "step")
 

@@ -23,8 +23,7 @@ def harness_command(settings: TrainSettings, **options: object) -> list[str]:
 
 
 def try_environment(settings: TrainSettings, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the environment says of a row: its first messages, its tools, and its step after the row's answer. Raises
-    ConfigError."""
+    """What the environment says of a row: a Said of dvp_rl.harness.trial. Raises ConfigError."""
     command = harness_command(settings, trial="/dev/stdin")
     # Files: what the environment leaves running would keep pipes open.
     with TemporaryFile() as output, TemporaryFile() as errors:
