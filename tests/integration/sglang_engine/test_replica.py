@@ -25,6 +25,7 @@ from dvp_rl.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
 from tests.integration.rollout.publishing import announce
+from tests.integration.rollout.test_session_versions import check_three_versions
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.table import check_table
 from tests.kit.wait import WITHIN_S, until_async
@@ -143,6 +144,13 @@ async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
                 assert checked >= 0.9 * (span.end - span.start) - 2
     assert first.version in seen
     assert not (await queue_health(broker)).dead
+
+
+async def test_each_turn_of_a_session_has_the_log_probs_of_its_version(
+    replica: ReplicaProcess, broker: Broker, fence: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    await until_state(broker, ReplicaState.SERVING)
+    await check_three_versions(replica, broker, fence, models, tmp_path)
 
 
 async def test_damaged_weights_are_refused_and_reported(
