@@ -8,6 +8,7 @@ import sys
 for name in (
     "codec",
     "queue",
+    "sessions",
     "throughput",
     "shares",
     "engine",
