@@ -301,9 +301,10 @@ class Feeder:
         await self._finish([letter.job_id], Outcome.DEAD)
         self._deaths_in_a_row += 1
         if self._deaths_in_a_row >= DEATHS_PER_ROOM * self.in_flight_limit:
+            where = f" on replica {letter.replica_id}" if letter.replica_id else ""  # a harness names none
             raise EngineError(
-                f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id} "
-                f"on replica {letter.replica_id}: {letter.error}. Fix the cause, replay them with"
+                f"{self._deaths_in_a_row} jobs died in a row without a single group; the last was {letter.job_id}"
+                f"{where}: {letter.error}. Fix the cause, replay them with"
                 f" `dvp-queue --run-id {self.settings.run_id} dead replay --all`, then start the same command again"
             )
 
