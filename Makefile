@@ -8,14 +8,17 @@ ENGINE ?= transformers
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_STAMP := .venv/.installed-for-demo
+# .venv with what a run needs, at least.
+VENV := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 # Of pip's output, shows the packages of 10 MB and more, and when it has them all.
 LARGE := sed -unE -e 's/^ *(Downloading|Using cached) (.*\([0-9]{2,}[.0-9]* MB\)).*/  \2/p' \
 	-e 's/^Installing collected packages.*/  all are here; unpacking them/p'
 SGLANG_STAMP := .sglang/.installed
 PLUGIN_STAMP := .sglang/.plugin
 TRL_STAMP := .trl/.installed
+EXAMPLES_STAMP := .examples/.installed
 
-.PHONY: install python sglang-cpu secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
+.PHONY: install python sglang-cpu examples secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
 
 install: $(STAMP)
 
@@ -59,7 +62,20 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dv
 		./deploy/sglang-cpu/shims ./deploy/dvp-sglang
 	touch $@
 
-demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+# What deploy/examples needs: the packages of .venv, and over them other libraries and the versions that these want.
+examples: $(EXAMPLES_STAMP)
+
+$(EXAMPLES_STAMP): $(VENV) $(addprefix deploy/examples/,pyproject.toml requirements.txt)
+	@echo "building .examples: reasoning-gym and verifiers, about 190 MB"
+	$(PYTHON) -m venv --clear .examples
+	packages=$$(echo .examples/lib/python*/site-packages); \
+	echo "import site; site.addsitedir('$$PWD/$${packages/.examples/.venv}')" > $$packages/beneath.pth
+	grep -v '^openai==' requirements.lock > .examples/constraints.txt
+	.examples/bin/python -m pip install --quiet $(PIP_FLAGS) -c .examples/constraints.txt -r deploy/examples/requirements.txt
+	.examples/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e . -e deploy/examples
+	touch $@
+
+demo: $(VENV) $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
 # Runs every study of trainer/lab/results again; `dvp-lab page` draws a stored one.

@@ -40,7 +40,9 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, **FEW_THREADS, **variables}
 
 
-def run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str | Path], timeout_s: float = WITHIN_S, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command that ends by itself."""
     return subprocess.run(
         command,
@@ -48,7 +50,7 @@ def run(command: Sequence[str | Path], **variables: str) -> subprocess.Completed
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=WITHIN_S,
+        timeout=timeout_s,
         check=False,
     )
 
