@@ -224,11 +224,12 @@ class Traffic:
         while (trap := self.system.traps.take(Role.OPERATOR)) is not None:
             name = trap.rpartition(".")[0]
             await self.command(name, trap)
-            if name == "close":
-                await self.command("open", None)
+            while name == "close" and await self.command("open", None):
+                pass  # it was killed as tired, or found no broker: nobody else opens the queue again
             await asyncio.sleep(PAUSE_S)
 
-    async def command(self, name: str, trap: str | None) -> None:
+    async def command(self, name: str, trap: str | None) -> int | None:
+        """Its exit code."""
         run_id = self.system.layout.run_id
         if name == "purge":
             run_id += "-scratch"
@@ -238,3 +239,4 @@ class Traffic:
                     await Submission(broker).submit_client(job, limit=10**6)
         child = self.system.start(Role.OPERATOR, f"operator-{name}", trap, [f"--run-id={run_id}", *COMMANDS[name]])
         await self.system.gone(child)
+        return child.process.poll()
