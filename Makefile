@@ -66,7 +66,7 @@ $(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dv
 examples: $(EXAMPLES_STAMP)
 
 $(EXAMPLES_STAMP): $(VENV) $(addprefix deploy/examples/,pyproject.toml requirements.txt)
-	@echo "building .examples: reasoning-gym and verifiers, about 190 MB"
+	@echo "building .examples: reasoning-gym and verifiers"
 	$(PYTHON) -m venv --clear .examples
 	packages=$$(echo .examples/lib/python*/site-packages); \
 	echo "import site; site.addsitedir('$$PWD/$${packages/.examples/.venv}')" > $$packages/beneath.pth
