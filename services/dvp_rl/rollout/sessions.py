@@ -132,7 +132,9 @@ class Sessions:
         recorded = await self._store.read(session_id, caller=caller)
         session, turns = recorded.session, recorded.turns
         self._check(session, request)
-        name = digest(f"{key}\n{request.model_dump_json(exclude={'request_id'})}") if key else uuid.uuid4().hex
+        # The model's name is the run's: runs with the same seed draw alike, whatever they are called.
+        asked = request.model_dump_json(exclude={"request_id", "model"})
+        name = digest(f"{key}\n{asked}") if key else uuid.uuid4().hex
         # Sessions with the same keys must not draw alike.
         turn_id = digest(f"{recorded.nonce}\n{name}")
         known = [turn.turn_id for turn in turns]

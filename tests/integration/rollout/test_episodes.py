@@ -203,6 +203,18 @@ async def test_turns_with_keys_are_drawn_alike_in_another_attempt(caller: Caller
     assert said[0][0] != said[0][1]
 
 
+async def test_runs_with_the_same_seed_draw_alike(model: Path, broker_url: str, run_id: str, tmp_path: Path) -> None:
+    """Turns name the run as their model; the name decides nothing."""
+    said = []
+    for name in (run_id, f"{run_id}-again"):
+        args = ["--model", str(model), "--redis-url", broker_url, "--run-id", name]
+        async with await Broker.connect(broker_url, name) as broker:
+            await (await Rig.of(broker)).submit_episodes(n=1, sampling={"max_tokens": 20, "seed": 1})
+            with ReplicaThread(tmp_path / name, *args) as replica, Caller(replica.url) as caller:
+                said.append(caller.say(caller.take()["session_id"], key="a").json()["choices"][0]["text"])
+    assert said[0] == said[1]
+
+
 async def test_an_episode_is_given_back_or_fails(caller: Caller, rig: Rig) -> None:
     await rig.submit_episodes(n=1)
     for _ in range(3):
