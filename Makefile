@@ -96,6 +96,7 @@ test-slow: install sglang-cpu
 test-long: install sglang-cpu
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) chaos soak
+	$(MAKE) chaos ARGS=--episodes
 
 # Runs the tests while every core is busy; ARGS="fast" selects one group.
 test-stress: install sglang-cpu
@@ -106,6 +107,7 @@ verdict: install sglang-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 
 # A storm of 1,000 kills, outages and troubles on a real Redis; every group and token is accounted for. Takes over an hour.
+# ARGS=--episodes: 270 amid the episodes of harnesses.
 chaos: install
 	$(BIN)/python -m tests.chaos $(ARGS)
 

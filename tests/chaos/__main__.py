@@ -1,7 +1,8 @@
 """`make chaos`: kills processes at every fail point and elsewhere, and accounts for every group and every token.
 
 A real run on a real broker: two replicas, a trainer, HTTP clients, people at `dvp-queue`. Every fail point is hit while
-a storm of events follows a seeded schedule.
+a storm of events follows a seeded schedule. With `--episodes`, there are harnesses and a gateway instead of clients and
+people, and every event comes while episodes are being played.
 """
 
 from __future__ import annotations
@@ -26,31 +27,47 @@ from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_trainer.up.fleet import interruptible
 from tests.kit.forked import none_left
+from tests.kit.gateway import HAPROXY
 from tests.kit.models import make_model
+from tests.kit.ports import free_port
 
 from .audit import Audit, audit, final_parameters
-from .storm import FULL, SHORT, Disks, Plan, Storm
+from .storm import FULL, FULL_AMID_EPISODES, SHORT, SHORT_AMID_EPISODES, Disks, Plan, Storm
 from .system import POLL_S, Layout, System, together
 from .traffic import Traffic
 from .traps import Role, Traps
 from .troubles import Disk
-from .witness import Memory, tracebacks
+from .witness import Memory, survivors, tracebacks
 
 LAST_STEPS = 3
 STALL_S = 900.0
-"""Longest time without a hit, in seconds: ten processes in a row that miss their trap, and the longest outage."""
-START_S, STEP_S = 300.0, 1.0
+"""Longest time without a hit, or without a step once all traps are hit, in seconds: ten processes in a row that miss
+their trap, and the longest outage."""
+START_S, STEP_S = 300.0, 5.0
 """Longest time that an undisturbed run may take to start, and per step, in seconds."""
+MOST_FAULTS = 20
+"""Number of faults above which the rest would tell nothing more."""
 RUN_MIB, BROKER_MIB = 256, 512
 """Sizes of the disks of the run and the broker, in MiB."""
-README = Path(__file__).with_name("README.md")
-ABOUT = """\
+README, EPISODES = (Path(__file__).with_name(name) for name in ("README.md", "EPISODES.md"))
+ABOUT = {
+    README: """\
+# What the last storm did
+
 Written by `make chaos ARGS=--record`: a real run on a real broker, two replicas, a trainer, HTTP clients and people at
 `dvp-queue`, all of them processes of this machine. `storm.py` says how often each event happens, `troubles.py` what the
 troubles are, `audit.py` what is counted afterwards, from evidence independent of the system's own books. A fault is
 anything unexplained: a group lost or trained twice, a token whose log-prob is not that of the weights it names, a
 client's job that does not end, a process that ends without a kill or a named cause, a traceback in any log, more memory
-than `witness.py` allows, anything left in the broker at the end."""
+than `witness.py` allows, anything left in the broker at the end. Of a run whose prompts are played by harnesses:
+[EPISODES.md](EPISODES.md).""",
+    EPISODES: """\
+# What the last storm amid episodes did
+
+Written by `make chaos ARGS="--episodes --record"`: a real run on a real broker whose prompts are played by two
+`dvp-harness` of four workers each, in episodes of three turns, through the deployment's gateway in front of two
+replicas. Each event waited until episodes were being played. The rest is as in [README.md](README.md).""",
+}
 REDIS = Path("/usr/bin/redis-server")
 
 Section = Mapping[str, object]
@@ -67,7 +84,8 @@ async def run_chaos(
     rng = random.Random(layout.seed)
     system = System(layout, broker, Traps(plan.hits, rng), rng)
     traffic = Traffic(system)
-    async with together(system.keep(), traffic.run(), memory.watch(system), tell(system)):
+    clients = [] if plan.episodes else [traffic.run()]
+    async with together(system.keep(), memory.watch(system), tell(system), *clients):
         async with asyncio.TaskGroup() as group:
             group.create_task(traffic.operate())
             group.create_task(Storm(system, traffic, disks, plan).run())
@@ -79,17 +97,20 @@ async def run_chaos(
 
 
 async def tell(system: System) -> None:
-    """Reports progress on standard error. Raises TimeoutError after STALL_S without a hit."""
-    left, since = system.traps.left, time.monotonic()
+    """Reports progress on standard error. Raises TimeoutError after STALL_S without any."""
+    reached, since = None, time.monotonic()
     while True:
         await asyncio.sleep(10)
         missing = ", ".join(point for point, n in system.traps.missing.items() if n) if system.traps.left < 10 else ""
         passed = f"step {system.layout.newest_step()}, {system.events.total()} events, {len(system.faults)} faults"
         sys.stderr.write(f"{passed}, {system.traps.left} fail points to hit {missing}\n")
-        if system.traps.left != left:
-            left, since = system.traps.left, time.monotonic()
-        elif left and time.monotonic() - since > STALL_S:
-            raise TimeoutError(f"no fail point was hit for {STALL_S:g} s; to hit: {+system.traps.missing}")
+        if len(system.faults) > MOST_FAULTS:
+            raise RuntimeError(f"{len(system.faults)} faults, the first: {system.faults[0]}")
+        before, reached = reached, system.traps.left or f"step {system.layout.newest_step()}"
+        if reached != before:
+            since = time.monotonic()
+        elif time.monotonic() - since > STALL_S:
+            raise TimeoutError(f"no hit or step for {STALL_S:g} s; to hit: {+system.traps.missing}")
 
 
 async def calm(system: System, traffic: Traffic) -> None:
@@ -127,6 +148,8 @@ async def leftovers(layout: Layout, broker: EmbeddedBroker) -> list[str]:
 def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, deterministic: bool, fsync: str) -> Outcome:
     started = time.monotonic()
     layout, memory = make_layout(folder, seed, deterministic)._replace(reward="slowly"), Memory()
+    if plan.episodes:
+        layout = layout._replace(ports={slot: free_port() for slot in ("gateway", "replica-0", "replica-1")})
     data = folder / "broker" / "data"
     with (
         Disk(layout.out, RUN_MIB) as run_disk,
@@ -144,7 +167,8 @@ def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, determinis
         (folder / "broker.url").write_text(broker.url)
         disks = Disks(run_disk, broker_disk)
         system, traffic = asyncio.run(run_chaos(layout, broker, disks, memory, plan))
-        faults = [*system.faults, *asyncio.run(leftovers(layout, broker)), *memory.faults, *tracebacks(folder)]
+        faults = [*system.faults, *survivors(layout), *asyncio.run(leftovers(layout, broker))]
+        faults += [*memory.faults, *tracebacks(folder)]
         result = audit(layout)
         faults += result.faults
         same = compare(layout, broker) if deterministic else None
@@ -193,19 +217,20 @@ def compare(layout: Layout, broker: EmbeddedBroker) -> bool:
 def account(system: System, traffic: Traffic, result: Audit, memory: Memory) -> dict[str, Section]:
     hits = system.traps.hits
     points = {"fail points": len(hits), "least hits of one": min(hits.values()), "hits": sum(hits.values())}
-    return {
+    sections = {
         "Audit": {name: len(value) if isinstance(value, list) else value for name, value in asdict(result).items()},
         "Events": {"all": system.events.total(), **dict(sorted(system.events.items()))},
-        "Kills at fail points": points,
+        "Kills at fail points": points if hits.total() else {},
         "Processes": dict(sorted(system.counts.items())),
         "Jobs of clients": dict(sorted(traffic.counts.items())),
         "Most memory of one, MiB": {role: round(peak) for role, peak in memory.peaks.items()},
     }
+    return {name: section for name, section in sections.items() if section}
 
 
-def page(accounting: Mapping[str, Section]) -> str:
-    """Text of the README.md beside this file."""
-    parts = [f"# What the last storm did\n\n{ABOUT}"]
+def page(accounting: Mapping[str, Section], file: Path = README) -> str:
+    """Text of that file beside this one."""
+    parts = [ABOUT[file]]
     for name, section in accounting.items():
         rows = [f"| {key.replace('_', ' ')} | {shown(value)} |" for key, value in section.items()]
         parts.append("\n".join([f"## {name}\n", "| | |", "| --- | ---: |", *rows]))
@@ -230,20 +255,24 @@ def main(
     deterministic: Annotated[bool, typer.Option(help="Synchronous, and compared with an undisturbed run.")] = True,
     fsync: Annotated[str, typer.Option(help="appendfsync of the broker: always or everysec.")] = "always",
     keep: Annotated[Path | None, typer.Option(help="Folder to keep all files in.")] = None,
-    record: Annotated[bool, typer.Option(help=f"Rewrite {README.name} beside this module.")] = False,
+    episodes: Annotated[bool, typer.Option(help="Of a run whose prompts are played by harnesses.")] = False,
+    record: Annotated[bool, typer.Option(help="Rewrite the page beside this module that tells of it.")] = False,
 ) -> None:
     binary = {"redis": REDIS, "valkey": None}.get(server, Path(server))
     if binary is not None and not binary.exists():
         raise ConfigError(f"{binary} does not exist: apt-get install redis-server, or --server valkey")
+    if episodes and HAPROXY is None:
+        raise ConfigError("no haproxy on this machine: apt-get install haproxy")
+    full, brief, file = (FULL_AMID_EPISODES, SHORT_AMID_EPISODES, EPISODES) if episodes else (FULL, SHORT, README)
     folder = keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     with interruptible():
-        outcome = conduct(folder, SHORT if short else FULL, seed, binary, deterministic, fsync)
-    sys.stdout.write(page(outcome.accounting))
+        outcome = conduct(folder, brief if short else full, seed, binary, deterministic, fsync)
+    sys.stdout.write(page(outcome.accounting, file))
     for fault in outcome.faults:
         sys.stdout.write(f"FAULT {fault}\n")
     if record:
-        README.write_text(page(outcome.accounting))
+        file.write_text(page(outcome.accounting, file))
     if keep is None and not outcome.faults:
         shutil.rmtree(folder)
     sys.stdout.write("FAILED, see " + str(folder) + "\n" if outcome.faults else "nothing was lost\n")

@@ -32,6 +32,7 @@ class Audit:
     steps: int = 0
     groups: int = 0
     tokens: int = 0
+    environment_tokens: int = 0
     batches_lost_to_kills: int = 0
     """Batches trained but never checkpointed, and trained again by the next incarnation."""
     lost: list[str] = field(default_factory=list)
@@ -91,6 +92,8 @@ def _repeated(values: Iterable[object]) -> list[str]:
 def check_tokens(layout: Layout, evidence: Evidence, trained: Iterable[Trained], every: int, result: Audit) -> None:
     """Checks the trained tokens, of lost timelines too, against the weights they name, in float64."""
     groups = {(group.job_id, group.replica_id, group.finished_at): group for r in trained for group in r.groups}
+    samples = [sample for group in groups.values() for sample in group.samples]
+    result.environment_tokens = sum(len(sample.token_ids) - sample.num_model_tokens for sample in samples)
     files = {int(path.stem.removeprefix("weights-")): path for path in evidence.weights.iterdir()}
     by_seq: dict[int, list[Group]] = defaultdict(list)
     for group in groups.values():
@@ -124,9 +127,12 @@ def _distances(model: torch.nn.Module, groups: Iterable[Group], seq: int) -> Ite
     """Distances between reported and the model's log-probs, for tokens that name `seq` (True) or `seq + 1` (False)."""
     for group in groups:
         for sample in group.samples:
-            ids = np.concatenate([group.prompt_ids, sample.token_ids])
-            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, len(group.prompt_ids) - 1 : -1]
-            distances = distance(logits.numpy(), group.sampling, sample.token_ids, sample.logprobs)
+            read = sample.continues(group.prompt_ids)
+            ids = np.concatenate([read, sample.token_ids])
+            logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0, len(read) - 1 : -1].numpy()
+            drawn = sample.is_model
+            distances = np.zeros(len(drawn))
+            distances[drawn] = distance(logits[drawn], group.sampling, sample.token_ids[drawn], sample.logprobs)
             for span in sample.versions:
                 named = WeightVersion.parse(span.version).seq
                 if named in (seq, seq + 1):

@@ -33,6 +33,7 @@ from .audit import audit
 from .system import Layout, System, together
 from .traffic import Traffic
 from .traps import Role, Traps
+from .witness import survivors
 
 SAMPLE_S = 2.0
 GROWN_UP_S = 15.0
@@ -165,6 +166,7 @@ def main(
             none_left(),
         ):
             system, traffic, meters = asyncio.run(run(layout, broker, minutes))
+            system.faults += survivors(layout)
         result = audit(layout, every=AUDIT_EVERY)
     sys.stdout.write(f"{minutes:g} minutes, medians of the first and the last third\n")
     for meter in sorted(meters.values(), key=lambda meter: meter.name):
@@ -172,9 +174,7 @@ def main(
     counts = {**system.counts, **{f"client jobs {name}": n for name, n in traffic.counts.items()}}
     for name, count in {**counts, "steps": result.steps, "groups": result.groups, "tokens": result.tokens}.items():
         sys.stdout.write(f"{name:>35}  {count}\n")
-    left = [p for p in psutil.process_iter(["environ"]) if str(folder) in (p.info["environ"] or {}).values()]
     faults = [*system.faults, *result.faults, *(f"{meter.name} grows" for meter in meters.values() if meter.grows)]
-    faults += [f"process {p.pid} is left" for p in left]
     if meters["weight folders", "", 3].samples[-1][1] > MOST_FOLDERS:
         faults.append("weight folders are left")
     sys.stdout.write(

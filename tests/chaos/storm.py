@@ -11,13 +11,19 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .system import LEASE_S, System
+from dvp_rl.contract.errors import DvpError
+from dvp_rl.transport.broker import Broker
+from dvp_rl.transport.sessions import open_sessions
+
+from .system import LEASE_S, POLL_S, System
 from .traffic import Traffic
 from .traps import Role
 from .troubles import Disk, denied, half_open, no_files
 
 HALF_OPEN = 200
 """Number of connections of one event."""
+EPISODES = 100
+"""Upper bound of the episodes that are played at a time."""
 
 
 class Disks(NamedTuple):
@@ -32,6 +38,8 @@ class Plan:
     events: Mapping[str, int]
     pace_s: float
     """Mean pause between two events, in seconds."""
+    episodes: bool = False
+    """Whether the run's prompts are played by harnesses; each event then waits until they do."""
 
     @property
     def num_events(self) -> int:
@@ -41,6 +49,10 @@ class Plan:
         events = [event for event, count in self.events.items() for _ in range(count)]
         rng.shuffle(events)
         return events
+
+
+def _counted(events: Mapping[str, tuple[int, int]], column: int) -> dict[str, int]:
+    return {event: counts[column] for event, counts in events.items()}
 
 
 EVENTS = {
@@ -65,9 +77,20 @@ EVENTS = {
     "large result": (37, 1),
     "squatted id": (40, 2),
 }
+EVENTS_AMID_EPISODES = {
+    "kill replica": (60, 6),
+    "kill harness": (60, 6),
+    "kill trainer": (30, 3),
+    "kill broker": (40, 4),
+    "kill gateway": (40, 4),
+    "stop replica": (20, 1),
+    "stop harness": (20, 1),
+}
 """Number of each event in a full storm and in a short one."""
-FULL = Plan(hits=3, events={event: count for event, (count, _) in EVENTS.items()}, pace_s=3.0)
-SHORT = Plan(hits=1, events={event: count for event, (_, count) in EVENTS.items()}, pace_s=0.8)
+FULL = Plan(hits=3, events=_counted(EVENTS, 0), pace_s=3.0)
+SHORT = Plan(hits=1, events=_counted(EVENTS, 1), pace_s=0.8)
+FULL_AMID_EPISODES = Plan(hits=0, events=_counted(EVENTS_AMID_EPISODES, 0), pace_s=2.0, episodes=True)
+SHORT_AMID_EPISODES = Plan(hits=0, events=_counted(EVENTS_AMID_EPISODES, 1), pace_s=0.8, episodes=True)
 
 
 class Storm:
@@ -83,11 +106,23 @@ class Storm:
                 if event.startswith("full disk") and not self._disks.run.fillable:
                     self._system.counts["events that only root can bring about"] += 1
                     continue
+                if self._plan.episodes:
+                    self._system.counts["episodes under way at events"] += await self._until_played()
                 self._system.events[event] += 1
                 if "broker" in event:  # there is only one broker, so its events run one after another
                     await self._to_broker(event)
                 else:
                     group.create_task(self._in_turn(event))
+
+    async def _until_played(self) -> int:
+        """Number of the episodes that are being played, once there are any."""
+        system = self._system
+        while True:
+            with suppress(DvpError):
+                async with await Broker.connect(system.broker.url, system.layout.run_id) as broker:
+                    if found := await open_sessions(broker, EPISODES, clients=False):
+                        return len(found)
+            await asyncio.sleep(POLL_S)
 
     async def _to_broker(self, event: str) -> None:
         system = self._system

@@ -1,4 +1,5 @@
-"""The system: a broker, replicas, a trainer and occasionally an operator; processes that die are replaced."""
+"""The system: a broker, replicas, a trainer, and an operator now and then, or harnesses and a gateway. Processes that
+die are replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,13 @@ from typing import NamedTuple
 
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.ports import HOST
 from dvp_rl.transport import roles
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.failpoints import VARIABLE as FAILPOINTS
 from dvp_trainer.resume.checkpoint import Checkpoints
-from tests.kit.forked import ROLLOUT, Service
+from tests.kit.forked import HARNESS, ROLLOUT, Service
+from tests.kit.tokens import TOKEN
 
 from . import recorder
 from .traps import Role, Traps, is_at_stop, is_passed_once
@@ -38,6 +41,8 @@ TIRED_S, MOST_TIRED_S = 6.0, 30.0
 """Age in seconds at which a process that has not hit its trap is killed to make room for another. The next one with the
 same trap gets 1.5 times as long, because the machine may be slow, up to MOST_TIRED_S, because the trap may be out of
 reach for now."""
+IDLE_S = 3.0
+"""Time after which the episode of a harness that died is given to another, in seconds."""
 LAST_LINES = 12
 LOADED = {Role.REPLICA: " is loaded: ", Role.TRAINER: " dvp_trainer.learn.model: "}
 TROUBLES = [os.strerror(number) for number in (errno.ENOSPC, errno.EACCES, errno.EMFILE)]
@@ -62,6 +67,8 @@ class Layout(NamedTuple):
     deterministic: bool
     seed: int
     reward: str = "spread"
+    ports: Mapping[str, int] = {}
+    """Of a gateway and of the replicas behind it, by slot. If there are any, two harnesses play the run's prompts."""
 
     @property
     def out(self) -> Path:
@@ -86,7 +93,7 @@ class Layout(NamedTuple):
             "model.path": self.model,
             "data.train": self.data,
             "data.heldout": self.data,
-            "reward.name": f"tests.chaos.reward:{self.reward}",
+            "reward.name": "given" if self.ports else f"tests.chaos.reward:{self.reward}",
             "sampling.n": 4,
             "sampling.log-min-p": -3.0,
             "sampling.max-tokens": 8,
@@ -101,6 +108,7 @@ class Layout(NamedTuple):
             "threads": 1,
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
+        flags += ["--episodes.harness", f"--episodes.idle-s={IDLE_S}"] if self.ports else []
         return [*flags, "--no-report.tensorboard", *["--deterministic"] * self.deterministic]
 
     def replica_argv(self, name: str) -> list[str]:
@@ -108,7 +116,7 @@ class Layout(NamedTuple):
             "model": self.model,
             "run-id": self.run_id,
             "replica-id": name,
-            "port": 0,
+            "port": self.ports.get(name, 0),
             "port-file": self.folder / f"{name}.port",
             "threads": 1,
             "max-batch": 16,
@@ -117,6 +125,13 @@ class Layout(NamedTuple):
             "drain-s": 0,
         }
         return [*(f"--{key}={value}" for key, value in options.items()), *["--deterministic"] * self.deterministic]
+
+    def harness_argv(self) -> list[str]:
+        gateway = f"http://{HOST}:{self.ports['gateway']}"
+        return ["--environment=tests.chaos.reward:Dialogue", f"--urls={gateway}", "--workers=4"]
+
+    def gateway_argv(self) -> list[str]:
+        return [str(self.folder), *map(str, self.ports.values())]
 
 
 @dataclass
@@ -169,8 +184,10 @@ class System:
 
     @property
     def slots(self) -> list[tuple[Role, str]]:
-        replicas = [(Role.REPLICA, f"replica-{i}") for i in range(self.num_replicas)]
-        return replicas if self.finished.is_set() else [*replicas, (Role.TRAINER, "trainer")]
+        slots = [(Role.REPLICA, f"replica-{i}") for i in range(self.num_replicas)]
+        if self.layout.ports:
+            slots += [(Role.GATEWAY, "gateway"), (Role.HARNESS, "harness-0"), (Role.HARNESS, "harness-1")]
+        return slots if self.finished.is_set() else [*slots, (Role.TRAINER, "trainer")]
 
     async def keep(self) -> None:
         """Replaces processes that died, forever."""
@@ -194,12 +211,18 @@ class System:
             recorder.VARIABLE: str(folder / "evidence"),
             FAILPOINTS: "" if trap is None else f"{trap}:{self.nth_pass(trap)}=kill",
         }
+        if self.layout.ports:  # a gateway calls the replicas by another host's name, which takes a token
+            variables |= {f"DVP_{service}__TOKEN": TOKEN for service in ("ROLLOUT", "HARNESS")}
         match role:
             case Role.REPLICA:
                 (folder / f"{slot}.port").unlink(missing_ok=True)
                 module, argv = ROLLOUT, self.layout.replica_argv(slot)
             case Role.TRAINER:
                 module, argv = "tests.chaos.recorder", self.layout.trainer_argv(self.steps)
+            case Role.HARNESS:
+                module, argv = HARNESS, self.layout.harness_argv()
+            case Role.GATEWAY:
+                module, argv = "tests.kit.gateway", self.layout.gateway_argv()
             case Role.OPERATOR:
                 module = "dvp_rl.monitor.cli"
         process = Service(module, argv or [], log, before=obey_modes, **variables)

@@ -107,7 +107,7 @@ class Traffic:
         wipes, model, text = self.counts["wipes"], self.system.layout.run_id, "1+1="
         base = f"/v1/sessions/{session_id}"
         try:
-            # The run has none; its deaths are in tests/integration/trainer/test_played.py.
+            # The run has none: those of a storm amid episodes belong to its harnesses.
             if await self.call("POST", "/v1/episodes", {"wait_s": 0}):
                 self.system.faults.append("an episode of a run without episodes")
             await self.call("POST", "/v1/sessions", {"session_id": session_id, "sampling": {"max_tokens": 4}})

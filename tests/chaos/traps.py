@@ -14,6 +14,8 @@ class Role(StrEnum):
     REPLICA = "replica"
     TRAINER = "trainer"
     OPERATOR = "operator"
+    HARNESS = "harness"
+    GATEWAY = "gateway"
 
 
 REPLICA = ("create_groups", "beat", "start", "expire", "renew", "commit", "fail", "release", "abandon", "leave", "swap")

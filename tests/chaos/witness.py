@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
+from tests.kit.wait import WITHIN_S
+
 if TYPE_CHECKING:  # it imports torch
-    from .system import System
+    from .system import Layout, System
 
 SAMPLE_S = 0.5
-MOST_MIB: Mapping[str, int] = {"replica": 1500, "trainer": 1500, "operator": 1000, "broker": 256}
-"""Bounds in MiB by role; at least three times the peaks of short storms."""
+MOST_MIB: Mapping[str, int] = dict(replica=1500, trainer=1500, operator=1000, harness=1000, broker=256, gateway=1000)
+"""Bounds in MiB by role; at least three times the peaks of short storms. A gateway begins as a forked interpreter."""
 TRACEBACK = "Traceback (most recent call last)"
 TORCH_WARNING = re.compile(r"W\d{4} .*/site-packages/torch/[^\]]*\] " + re.escape(TRACEBACK))
 """A warning that PyTorch logs about an error that it goes on without, such as a module of its profiler that cannot be
@@ -48,6 +53,23 @@ def peak_mib(pid: int | None) -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)
+
+
+def survivors(layout: Layout) -> list[str]:
+    """One entry for each process of the run that does not end, or whose workers do not."""
+    deadline = time.monotonic() + WITHIN_S
+    while (found := living(layout.folder)) and time.monotonic() < deadline:
+        time.sleep(SAMPLE_S)
+    return found
+
+
+def living(folder: Path) -> list[str]:
+    """One entry for each process whose environment names a path in that folder: those of a run, and their workers."""
+    return [
+        f"process {process.pid} is left: {' '.join(process.info['cmdline'] or ())[:200]}"
+        for process in psutil.process_iter(["environ", "cmdline"])
+        if any(value.startswith(f"{folder}/") for value in (process.info["environ"] or {}).values())
+    ]
 
 
 def tracebacks(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""`make chaos` in short: every fail point, some events of each kind, and the accounting."""
+"""`make chaos` in short, with and without episodes: every fail point, some events of each kind, and the accounting."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import REDIS, conduct, page
-from tests.chaos.storm import SHORT
+from tests.chaos.__main__ import EPISODES, REDIS, conduct, page
+from tests.chaos.storm import SHORT, SHORT_AMID_EPISODES
+from tests.kit.gateway import needs_haproxy
 
 
 @pytest.mark.slow
@@ -35,3 +36,21 @@ def test_nothing_is_lost_whoever_dies(tmp_path: Path, server: str, deterministic
     # The oracle can tell a version from the one before it.
     assert audit["sensitivity"] > 0.5
     assert run["parameters equal an undisturbed run's"] is (True if deterministic else None)
+
+
+@needs_haproxy
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_episode_is_lost_whoever_dies(tmp_path: Path) -> None:
+    outcome = conduct(tmp_path, SHORT_AMID_EPISODES, 1, None, deterministic=True, fsync="always")
+    assert outcome.faults == []
+    run, audit, processes = (outcome.accounting[name] for name in ("Run", "Audit", "Processes"))
+    assert outcome.accounting["Events"]["all"] == SHORT_AMID_EPISODES.num_events
+    assert processes["episodes under way at events"] >= SHORT_AMID_EPISODES.num_events
+    for role in ("broker", "gateway", "harness", "replica", "trainer"):
+        assert outcome.accounting["Events"][f"kill {role}"] >= 3
+    assert "| twice | 0 |" in page(outcome.accounting, EPISODES)
+    # The trained episodes had several turns, and the oracle can tell the versions that drew them.
+    assert audit["environment_tokens"] > 0
+    assert audit["sensitivity"] > 0.5
+    assert run["parameters equal an undisturbed run's"] is True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,21 +25,10 @@ needs_haproxy = pytest.mark.skipif(HAPROXY is None, reason="no HAProxy on this m
 
 @contextmanager
 def gateway(folder: Path, *ports: int) -> Iterator[str]:
-    """Runs the gateway, and yields its URL. `ports` of the replicas, which take the place of those found by name."""
+    """Runs the gateway, and yields its URL. `ports`: of the replicas."""
     port = free_port()
-    servers = "\n    ".join(f"server replica{number} 127.0.0.1:{number}" for number in ports)
-    config = (DOCKER / "haproxy.cfg").read_text()
-    for deployed, here in (
-        ("bind :8000", f"bind 127.0.0.1:{port}"),
-        ("server-template replica 64 rollout:8000", servers),
-        (" resolvers network init-addr none resolve-prefer ipv4", ""),
-    ):
-        assert config.count(deployed) == 1
-        config = config.replace(deployed, here)
-    (folder / "haproxy.cfg").write_text(config)
-    assert HAPROXY is not None
     url = f"http://127.0.0.1:{port}"
-    with process([HAPROXY, "-db", "-f", folder / "haproxy.cfg"], folder / "haproxy.log") as child:
+    with process(_command(folder, port, *ports), folder / "haproxy.log") as child:
 
         def listens() -> bool:
             assert child.poll() is None, (folder / "haproxy.log").read_text()
@@ -49,3 +40,26 @@ def gateway(folder: Path, *ports: int) -> Iterator[str]:
 
         until(listens, "the gateway listens")
         yield url
+
+
+def main() -> None:
+    """Becomes the gateway, with arguments FOLDER PORT REPLICA_PORT..., for tests.kit.forked."""
+    folder, *ports = sys.argv[1:]
+    command = _command(Path(folder), *map(int, ports))
+    os.execv(command[0], command)
+
+
+def _command(folder: Path, port: int, *ports: int) -> list[str]:
+    """Writes its configuration, in which the replicas' ports take the place of those found by name."""
+    servers = "\n    ".join(f"server replica{number} 127.0.0.1:{number}" for number in ports)
+    config = (DOCKER / "haproxy.cfg").read_text()
+    for deployed, here in (
+        ("bind :8000", f"bind 127.0.0.1:{port}"),
+        ("server-template replica 64 rollout:8000", servers),
+        (" resolvers network init-addr none resolve-prefer ipv4", ""),
+    ):
+        assert config.count(deployed) == 1
+        config = config.replace(deployed, here)
+    (folder / "haproxy.cfg").write_text(config)
+    assert HAPROXY is not None
+    return [HAPROXY, "-db", "-f", str(folder / "haproxy.cfg")]

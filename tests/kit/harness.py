@@ -1,11 +1,7 @@
-"""A harness as a user would write one: takes episodes of a training run over HTTP, plays and rewards them.
-
-python -m tests.kit.harness URL[,URL...] [--turns N]
-"""
+"""A harness as a user would write one: takes episodes of a training run over HTTP, plays and rewards them."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 import uuid
@@ -91,17 +87,3 @@ class Harness:
             except httpx.TransportError:
                 pass
             time.sleep(PATIENCE_S)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("urls")
-    parser.add_argument("--turns", type=int, default=2)
-    arguments = parser.parse_args()
-    harness = Harness(arguments.urls.split(","), turns=arguments.turns)
-    while True:
-        harness.play_one()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,8 +13,8 @@ import pytest
 
 from dvp_rl.ports import HOST
 from tests.chaos.troubles import Disk, denied, half_open, no_files
-from tests.chaos.witness import CONTEXT_LINES, MOST_MIB, Memory, peak_mib, tracebacks
-from tests.kit.processes import ROOT
+from tests.chaos.witness import CONTEXT_LINES, MOST_MIB, Memory, living, peak_mib, tracebacks
+from tests.kit.processes import PYTHON, ROOT, process
 
 OBEDIENT = """
 import sys
@@ -102,3 +102,12 @@ def test_a_warning_that_pytorch_logs_with_a_traceback_is_no_fault(tmp_path: Path
 def test_the_witness_reports_a_role_that_took_too_much_memory() -> None:
     (found,) = Memory({"replica": MOST_MIB["replica"], "broker": MOST_MIB["broker"] + 1.0}).faults
     assert found.startswith("broker: ")
+
+
+def test_the_witness_finds_a_process_that_is_left_by_its_environment(tmp_path: Path) -> None:
+    command = [*PYTHON, "http.server", "--bind", HOST, "0"]
+    with process(command, tmp_path / "log", EVIDENCE=str(tmp_path / "evidence")) as child:
+        (found,) = living(tmp_path)
+        assert found.startswith(f"process {child.pid} is left: ")
+        assert living(tmp_path / "other") == []
+    assert living(tmp_path) == []

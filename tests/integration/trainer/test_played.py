@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGKILL
-from subprocess import Popen
 from threading import Event, Thread
 from typing import Any
 
@@ -17,13 +12,9 @@ import pytest
 
 from dvp_trainer.report.sinks import read_metrics
 from dvp_trainer.resume.ledger import read_ledger
-from tests.kit.forked import Service
 from tests.kit.harness import Harness
-from tests.kit.ports import free_port
-from tests.kit.processes import PYTHON
 from tests.kit.replicas import ReplicaProcess
-from tests.kit.runs import HELDOUT, MODEL, config, run_trainer, trainer_process
-from tests.kit.wait import until
+from tests.kit.runs import HELDOUT, MODEL, config, run_trainer
 
 PLAYED = {
     "episodes__harness": "true",
@@ -117,74 +108,3 @@ def test_what_cannot_be_played_is_refused_at_start(
     done = run_trainer(config(tmp_path, run_id, broker_url, **(PLAYED | changes)))
     assert done.returncode == 2
     assert refusal in done.stderr
-
-
-class Storm:
-    """A run, two replicas and three harnesses. `kill` kills one of them and starts it again."""
-
-    def __init__(self, stack: ExitStack, folder: Path, run_id: str, url: str, **overrides: str) -> None:
-        self._stack, self._folder, self._run_id, self._url = stack, folder, run_id, url
-        self._flags = config(folder, run_id, url, **overrides)
-        self._ports = {name: str(free_port()) for name in ("a", "b")}
-        self._replicas = {name: self._replica(name) for name in self._ports}
-        self._harnesses = [self._harness() for _ in range(3)]
-        self.trainer = self._trainer()
-        self.kills: Counter[str] = Counter()
-
-    @property
-    def log(self) -> str:
-        return "".join(path.read_text() for path in sorted(self._folder.glob("trainer-*.log")))
-
-    def kill(self, chance: random.Random) -> None:
-        who = chance.choice(("harness", "harness", "harness", "replica", "trainer"))
-        self.kills[who] += 1
-        if who == "harness":
-            number = chance.randrange(len(self._harnesses))
-            self._harnesses[number].kill()
-            self._harnesses[number].wait()
-            self._harnesses[number] = self._harness()
-        elif who == "replica":
-            name = chance.choice([*self._ports])
-            self._replicas[name].stop(SIGKILL)
-            self._replicas[name] = self._replica(name)
-        else:
-            self.trainer.send_signal(SIGKILL)
-            self.trainer.wait()
-            self.trainer = self._trainer()
-
-    def _replica(self, name: str) -> ReplicaProcess:
-        options = ("--lease-s", "2", "--max-deliveries", "100", "--port", self._ports[name])
-        return self._stack.enter_context(replica(self._folder / name, self._run_id, self._url, *options))
-
-    def _harness(self) -> Popen[bytes]:
-        urls = ",".join(f"http://127.0.0.1:{port}" for port in self._ports.values())
-        process = Popen([*PYTHON, "tests.kit.harness", urls])
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        return process
-
-    def _trainer(self) -> Service:
-        log = self._folder / f"trainer-{time.time_ns()}.log"
-        return self._stack.enter_context(trainer_process(self._flags, log))
-
-
-@pytest.mark.slow
-def test_deaths_lose_no_episode_and_train_none_twice(tmp_path: Path, broker_url: str, run_id: str) -> None:
-    """Harnesses, replicas and trainers are killed again and again, in the middle of whatever they do."""
-    steps, chance, out = 12, random.Random(), tmp_path / "run"
-    overrides = PLAYED | {"steps": str(steps), "episodes__idle_s": "2", "broker__lease_s": "1"}
-    with ExitStack() as stack:
-        storm = Storm(stack, tmp_path, run_id, broker_url, **overrides)
-        for step in range(steps):
-            until(lambda step=step: len(trained(out)) >= 2 * step or storm.trainer.poll() is not None, f"step {step}")
-            if storm.trainer.poll() is not None:
-                break
-            for _ in range(2):
-                time.sleep(chance.uniform(0, 0.3))
-                storm.kill(chance)
-        until(lambda: storm.trainer.poll() is not None, "the run ends")
-        assert storm.trainer.poll() == 0, storm.log
-    ended = trained(out)
-    assert len(ended) == len(set(ended)) == 2 * steps
-    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(1, steps + 1))
-    assert sum(storm.kills.values()) > steps, storm.kills
