@@ -66,7 +66,8 @@ than `witness.py` allows, anything left in the broker at the end. Of a run whose
 
 Written by `make chaos ARGS="--episodes --record"`: a real run on a real broker whose prompts are played by two
 `dvp-harness` of four workers each, in episodes of three turns, through the deployment's gateway in front of two
-replicas. Each event waited until episodes were being played. The rest is as in [README.md](README.md).""",
+replicas. Each event waited until episodes were being played. What is counted, and what is a fault:
+[README.md](README.md).""",
 }
 REDIS = Path("/usr/bin/redis-server")
 
@@ -97,7 +98,8 @@ async def run_chaos(
 
 
 async def tell(system: System) -> None:
-    """Reports progress on standard error. Raises TimeoutError after STALL_S without any."""
+    """Reports progress on standard error. Raises TimeoutError after STALL_S without any, RuntimeError after more than
+    MOST_FAULTS faults."""
     reached, since = None, time.monotonic()
     while True:
         await asyncio.sleep(10)
@@ -167,7 +169,7 @@ def conduct(folder: Path, plan: Plan, seed: int, binary: Path | None, determinis
         (folder / "broker.url").write_text(broker.url)
         disks = Disks(run_disk, broker_disk)
         system, traffic = asyncio.run(run_chaos(layout, broker, disks, memory, plan))
-        faults = [*system.faults, *survivors(layout), *asyncio.run(leftovers(layout, broker))]
+        faults = [*system.faults, *survivors(folder), *asyncio.run(leftovers(layout, broker))]
         faults += [*memory.faults, *tracebacks(folder)]
         result = audit(layout)
         faults += result.faults

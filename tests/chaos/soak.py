@@ -166,7 +166,7 @@ def main(
             none_left(),
         ):
             system, traffic, meters = asyncio.run(run(layout, broker, minutes))
-            system.faults += survivors(layout)
+            system.faults += survivors(folder)
         result = audit(layout, every=AUDIT_EVERY)
     sys.stdout.write(f"{minutes:g} minutes, medians of the first and the last third\n")
     for meter in sorted(meters.values(), key=lambda meter: meter.name):

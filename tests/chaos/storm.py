@@ -22,8 +22,8 @@ from .troubles import Disk, denied, half_open, no_files
 
 HALF_OPEN = 200
 """Number of connections of one event."""
-EPISODES = 100
-"""Upper bound of the episodes that are played at a time."""
+MOST_EPISODES = 100
+"""More than the harnesses play at a time."""
 
 
 class Disks(NamedTuple):
@@ -77,6 +77,7 @@ EVENTS = {
     "large result": (37, 1),
     "squatted id": (40, 2),
 }
+"""Number of each event in a full storm and in a short one."""
 EVENTS_AMID_EPISODES = {
     "kill replica": (60, 6),
     "kill harness": (60, 6),
@@ -86,7 +87,7 @@ EVENTS_AMID_EPISODES = {
     "stop replica": (20, 1),
     "stop harness": (20, 1),
 }
-"""Number of each event in a full storm and in a short one."""
+"""The same, of a run whose prompts are played by harnesses."""
 FULL = Plan(hits=3, events=_counted(EVENTS, 0), pace_s=3.0)
 SHORT = Plan(hits=1, events=_counted(EVENTS, 1), pace_s=0.8)
 FULL_AMID_EPISODES = Plan(hits=0, events=_counted(EVENTS_AMID_EPISODES, 0), pace_s=2.0, episodes=True)
@@ -120,7 +121,7 @@ class Storm:
         while True:
             with suppress(DvpError):
                 async with await Broker.connect(system.broker.url, system.layout.run_id) as broker:
-                    if found := await open_sessions(broker, EPISODES, clients=False):
+                    if found := await open_sessions(broker, MOST_EPISODES, clients=False):
                         return len(found)
             await asyncio.sleep(POLL_S)
 

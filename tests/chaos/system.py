@@ -1,5 +1,5 @@
-"""The system: a broker, replicas, a trainer, and an operator now and then, or harnesses and a gateway. Processes that
-die are replaced."""
+"""The system: a broker, replicas and a trainer, with operators, or with harnesses and a gateway. Processes that die are
+replaced."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class System:
             recorder.VARIABLE: str(folder / "evidence"),
             FAILPOINTS: "" if trap is None else f"{trap}:{self.nth_pass(trap)}=kill",
         }
-        if self.layout.ports:  # a gateway calls the replicas by another host's name, which takes a token
+        if self.layout.ports:  # without a token, replicas refuse the gateway, which calls them by another host's name
             variables |= {f"DVP_{service}__TOKEN": TOKEN for service in ("ROLLOUT", "HARNESS")}
         match role:
             case Role.REPLICA:

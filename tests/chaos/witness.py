@@ -15,7 +15,7 @@ import psutil
 from tests.kit.wait import WITHIN_S
 
 if TYPE_CHECKING:  # it imports torch
-    from .system import Layout, System
+    from .system import System
 
 SAMPLE_S = 0.5
 MOST_MIB: Mapping[str, int] = dict(replica=1500, trainer=1500, operator=1000, harness=1000, broker=256, gateway=1000)
@@ -55,16 +55,17 @@ def peak_mib(pid: int | None) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)
 
 
-def survivors(layout: Layout) -> list[str]:
-    """One entry for each process of the run that does not end, or whose workers do not."""
+def survivors(folder: Path) -> list[str]:
+    """One entry for each process of the run in that folder that does not end."""
     deadline = time.monotonic() + WITHIN_S
-    while (found := living(layout.folder)) and time.monotonic() < deadline:
+    while (found := living(folder)) and time.monotonic() < deadline:
         time.sleep(SAMPLE_S)
     return found
 
 
 def living(folder: Path) -> list[str]:
-    """One entry for each process whose environment names a path in that folder: those of a run, and their workers."""
+    """One entry for each process whose environment names a path in that folder, as those of a run and their workers
+    do."""
     return [
         f"process {process.pid} is left: {' '.join(process.info['cmdline'] or ())[:200]}"
         for process in psutil.process_iter(["environ", "cmdline"])

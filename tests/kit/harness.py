@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Sequence
 from operator import eq
 from typing import Any
 
@@ -17,15 +16,14 @@ PATIENCE_S = 0.2
 
 
 class Harness:
-    """Plays sums: each turn asks for the same sum again, after all that was said before. Every call goes to a random
-    replica and is repeated until it is answered."""
+    """Plays sums: each turn asks for the same sum again, after all that was said before. Every call is repeated until
+    it is answered."""
 
-    def __init__(self, urls: Sequence[str], *, turns: int = 2, rewards: bool = True, truncated: bool = False) -> None:
+    def __init__(self, url: str, *, turns: int = 2, rewards: bool = True, truncated: bool = False) -> None:
         """`rewards`: whether it gives any. `truncated`: it says of each episode that it was cut off."""
-        self.urls, self.turns, self.rewards, self.truncated = urls, turns, rewards, truncated
+        self.url, self.turns, self.rewards, self.truncated = url, turns, rewards, truncated
         self.given: list[float] = []
         """Rewards of the episodes that were finished."""
-        self._random = random.Random()
 
     def play_one(self, wait_s: float = 1.0) -> bool:
         """Plays the next episode; False if there is none."""
@@ -55,12 +53,12 @@ class Harness:
             said, written = self._say(session_id, text, key=f"turn-{turn}")
             text += written
         answer = task["answer"]
-        return sum(map(eq, said.strip(), answer)) / len(answer) - self._random.random() / 100
+        return sum(map(eq, said.strip(), answer)) / len(answer) - random.random() / 100
 
     def _say(self, session_id: str, text: str, key: str) -> tuple[str, str]:
         """The answer, and all of its text, with that of special tokens."""
         while True:
-            base_url = f"{self._random.choice(self.urls)}/v1/sessions/{session_id}/v1"
+            base_url = f"{self.url}/v1/sessions/{session_id}/v1"
             try:
                 with OpenAI(base_url=base_url, api_key="none", timeout=60, max_retries=0) as client:
                     model = client.models.list().data[0].id
@@ -79,9 +77,7 @@ class Harness:
         headers = {"Idempotency-Key": key} if key else {}
         while True:
             try:
-                answer = httpx.post(
-                    self._random.choice(self.urls) + path, json=body, headers=headers, timeout=60, trust_env=False
-                )
+                answer = httpx.post(self.url + path, json=body, headers=headers, timeout=60, trust_env=False)
                 if answer.status_code not in (429, 500, 502, 503):
                     return answer
             except httpx.TransportError:

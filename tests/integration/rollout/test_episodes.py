@@ -98,7 +98,7 @@ async def test_an_episode_goes_from_the_trainer_to_the_trainer(
     sampling = {"max_tokens": 6, "temperature": 0.7, "seed": 4}
     job = await rig.submit_episodes(n=3, task={"prompt": "2+2=", "answer": "4"}, sampling=sampling)
     with ReplicaProcess(tmp_path / "replica", *args, "--threads", "1") as replica:
-        harness = Harness([replica.url])
+        harness = Harness(replica.url)
         for _ in range(3):
             assert harness.play_one()
         assert not harness.play_one(wait_s=0)

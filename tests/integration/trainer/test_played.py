@@ -25,15 +25,15 @@ PLAYED = {
 }
 
 
-def replica(folder: Path, run_id: str, url: str, *options: str) -> ReplicaProcess:
-    args = ["--model", str(MODEL), "--redis-url", url, "--run-id", run_id, "--threads", "1", *options]
+def replica(folder: Path, run_id: str, url: str) -> ReplicaProcess:
+    args = ["--model", str(MODEL), "--redis-url", url, "--run-id", run_id, "--threads", "1"]
     return ReplicaProcess(folder, *args)
 
 
 @contextmanager
-def playing(*urls: str, **options: Any) -> Iterator[Harness]:
+def playing(url: str, **options: Any) -> Iterator[Harness]:
     """A harness in a thread."""
-    harness, done = Harness(urls, **options), Event()
+    harness, done = Harness(url, **options), Event()
 
     def play() -> None:
         while not done.is_set():
