@@ -77,10 +77,11 @@ class SglangClient:
         info = await self._call("GET", "/model_info")
         return Path(info["model_path"]), info["weight_version"]
 
-    async def num_running(self) -> int:
-        """Number of samples that have their first token but not their last."""
+    async def num_running(self, since: float = 0.0) -> int:
+        """Number of samples that have their first token but not their last; 0 as long as the server's last count is
+        from before `since`, in Unix time. It counts now and then while it generates, and never while it is paused."""
         answer = await self._call("GET", "/v1/loads?include=core")
-        return sum(load["num_running_reqs"] for load in answer["loads"])
+        return sum(load["num_running_reqs"] for load in answer["loads"] if load["timestamp"] >= since)
 
     async def pause(self) -> None:
         """Pauses generation; requests in flight return to the server's queue without their cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,24 +31,26 @@ def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sam
 
 
 async def drawing(engine: Engine) -> None:
-    """Waits until the engine's capacity is in use and each running sample has a token."""
-    await _reaches(engine, engine.capacity)
+    """Waits until the engine's capacity is in use and each running sample has a token of the weights now served."""
+    await _reaches(engine, engine.capacity, since=time.time())
 
 
 async def idle(engine: Engine) -> None:
     await _reaches(engine, 0)
 
 
-async def _reaches(engine: Engine, num_running: int) -> None:
+async def _reaches(engine: Engine, num_running: int, since: float = 0.0) -> None:
+    """`since`: see SglangClient.num_running."""
+
     async def reached() -> bool:
-        return await _num_running(engine) == num_running
+        return await _num_running(engine, since) == num_running
 
     await until_async(reached)
 
 
-async def _num_running(engine: Engine) -> int:
+async def _num_running(engine: Engine, since: float) -> int:
     """The number that SGLang itself reports, not the engine's count of its requests."""
-    return await engine._client.num_running() if isinstance(engine, SglangEngine) else engine.num_running
+    return await engine._client.num_running(since) if isinstance(engine, SglangEngine) else engine.num_running
 
 
 @contextmanager
