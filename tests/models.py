@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dvp_rl.contract.errors import ConfigError
+from dvp_rl.engines.prefix_cache import LEAST_TOKENS
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Episode
@@ -158,16 +159,29 @@ def logprob_error(learner: Learner, folder: Path) -> float:
 async def engine_serves(folder: Path, **settings: Any) -> bool:
     """False if the engine refuses the model. Raises AssertionError if a sample's number differs from the oracle's."""
     try:
-        engine = TransformersEngine(folder, threads=1, max_batch=8, **settings)
+        engine = TransformersEngine(folder, threads=1, max_batch=8, prefix_cache_mib=16, **settings)
         await engine.start()
     except ConfigError:
         return False
     try:
         job = make_job(n=3, max_tokens=min(40, engine.context_length - 8))
-        Oracle(folder).check_all(job, await engine.generate(job))
+        oracle = Oracle(folder)
+        oracle.check_all(job, await engine.generate(job))
+        if engine.context_length > 2 * LEAST_TOKENS:
+            await check_continued(engine, oracle)
     finally:
         await engine.close()
     return True
+
+
+async def check_continued(engine: TransformersEngine, oracle: Oracle) -> None:
+    """Asserts that the numbers of a second turn are right, of which the model read only what was new."""
+    first = make_job("first", list(range(5, 5 + LEAST_TOKENS)), max_tokens=8)
+    (sample,) = await engine.generate(first)
+    before = engine.prompt_tokens
+    second = make_job("second", [*first.prompt_ids.tolist(), *sample.token_ids.tolist(), 7, 8, 9], max_tokens=8)
+    oracle.check_all(second, await engine.generate(second))
+    assert engine.prompt_tokens.read - before.read == 4, "the last token drawn had not been read"
 
 
 async def served(folder: Path) -> str:

@@ -9,6 +9,7 @@ for name in (
     "codec",
     "queue",
     "sessions",
+    "turns",
     "throughput",
     "shares",
     "engine",

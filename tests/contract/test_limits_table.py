@@ -93,6 +93,11 @@ def table() -> str:
         ("Broker's memory, results of POST /v1/jobs", f"{RESULT_SHARE:.0%} {memory}", "the job is a dead letter"),
         ("Results of POST /v1/jobs", f"kept {RESULT_TTL_S // 60} minutes, or until they are deleted", "404"),
         ("Results of POST /v1/jobs that are read concurrently", f"{MAX_RESULTS_BYTES >> 20} MiB", results),
+        (
+            "Prompts and answers kept by the transformers engine",
+            f"prefix_cache_mib: {default('prefix_cache_mib')} MiB",
+            "later turns read them again",
+        ),
         ("Turns of one session", f"{MAX_SESSION_BYTES >> 20} MiB as stored; of an episode, the n-th part", "422"),
         ("Broker's memory, POST /v1/episodes", f"{MEMORY_SHARE:.0%} of its maxmemory", busy(RETRY_AFTER_MEMORY_S)),
         ("Broker's memory, turns of episodes", f"{RESULT_SHARE:.0%} of its maxmemory", busy(RETRY_AFTER_MEMORY_S)),

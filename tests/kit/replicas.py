@@ -50,9 +50,18 @@ class _Replica:
 
     def in_flight(self) -> float:
         """Samples that generate or wait."""
+        (number,) = self._metric("in_flight_samples").values()
+        return number
+
+    def prompt_tokens(self) -> dict[str, float]:
+        """Tokens of all prompts so far: how many the model `read`, and how many were `cached`."""
+        found = self._metric("prompt_tokens_total")
+        return {source: found[f'{{source="{source}"}}'] for source in ("read", "cached")}
+
+    def _metric(self, name: str) -> dict[str, float]:
+        """Values by labels."""
         text = web.get(f"{self.url}/metrics", auth=self._token and ("", self._token)).text
-        (number,) = re.findall(r"^dvp_rollout_in_flight_samples (\S+)$", text, re.M)
-        return float(number)
+        return {labels: float(value) for labels, value in re.findall(rf"^dvp_rollout_{name}(\S*) (\S+)$", text, re.M)}
 
     def stop(self) -> object:
         raise NotImplementedError

@@ -26,6 +26,7 @@ from .batch import Batch
 from .context import text_config
 from .decoder import Placement
 from .model_folder import has_linear_head
+from .protocol import PromptTokens
 from .reference import gap, some_tokens, states, states_alone, tolerance
 
 if TYPE_CHECKING:
@@ -38,12 +39,18 @@ class FixedDecoder:
     def __init__(self, model: Any, shape: Shape) -> None:
         check_fixed_shape(model, shape, model.dtype)
         self._model, self._shape = model, shape
+        self.prompt_tokens = PromptTokens()
 
     def begin(self, batch: Batch, placements: Sequence[Placement]) -> Tensor:
+        num_read = sum(placed.num_rows * len(placed.submission.job.prompt_ids) for placed in placements)
+        self.prompt_tokens = self.prompt_tokens.plus(PromptTokens(read=num_read))
         return self._logits(batch, len(batch) - sum(placed.num_rows for placed in placements))
 
     def step(self, batch: Batch) -> Tensor:
         return self._logits(batch, 0)
+
+    def finish(self, batch: Batch, rows: list[int]) -> None:
+        pass
 
     def move(self, batch: Batch, source: list[int], target: list[int]) -> None:
         pass

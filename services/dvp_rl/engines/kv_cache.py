@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from dvp_rl.contract.errors import ConfigError
 
@@ -99,6 +99,10 @@ class RowCache(Cache):  # type: ignore[misc]
                 target[start:stop, :, :length] = source[index]
                 target[start:stop, :, length:] = 0
 
+    def copy(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the first `length` positions of a row, [K, length, D], of each layer."""
+        return [(layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone()) for layer in self.layers]
+
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies rows `source`, which are at most `length` long, over rows `target`."""
         for layer in self.layers:
@@ -127,7 +131,8 @@ def attend_rows(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of whole prompts (no mask needed), or of one new token per row over its cache.
+    """Causal attention of whole prompts (no mask needed), of what is new of a prompt, or of one new token per row, over
+    the cache.
 
     In a decode step the G query heads of one key-value head are folded into the query axis, so keys and values are read
     in place instead of repeated G times: [R, K, G, D] x [R, K, L, D]. The CPU's bfloat16 kernel does this itself, 1.4x
@@ -138,7 +143,8 @@ def attend_rows(
     R, H, Q, _ = query.shape
     K, D = key.shape[1], value.shape[3]
     if Q > 1:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=H != K)
+        which = {"is_causal": True} if attention_mask is None else {"attn_mask": attention_mask}
+        out = scaled_dot_product_attention(query, key, value, **which, scale=scaling, enable_gqa=H != K)
         return out.transpose(1, 2).contiguous(), None
     if query.dtype == torch.bfloat16 and query.device.type == "cpu":
         gqa = H != K
@@ -150,6 +156,30 @@ def attend_rows(
 
 
 AttentionInterface.register(ATTENTION, attend_rows)
+
+
+def read(model: Any, token_ids: Tensor, cache: DynamicCache | None = None) -> tuple[Tensor, DynamicCache]:
+    """Runs a forward over prompts [rows, length], or over what follows the positions in `cache`. Returns the last
+    logits [rows, V] and the filled cache."""
+    cache = DynamicCache() if cache is None else cache
+    known = cache.get_seq_length()
+    span = known + token_ids.shape[1]
+    positions = torch.arange(known, span, device=model.device)
+    out = model(
+        input_ids=token_ids.to(model.device),
+        position_ids=positions.expand(token_ids.shape),
+        attention_mask=causal_mask(positions[None, None], span, model.dtype) if known else None,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return out.logits[:, -1], cache
+
+
+def causal_mask(positions: Tensor, span: int, dtype: torch.dtype) -> Tensor:
+    """Additive attention mask [..., span] of queries at `positions` [...]."""
+    beyond = torch.arange(span, device=positions.device) > positions[..., None]
+    return torch.zeros(beyond.shape, dtype=dtype, device=positions.device).masked_fill_(beyond, float("-inf"))
 
 
 def _grown(cells: Tensor, rows: int, length: int) -> Tensor:

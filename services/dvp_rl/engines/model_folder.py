@@ -11,14 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from dvp_rl.contract.errors import ConfigError, WeightError
 from dvp_rl.weights.layout import predicts_further
 
 from .adapter import holds_adapter, with_adapter
-from .kv_cache import ATTENTION, RowCache
+from .kv_cache import ATTENTION, RowCache, read
 from .reference import (
     EAGER,
     attend_by,
@@ -140,8 +139,8 @@ def has_linear_head(model: Any) -> bool:
 
 @torch.inference_mode()
 def _check_step(model: Any, context_length: int) -> None:
-    """Raises ConfigError unless a step over our cache gives the logits of Transformers' eager forward, also past the
-    end of a layer's window.
+    """Raises ConfigError unless a step over our cache, after a prompt that was read in two parts, gives the logits of
+    Transformers' eager forward, also past the end of a layer's window.
 
     Llama-style full attention passes. An architecture that biases, caps or stores attention in its own way does not; it
     would sample from another model than the trainer's.
@@ -156,8 +155,8 @@ def _check_step(model: Any, context_length: int) -> None:
     ids = some_tokens(model, tried_edge + 8)[None]
     positions = torch.arange(ids.shape[1], device=model.device)[None]
     try:
-        prompt, cache = DynamicCache(), RowCache()
-        model(input_ids=ids[:, :-1], position_ids=positions[:, :-1], past_key_values=prompt, use_cache=True)
+        cache, (_, prompt) = RowCache(), read(model, ids[:, :4])
+        read(model, ids[:, 4:-1], prompt)
         cache.fill(0, prompt, torch.zeros(1, dtype=torch.long, device=model.device))
         cache.reserve(1, ids.shape[1])
         cache.aim(positions[0, -1:], ids.shape[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from dvp_rl.contract.group import EngineFacts, Sample
 from dvp_rl.contract.job import Job
@@ -69,6 +69,25 @@ async def recovered(engine: Engine) -> None:
     """Waits until the engine has no outage."""
     if isinstance(engine, Recovering):
         await engine.recovered()
+
+
+class PromptTokens(NamedTuple):
+    """Tokens of the prompts of all samples so far."""
+
+    read: int = 0
+    """Those that the model computed."""
+    cached: int = 0
+    """Those that an earlier prompt or answer had in common."""
+
+    def plus(self, more: PromptTokens) -> PromptTokens:
+        return PromptTokens(self.read + more.read, self.cached + more.cached)
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """An additional attribute of an engine that does not read again what it has read before."""
+
+    prompt_tokens: PromptTokens
 
 
 @runtime_checkable

@@ -35,9 +35,10 @@ from dvp_rl.weights.layout import Stored, check_layout, check_tensors, optional_
 
 from .adapter import holds_adapter
 from .limits import check_fits, max_new_tokens
+from .protocol import PromptTokens
 from .sglang_client import SglangClient
 from .sglang_server import Launch, LocalServer, Remote, RemoteServer
-from .sglang_wire import is_constrained, probe_body, request_body, to_samples
+from .sglang_wire import is_constrained, probe_body, prompt_tokens, request_body, to_samples
 from .tokenizer import load_config, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class SglangEngine:
         self._model = self._last_folder = Weights(model.absolute(), version)
         self._version = version
         self._load_timeout_s = load_timeout_s
+        self.prompt_tokens = PromptTokens()
         self._eos_ids: frozenset[int] = frozenset()
         self._layout: dict[str, Stored] = {}
         self._optional: frozenset[str] = frozenset()
@@ -264,7 +266,9 @@ class SglangEngine:
             raise self._suspected(job, began) or error from None
         finally:
             del self._flights[asking]
-        return to_samples(job, answer)
+        samples = to_samples(job, answer)
+        self.prompt_tokens = self.prompt_tokens.plus(prompt_tokens(answer))
+        return samples
 
     def _suspected(self, job: Job, began: float) -> EngineError | None:
         """Counts a death of the server with `job` in flight. Returns the error that fails the job after MAX_DEATHS; it

@@ -15,6 +15,7 @@ from dvp_rl.contract.group import FinishReason, Sample, VersionSpan
 from dvp_rl.contract.job import Job
 from dvp_rl.contract.transfer import Offer, Piece
 
+from .protocol import PromptTokens
 from .seeds import sample_seed
 
 LEAST_LOG_MIN_P = -87.0
@@ -96,6 +97,13 @@ def to_samples(job: Job, answer: Any) -> tuple[Sample, ...]:
         raise EngineError(
             f"job {job.job_id}: SGLang's answer is not as expected: {type(error).__name__}: {error}"
         ) from None
+
+
+def prompt_tokens(answer: Any) -> PromptTokens:
+    """Those of the samples of an answer that `to_samples` has accepted."""
+    infos = [entry["meta_info"] for entry in answer]
+    cached = sum(info["cached_tokens"] for info in infos)
+    return PromptTokens(sum(info["prompt_tokens"] for info in infos) - cached, cached)
 
 
 def _to_sample(job: Job, index: int, entry: Any) -> Sample:

@@ -31,11 +31,14 @@ from .decoder import CachedDecoder, Decoder
 from .fixed_shape import FixedDecoder
 from .limits import check_fits
 from .model_folder import DTYPES, load_model, read_weights
+from .protocol import PromptTokens
 from .threads import num_threads
 from .tokenizer import Tokenizer, load_config, load_tokenizer
 from .worker import Worker
 
 log = logging.getLogger(__name__)
+
+MIB = 2**20
 
 
 class TransformersEngine:
@@ -44,7 +47,8 @@ class TransformersEngine:
     `max_batch`: number of samples decoded together; the cache grows up to that many rows of the longest one's length.
     `max_context`: lowers the model's own context. `threads`: PyTorch's intra-op threads, by default 1 in deterministic
     mode and with `fixed_shape`. In deterministic mode a swap waits for the job that has begun. `fixed_shape`: its
-    length limits the context.
+    length limits the context. `prefix_cache_mib`: memory for prompts and answers that later prompts continue; not used
+    in deterministic mode, because a continued prompt's logits differ in the last bits.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class TransformersEngine:
         threads: int | None = None,
         fixed_shape: Shape | None = None,
         fp32_head: bool = False,
+        prefix_cache_mib: int = 0,
         version: str = "local:0:0",
     ) -> None:
         if dtype not in DTYPES:
@@ -81,9 +86,11 @@ class TransformersEngine:
         self._device = usable_device(device)
         self.job_by_job = deterministic
         self._fixed_shape = fixed_shape
+        self._prefix_bytes = 0 if deterministic else prefix_cache_mib * MIB
         self._threads = num_threads(threads, reproducible=deterministic or fixed_shape is not None)
         self._initial_version = version
         self._model: Any = None
+        self._decoder: Decoder | None = None
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
         self._loading = asyncio.Lock()
@@ -97,8 +104,13 @@ class TransformersEngine:
         """Number of samples that hold a row of the batch."""
         return self._worker.num_running if self._worker else 0
 
+    @property
+    def prompt_tokens(self) -> PromptTokens:
+        return self._decoder.prompt_tokens if self._decoder else PromptTokens()
+
     async def start(self) -> None:
         tokenizer, self._model, decoder = await asyncio.to_thread(self._load)
+        self._decoder = decoder
         self._worker = Worker(
             self._model,
             decoder,
@@ -121,7 +133,8 @@ class TransformersEngine:
         if self.facts.fp32_head and model.dtype != torch.float32:
             compute_in(model.get_output_embeddings(), torch.float32)
         shape = self._fixed_shape
-        return tokenizer, model, CachedDecoder(model) if shape is None else FixedDecoder(model, shape)
+        decoder = CachedDecoder(model, self._prefix_bytes) if shape is None else FixedDecoder(model, shape)
+        return tokenizer, model, decoder
 
     async def generate(self, job: Job) -> tuple[Sample, ...]:
         worker = self._running()
@@ -148,7 +161,7 @@ class TransformersEngine:
         if self._worker and self._thread:
             self._worker.send(Stop())
             await asyncio.to_thread(self._thread.join)
-            self._worker = self._thread = self._model = None
+            self._worker = self._thread = self._model = self._decoder = None
 
     def _running(self) -> Worker:
         if self._worker is None:

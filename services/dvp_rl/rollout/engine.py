@@ -80,6 +80,7 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
             threads=settings.threads,
             fixed_shape=None if settings.fixed_shape is None else Shape.parse(settings.fixed_shape),
             fp32_head=settings.fp32_head,
+            prefix_cache_mib=settings.prefix_cache_mib,
             version=version,
         )
     if settings.engine is EngineName.SGLANG:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from dvp_rl.contract.group import Group
+from dvp_rl.engines.protocol import Caching
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 
@@ -35,6 +40,10 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"dvp_rollout_{name}", text, buckets=SECONDS, registry=self.registry)
 
+    def watch(self, engine: Caching) -> None:
+        """Tells which tokens of prompts the engine had cached."""
+        self.registry.register(_PromptTokens(engine))
+
     def observe(self, group: Group) -> None:
         for sample in group.samples:
             self.samples.labels(sample.finish_reason).inc()
@@ -43,3 +52,15 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _PromptTokens(Collector):
+    def __init__(self, engine: Caching) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        text = "Tokens of the prompts of all samples, read by the model or cached from an earlier prompt or answer"
+        family = CounterMetricFamily("dvp_rollout_prompt_tokens", text, labels=["source"])
+        for source, number in self._engine.prompt_tokens._asdict().items():
+            family.add_metric([source], number)
+        yield family

@@ -10,7 +10,7 @@ from dvp_rl.contract.errors import EngineError, NotFoundError
 from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.openai import Model
-from dvp_rl.engines.protocol import Engine, Recovering, recovered
+from dvp_rl.engines.protocol import Caching, Engine, Recovering, recovered
 from dvp_rl.engines.seeds import alone
 
 from .admission import Slots
@@ -30,6 +30,8 @@ class Replica:
         self.metrics = metrics
         self._started_at = int(time.time())
         metrics.in_flight.set_function(lambda: slots.in_flight)
+        if isinstance(engine, Caching):
+            metrics.watch(engine)
 
     @property
     def outage(self) -> str:

@@ -126,6 +126,10 @@ class RolloutSettings(ListenSettings):
     """ROWSxLENGTH: one full forward of this shape per token, so that a trainer with the same shape gets the same bits.
     Slow; only for engine = transformers."""
 
+    prefix_cache_mib: Annotated[int, Field(ge=0)] = 256
+    """Memory for keys and values of prompts and answers, so that the next turn of a conversation reads only what is
+    new. Only for engine = transformers, and not with deterministic or fixed_shape. SGLang has a cache of its own."""
+
     fake: FakeSettings = FakeSettings()
     sglang: SglangSettings = SglangSettings()
     weights: WeightSettings = WeightSettings()

@@ -25,6 +25,7 @@ from dvp_rl.transport.submission import Submission
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
 from tests.integration.rollout.publishing import announce
+from tests.integration.rollout.test_session_turns import check_next_turn
 from tests.integration.rollout.test_session_versions import check_three_versions
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.table import check_table
@@ -151,6 +152,11 @@ async def test_each_turn_of_a_session_has_the_log_probs_of_its_version(
 ) -> None:
     await until_state(broker, ReplicaState.SERVING)
     await check_three_versions(replica, broker, fence, models, tmp_path)
+
+
+async def test_the_next_turn_of_a_session_reads_only_what_is_new(replica: ReplicaProcess, broker: Broker) -> None:
+    await until_state(broker, ReplicaState.SERVING)
+    await asyncio.to_thread(check_next_turn, replica)
 
 
 async def test_damaged_weights_are_refused_and_reported(
