@@ -167,7 +167,7 @@ async def engine_serves(folder: Path, **settings: Any) -> bool:
         job = make_job(n=3, max_tokens=min(40, engine.context_length - 8))
         oracle = Oracle(folder)
         oracle.check_all(job, await engine.generate(job))
-        if engine.context_length > 2 * LEAST_TOKENS:
+        if engine.context_length >= 2 * LEAST_TOKENS:
             await check_continued(engine, oracle)
     finally:
         await engine.close()

@@ -44,7 +44,7 @@ class Decoder(Protocol):
         """Logits [n, V] for the next token of every row."""
 
     def finish(self, batch: Batch, rows: list[int]) -> None:
-        """These rows have ended well, and are about to leave."""
+        """These rows have ended well, their samples are sent, and they are about to leave."""
 
     def move(self, batch: Batch, source: list[int], target: list[int]) -> None:
         """Follows the batch, whose rows `source` have moved to `target`."""
@@ -104,7 +104,7 @@ class CachedDecoder:
             job, length = batch.rows[row].job, int(lengths[row])
             if job.n == 1 and self._prefixes.max_bytes:
                 token_ids = np.append(job.prompt_ids, batch.token_ids(row))[:length].astype(np.int32)
-                self._prefixes.keep(Prefix(token_ids, self._cache.copy(row, length)))
+                self._prefixes.keep(Prefix(token_ids, self._cache.row(row, length)))
 
     def move(self, batch: Batch, source: list[int], target: list[int]) -> None:
         length = int(batch.lengths[target].max())

@@ -99,9 +99,9 @@ class RowCache(Cache):  # type: ignore[misc]
                 target[start:stop, :, :length] = source[index]
                 target[start:stop, :, length:] = 0
 
-    def copy(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the first `length` positions of a row, [K, length, D], of each layer."""
-        return [(layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone()) for layer in self.layers]
+    def row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Views of the first `length` positions of a row: keys and values [K, length, D] of each layer."""
+        return [(layer.keys[row, :, :length], layer.values[row, :, :length]) for layer in self.layers]
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies rows `source`, which are at most `length` long, over rows `target`."""

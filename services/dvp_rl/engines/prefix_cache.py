@@ -35,6 +35,9 @@ class Prefix:
     def num_bytes(self) -> int:
         return sum(cells.numel() * cells.element_size() for layer in self.layers for cells in layer)
 
+    def copy(self) -> Prefix:
+        return Prefix(self.token_ids, [(keys.clone(), values.clone()) for keys, values in self.layers])
+
 
 class Beginning(NamedTuple):
     """The first `length` tokens of a prefix."""
@@ -57,32 +60,42 @@ class PrefixCache:
         return len(self._prefixes)
 
     def find(self, prompt_ids: NDArray[np.int32]) -> Beginning | None:
-        """The longest beginning of the prompt that is known. The prompt's last token never belongs to it, because what
-        follows is drawn from that token's logits, which are not kept."""
-        read = prompt_ids[:-1]
-        lengths = [num_shared(prefix.token_ids, read) for prefix in self._prefixes]
-        length = max(lengths, default=0)
-        if length < LEAST_TOKENS:
+        """The longest beginning of the prompt that is known, if that is half of it: what is new is read more slowly
+        after it. The prompt's last token never belongs to it, because what follows is drawn from that token's logits,
+        which are not kept."""
+        read, length, found = prompt_ids[:-1], 0, None
+        for prefix in reversed(self._prefixes):
+            if (shared := num_shared(prefix.token_ids, read)) > length:
+                length, found = shared, prefix
+        if found is None or length < max(LEAST_TOKENS, len(prompt_ids) / 2):
             return None
-        prefix = self._prefixes.pop(lengths.index(length))
-        self._prefixes.append(prefix)
-        return Beginning(prefix, length)
+        self._use(found)
+        return Beginning(found, length)
 
     def keep(self, prefix: Prefix) -> None:
-        """Keeps it instead of those that it continues, and forgets the ones used longest ago where there is no room."""
+        """Keeps a copy instead of those that it continues, and forgets the ones used longest ago where there is no
+        room."""
         if len(prefix.token_ids) < LEAST_TOKENS or prefix.num_bytes > self.max_bytes:
             return
         for known in [*self._prefixes]:
-            if num_shared(known.token_ids, prefix.token_ids) == len(known.token_ids):
+            shared = num_shared(known.token_ids, prefix.token_ids)
+            if shared == len(prefix.token_ids):
+                self._use(known)
+                return
+            if shared == len(known.token_ids):
                 self._forget(known)
         while len(self) == MOST_PREFIXES or self.num_bytes + prefix.num_bytes > self.max_bytes:
             self._forget(self._prefixes[0])
-        self._prefixes.append(prefix)
+        self._prefixes.append(prefix.copy())
         self.num_bytes += prefix.num_bytes
 
     def clear(self) -> None:
         self._prefixes.clear()
         self.num_bytes = 0
+
+    def _use(self, prefix: Prefix) -> None:
+        self._prefixes.remove(prefix)
+        self._prefixes.append(prefix)
 
     def _forget(self, prefix: Prefix) -> None:
         self._prefixes.remove(prefix)

@@ -77,7 +77,7 @@ class PromptTokens(NamedTuple):
     read: int = 0
     """Those that the model computed."""
     cached: int = 0
-    """Those that an earlier prompt or answer had in common."""
+    """Those computed before, for an earlier prompt, answer or sample."""
 
     def plus(self, more: PromptTokens) -> PromptTokens:
         return PromptTokens(self.read + more.read, self.cached + more.cached)

@@ -173,9 +173,9 @@ class Worker:
         for submission, row in failed.items():
             self._fail_not_finite(submission, row)
         done = [row for row in _indices(ended, start) if self._batch.rows[row].submission not in failed]
-        self._decoder.finish(self._batch, done)
         for row, record in zip(done, self._batch.records(done), strict=True):
             self._finish(row, record, FinishReason.STOP if stopped[row - start] else FinishReason.LENGTH)
+        self._decoder.finish(self._batch, done)
         self._remove(done + self._rows_of(failed))
 
     def _at_stop_string(self, start: int) -> NDArray[np.bool_]:

@@ -59,7 +59,9 @@ class _PromptTokens(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        text = "Tokens of the prompts of all samples, read by the model or cached from an earlier prompt or answer"
+        text = (
+            "Tokens of the prompts of all samples, read by the model or cached from an earlier prompt, answer or sample"
+        )
         family = CounterMetricFamily("dvp_rollout_prompt_tokens", text, labels=["source"])
         for source, number in self._engine.prompt_tokens._asdict().items():
             family.add_metric([source], number)

@@ -6,10 +6,15 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
 from dvp_rl.contract.group import Sample
+from dvp_rl.engines.decoder import CONTINUED_TOKENS
+from dvp_rl.engines.kv_cache import RowCache
 from dvp_rl.engines.protocol import Engine
 from dvp_rl.engines.transformers import TransformersEngine
+from tests.kit.models import make_model
 from tests.kit.wait import until_async
 
 from .conftest import MakeEngine
@@ -51,21 +56,21 @@ async def test_a_fork_continues_what_it_shares(
 ) -> None:
     engine = await start(make_engine, folders["even"])
     await read_of(engine, "first", TEXT)
-    fork = [*TEXT[:70], *NEW, *TEXT]
+    fork = [*TEXT[:70], *NEW, *TEXT[:60]]
     job = make_job("fork", fork, log_min_p=-3.0)
     before = engine.prompt_tokens
     oracles["even"].check_all(job, await engine.generate(job))
     assert engine.prompt_tokens.cached - before.cached == 70
 
 
-async def test_what_is_new_may_be_long(
-    folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
-) -> None:
-    engine = await start(make_engine, folders["even"])
-    await read_of(engine, "first", TEXT)
-    job = make_job("long", [*TEXT, *NEW * 250], log_min_p=-3.0)
-    oracles["even"].check_all(job, await engine.generate(job))
-    assert engine.prompt_tokens.cached == len(TEXT)
+async def test_what_is_new_may_be_long(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """It is read in two parts."""
+    folder, text = make_model(tmp_path / "model", spread=2.0, context=2048), TEXT * 8
+    engine = await start(make_engine, folder)
+    await read_of(engine, "first", text)
+    job = make_job("long", [*text, *NEW * (CONTINUED_TOKENS // 2)], log_min_p=-3.0)
+    Oracle(folder).check_all(job, await engine.generate(job))
+    assert engine.prompt_tokens.cached == len(text)
 
 
 async def test_turns_of_many_conversations_at_once(
@@ -126,3 +131,18 @@ async def test_what_keeps_nothing(folders: dict[str, Path], make_engine: MakeEng
         assert read == len(TEXT)
         if "deterministic" in settings:
             assert np.array_equal(first.logprobs, second.logprobs)
+
+
+async def test_an_answer_is_sent_before_it_is_kept(
+    folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it is not lost if there is no memory for that."""
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError
+
+    engine, job = await start(make_engine, folders["even"]), make_job("first", TEXT)
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCache, "row", fail)
+        oracles["even"].check_all(job, await engine.generate(job))
+    oracles["even"].check_all(job, await engine.generate(job))

@@ -59,7 +59,33 @@ def test_a_conversation_takes_the_place_of_its_earlier_turns() -> None:
     assert len(cache) == 1
     assert cache.num_bytes == 4 * LEAST_TOKENS * BYTES_PER_TOKEN
     cache.keep(prefix(*ids(0, 1)))
-    assert len(cache) == 2, "it may go on from there, when the longer one is forgotten"
+    assert len(cache) == 1, "the longer one begins with it"
+
+
+def test_of_equals_the_one_used_last_is_continued() -> None:
+    """So that a conversation that has ended is not used by others that have its beginning in common."""
+    cache = PrefixCache(3 * 2 * LEAST_TOKENS * BYTES_PER_TOKEN)
+    for part in (1, 2, 3):
+        cache.keep(prefix(*ids(0, part)))
+    assert found(cache, ids(0, 4)) == LEAST_TOKENS
+    cache.keep(prefix(*ids(0, 4)))
+    assert [found(cache, [*ids(0, part), 9]) > LEAST_TOKENS for part in (1, 2, 3, 4)] == [False, True, True, True]
+
+
+def test_a_small_beginning_is_not_continued() -> None:
+    cache = PrefixCache(10**6)
+    cache.keep(prefix(*ids(0)))
+    assert found(cache, ids(0, 1)) == LEAST_TOKENS
+    assert found(cache, [*ids(0, 1), 1]) == 0
+
+
+def test_a_copy_is_kept() -> None:
+    cache, given = PrefixCache(10**6), prefix(*ids(1))
+    cache.keep(given)
+    given.layers[0][0].fill_(7)
+    beginning = cache.find(np.array([*ids(1), 9], np.int32))
+    assert beginning is not None
+    assert not beginning.prefix.layers[0][0].any()
 
 
 def test_the_one_used_longest_ago_is_forgotten() -> None:
