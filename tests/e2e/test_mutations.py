@@ -18,7 +18,7 @@ PARTS = ("services", "trainer", "tests", "deploy", "pyproject.toml", "README.md"
 TRANSPORT = "tests/integration/transport"
 LUA = "services/dvp_rl/transport/lua"
 PRELUDE, COMMIT, LOOP = f"{LUA}/prelude.lua", f"{LUA}/commit.lua", "trainer/dvp_trainer/loop.py"
-DECODER, MONITOR = "services/dvp_rl/engines/decoder.py", "services/dvp_rl/monitor/app.py"
+MONITOR = "services/dvp_rl/monitor/app.py"
 
 
 class Mutant(NamedTuple):
@@ -59,8 +59,8 @@ MUTANTS = {
     ),
     # The tests that notice the next two allow for rounding at the edge of a safe set, and for one look more or less.
     "a mask for each row": Mutant(
-        DECODER,
-        "> positions[:, None]",
+        "services/dvp_rl/engines/kv_cache.py",
+        "> positions[..., None]",
         "> positions.max()",
         "tests/integration/engines/test_conformance.py::test_neighbours_change_log_probs_by_rounding_only",
     ),
@@ -69,6 +69,12 @@ MUTANTS = {
         "poller.feed.follow(lambda: tokens.still_has(caller), caller.limited)",
         "(await poller._ask() and news async for news in poller.feed.follow())",
         "tests/integration/monitor/test_page.py::test_the_broker_does_not_feel_the_viewers",
+    ),
+    "a prompt that continues what earlier weights read": Mutant(
+        "services/dvp_rl/engines/decoder.py",
+        "self._prefixes.clear()\n        if not len(batch)",
+        "if not len(batch)",
+        "tests/integration/engines/test_continued_prompts.py::test_new_weights_read_everything_again",
     ),
     "a scope that nobody looks at": Mutant(
         "services/dvp_rl/http/guard.py",
