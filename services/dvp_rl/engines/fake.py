@@ -13,6 +13,7 @@ from dvp_rl.contract.group import EngineFacts, FinishReason, Sample, VersionSpan
 from dvp_rl.contract.job import Job
 
 from .limits import check_fits, max_new_tokens
+from .protocol import PromptTokens
 from .seeds import UniformStream, sample_seed
 
 
@@ -48,6 +49,7 @@ class FakeEngine:
         self.vocab_size = vocab_size
         self.capacity = capacity
         self.job_by_job = False
+        self.prompt_tokens = PromptTokens()
         self._service_time_s = service_time_s
         self._load_time_s = load_time_s
         self._num_tokens = num_tokens
@@ -72,6 +74,7 @@ class FakeEngine:
     async def generate(self, job: Job) -> tuple[Sample, ...]:
         self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
+        self.prompt_tokens = self.prompt_tokens.plus(PromptTokens(read=job.n * len(job.prompt_ids)))
         samples = asyncio.gather(*(self._sample(job, index) for index in range(job.n)))
         self._jobs.add(samples)
         try:

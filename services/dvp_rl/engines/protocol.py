@@ -85,7 +85,7 @@ class PromptTokens(NamedTuple):
 
 @runtime_checkable
 class Caching(Protocol):
-    """An additional attribute of an engine that does not read again what it has read before."""
+    """An additional attribute of an engine that counts which tokens of prompts it read, and which it knew."""
 
     prompt_tokens: PromptTokens
 

@@ -23,6 +23,7 @@ async def test_samples_are_whole_and_reproducible() -> None:
     engine = FakeEngine(service_time_s=0, num_tokens=16)
     await engine.start()
     samples = await engine.generate(make_job("a", n=5))
+    assert engine.prompt_tokens == (5 * len(make_job().prompt_ids), 0)
     assert [len(sample.token_ids) for sample in samples] == [16] * 5
     assert {sample.finish_reason for sample in samples} == {FinishReason.STOP}
     assert len({tuple(sample.token_ids.tolist()) for sample in samples}) == 5
