@@ -71,6 +71,7 @@ NOT_YOURS = RequestError(
     "job qwen3-math:000000007:0 is the trainer's; only what was submitted over HTTP can be deleted"
 )
 NO_SESSION = NotFoundError(NO_SUCH_SESSION.format("37+58-row-7"))
+NO_MODEL = NotFoundError("model 'gpt': this replica has only 'qwen3-math', the run's id")
 SESSION_ENDED = RequestError(ENDED.format("37+58-row-7"))
 NO_TURN = RequestError("session '37+58-row-7' has no turn to be finished: delete it")
 LONG_ERROR = wrong("error", "no sandbox, no sandbox, ...", f"at most {MAX_ERROR_CHARS} characters")

@@ -14,7 +14,7 @@ from dvp_rl.contract.openai import Model, Models, Recording, Usage
 from dvp_rl.http.openapi import refusals
 
 from .answers import Streamed
-from .examples import GENERATE_EXAMPLES, LOADING, NOT_GENERATED, NOT_ONLY_MIN_P
+from .examples import GENERATE_EXAMPLES, LOADING, NO_MODEL, NOT_GENERATED, NOT_ONLY_MIN_P
 from .routes import TURN, By, ModelId, Served, Take, as_json, served_while_connected
 from .service import Service
 
@@ -55,7 +55,7 @@ async def served_models(service: Served) -> Response:
     return as_json(Models(data=(service.replica.model(),)))
 
 
-@router.get("/v1/models/{model}", response_model=Model, responses=refusals(LOADING))
+@router.get("/v1/models/{model}", response_model=Model, responses=refusals(NO_MODEL, LOADING))
 async def served_model(model: ModelId, service: Served) -> Response:
     """The model, if that is its name."""
     return as_json(service.replica.model(model))
