@@ -24,12 +24,15 @@ from .connections import Connection, Idle
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 128
-"""Connections that the kernel queues until they are accepted, and that asyncio accepts in one go."""
+BACKLOG = 4096
+"""Connections that the kernel queues until they are accepted. Its own limit (net.core.somaxconn) is that by default. It
+drops those beyond, and may reset one of them after its client has sent a request."""
+ACCEPTED = 128
+"""Connections that asyncio accepts in one go."""
 MIN_CONNECTIONS = 64
-OTHER_FILES = 3 * BACKLOG + 512
-"""Open files besides the connections that are kept: one backlog of connections just accepted, one of those just closed,
-one to spare, and whatever else a service opens (libraries, weights, the broker, an engine)."""
+OTHER_FILES = 3 * ACCEPTED + 512
+"""Open files besides the connections that are kept: those accepted in one go, as many that are just closed, as many to
+spare, and whatever else a service opens (libraries, weights, the broker, an engine)."""
 WANTED_FILES = 8192
 ANSWER_S = 2
 """Time to send the last answers after requests were ended, in seconds."""
@@ -41,6 +44,11 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to ACCEPTED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_report)
@@ -65,7 +73,7 @@ def http_server(app: FastAPI, drain_s: float, max_requests: int) -> HttpServer:
     config = uvicorn.Config(
         app,
         http=partial(Connection, Idle(max_connections)),  # type: ignore[arg-type]
-        backlog=BACKLOG,
+        backlog=ACCEPTED,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -8,6 +8,7 @@ import os
 import queue
 import resource
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ ANSWER_BYTES = 64 << 20
 MEDIUM_BYTES = 8 << 20
 """More than the kernel takes if the other end has a small buffer."""
 NUM_HALF_OPEN = 3_000
+BURST = 1_000
 MAX_FILES = 2_048
 BEGUN = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
@@ -251,6 +253,27 @@ def test_a_request_that_is_refused_early_is_answered_and_its_body_taken(patient:
         assert answer.readline() == b"HTTP/1.1 405 Method Not Allowed\r\n"
         client.sendall(bytes(1_000_000) + b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert any(b"HTTP/1.1 200 OK" in line for line in iter(answer.readline, b""))
+
+
+def test_a_burst_is_kept_while_the_server_is_busy() -> None:
+    """The kernel drops what it cannot queue, and may reset such a connection later, after the request was sent."""
+    app, busy, may_go_on = _app(), threading.Event(), threading.Event()
+
+    @app.get("/busy")
+    async def wait() -> Response:
+        busy.set()
+        may_go_on.wait()
+        return Response("done")
+
+    with _many_files(), serving(app, max_requests=BURST) as url, ExitStack() as stack:
+        stack.callback(may_go_on.set)
+        stack.enter_context(_connect(url)).sendall(BEGUN.replace(b"healthz", b"busy") + b"\r\n")
+        assert busy.wait(WITHIN_S)
+        clients = [stack.enter_context(_connect(url)) for _ in range(BURST)]
+        may_go_on.set()
+        for client in clients:
+            client.sendall(BEGUN + b"\r\n")
+        assert all(client.recv(1 << 10).startswith(b"HTTP/1.1 200") for client in clients)
 
 
 def test_who_reads_none_of_many_answers_makes_room() -> None:
