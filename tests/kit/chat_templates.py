@@ -110,18 +110,22 @@ LLAMA31 = (
 )
 GEMMA = (
     # Like google/gemma-2-2b-it: no system turn, no tools, roles in turns.
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must take turns') }}{% endif %}"
     "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim }}"
     "{{ '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
 MISTRAL = (
-    # Like mistralai/Mistral-Nemo-Instruct-2407: calls as one list with ids of nine characters, tools before the last
-    # question, nothing before the assistant's text.
-    "{{ bos_token }}{% set ns = namespace(question=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}"
+    # Like mistralai/Mistral-Nemo-Instruct-2407: roles take turns, calls as one list with ids of nine characters, tools
+    # before the last question, nothing before the assistant's text.
+    "{{ bos_token }}{% set ns = namespace(question=-1, asks=true) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}"
+    "{% if m.role not in ('system', 'tool') and not m.tool_calls %}"
+    "{% if (m.role == 'user') != ns.asks %}{{ raise_exception('roles must take turns') }}{% endif %}"
+    "{% set ns.asks = not ns.asks %}"
+    "{% endif %}{% endfor %}"
     "{% for m in messages %}"
     "{% if m.role == 'user' %}"
     "{% if tools and loop.index0 == ns.question %}"

@@ -55,13 +55,17 @@ class _Replica:
 
     def prompt_tokens(self) -> dict[str, float]:
         """Tokens of all prompts so far: how many the model `read`, and how many were `cached`."""
-        found = self._metric("prompt_tokens_total")
-        return {source: found[f'{{source="{source}"}}'] for source in ("read", "cached")}
+        return self._metric("prompt_tokens_total")
+
+    def session_turns(self) -> dict[str, float]:
+        """Those that it has drawn, by why they opened another branch."""
+        return self._metric("session_turns_total")
 
     def _metric(self, name: str) -> dict[str, float]:
-        """Values by labels."""
+        """Values by the value of their label, if any."""
         text = web.get(f"{self.url}/metrics", auth=self._token and ("", self._token)).text
-        return {labels: float(value) for labels, value in re.findall(rf"^dvp_rollout_{name}(\S*) (\S+)$", text, re.M)}
+        found = re.findall(rf'^dvp_rollout_{name}(?:\{{\w+="(.*)"\}})? (\S+)$', text, re.M)
+        return {label: float(value) for label, value in found}
 
     def stop(self) -> object:
         raise NotImplementedError

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .http import MAX_PROMPT_CHARS, Body, Problem, TokenId, example
 from .job import Metadata
+from .json_schema import check_object_schema
 from .sampling import MAX_NEW_TOKENS, MAX_SEED, MAX_STOP_TOKENS, Stops, StopText
 
 CONTEXT_FULL = "context_length_exceeded"
@@ -100,9 +101,11 @@ class FunctionSpec(Body):
 
     @model_validator(mode="after")
     def _is_object(self) -> Self:
-        schema = self.parameters or {}
-        if schema and (schema.get("type") != "object" or not isinstance(schema.get("properties", {}), dict)):
-            raise ValueError('parameters in JSON schema, with "type": "object" and, if any, "properties": {...}')
+        if self.parameters:
+            try:
+                check_object_schema(self.parameters)
+            except ValueError as error:
+                raise ValueError(f"parameters in JSON schema: {error}") from None
         return self
 
 

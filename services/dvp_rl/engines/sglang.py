@@ -267,7 +267,7 @@ class SglangEngine:
         finally:
             del self._flights[asking]
         samples = to_samples(job, answer)
-        self.prompt_tokens = self.prompt_tokens.plus(prompt_tokens(answer))
+        self.prompt_tokens = self.prompt_tokens.plus(prompt_tokens(job, answer))
         return samples
 
     def _suspected(self, job: Job, began: float) -> EngineError | None:

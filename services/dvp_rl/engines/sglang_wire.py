@@ -99,11 +99,10 @@ def to_samples(job: Job, answer: Any) -> tuple[Sample, ...]:
         ) from None
 
 
-def prompt_tokens(answer: Any) -> PromptTokens:
+def prompt_tokens(job: Job, answer: Any) -> PromptTokens:
     """Those of the samples of an answer that `to_samples` has accepted."""
-    infos = [entry["meta_info"] for entry in answer]
-    cached = sum(info["cached_tokens"] for info in infos)
-    return PromptTokens(sum(info["prompt_tokens"] for info in infos) - cached, cached)
+    cached = sum(entry["meta_info"].get("cached_tokens", 0) for entry in answer)
+    return PromptTokens(job.n * len(job.prompt_ids) - cached, cached)
 
 
 def _to_sample(job: Job, index: int, entry: Any) -> Sample:

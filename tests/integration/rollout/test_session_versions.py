@@ -27,8 +27,8 @@ MAX_TOKENS = 8
 async def check_three_versions(
     replica: ReplicaProcess, broker: Broker, fence: int, models: Mapping[str, Path], folder: Path
 ) -> None:
-    """The replica serves `even`. The log-probs of each turn are those of the weights that drew it, given all tokens
-    before, and not those of the others."""
+    """The replica serves the first of `models`. The log-probs of each turn are those of the weights that drew it, given
+    all tokens before, and not those of the others."""
     with opened(replica, sampling={"max_tokens": MAX_TOKENS}) as session, replica.client() as client:
 
         def draw(token_ids: list[int]) -> list[int]:
@@ -40,10 +40,11 @@ async def check_three_versions(
         async def serves(version: str) -> bool:
             return (await asyncio.to_thread(client.weights)).version == version
 
-        weights = {client.weights().version: "even"}
+        first, *others = models
+        weights = {client.weights().version: first}
         ids = await asyncio.to_thread(draw, PROMPT)
-        for name in ("odd", "even"):
-            announced = await announce(broker, fence, folder / f"{name}-{len(weights)}", models[name])
+        for name in others:
+            announced = await announce(broker, fence, folder / f"weights-{name}", models[name])
             weights[announced.version] = name
             await until_async(lambda version=announced.version: serves(version))
             ids = await asyncio.to_thread(draw, [*ids, *ASKED])
@@ -67,8 +68,8 @@ async def check_three_versions(
 
 async def test_each_turn_has_the_log_probs_of_its_version(broker_url: str, tmp_path: Path) -> None:
     run_id = f"versions-{secrets.token_hex(6)}"
-    models = {name: make_model(tmp_path / name, seed=seed, endless=True) for seed, name in enumerate(("even", "odd"))}
-    args = ["--model", str(models["even"]), "--redis-url", broker_url, "--run-id", run_id, "--threads", "1"]
+    models = {name: make_model(tmp_path / name, seed=seed, endless=True) for seed, name in enumerate("abc")}
+    args = ["--model", str(models["a"]), "--redis-url", broker_url, "--run-id", run_id, "--threads", "1"]
     with ReplicaProcess(tmp_path / "replica", *args) as replica:
         async with await Broker.connect(broker_url, run_id) as broker:
             lease = TrainerLease(broker, "test")

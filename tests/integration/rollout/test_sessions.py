@@ -26,6 +26,7 @@ from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.results import ClientJob, Held, client_jobs
 from tests.integration.engines.oracle import TOLERANCE, Oracle
 from tests.kit import web
+from tests.kit.caller import ADD
 from tests.kit.chat_templates import CHATS, make_chat_tokenizer
 from tests.kit.gateway import gateway, needs_haproxy
 from tests.kit.models import make_model
@@ -37,13 +38,13 @@ from tests.kit.wait import WITHIN_S, until
 SEED = 3
 """A seed with which the model draws neither special tokens nor its end in the turns of the tests below."""
 USER = {"role": "user", "content": "1+1"}
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-NO_OBJECT = {"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}
 JSON = {"Content-Type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+def taking(parameters: object) -> dict[str, Any]:
+    """A tool."""
+    return {"type": "function", "function": {"name": "a", "parameters": parameters}}
 
 
 class Opened:
@@ -87,9 +88,13 @@ def opened(replica: ReplicaProcess | ReplicaThread | str, *, token: str = "none"
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with Qwen2.5's chat template."""
-    folder = make_model(tmp_path_factory.mktemp("chat"), vocab_size=320, context=512)
-    make_chat_tokenizer(CHATS["qwen25"]).save_pretrained(folder)
+    return make_chat_model(tmp_path_factory.mktemp("chat"), "qwen25")
+
+
+def make_chat_model(folder: Path, chat: str) -> Path:
+    """A random model with that chat template."""
+    make_model(folder, vocab_size=320, context=512)
+    make_chat_tokenizer(CHATS[chat]).save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None, "pad_token_id": None}))
@@ -105,7 +110,7 @@ def talker(chat_model: Path, broker_url: str, tmp_path_factory: pytest.TempPathF
 
 def test_conversations_are_recorded_token_for_token(replica: ReplicaProcess, model: Path) -> None:
     """A random model draws special tokens too, which no answer shows: then the history drifts."""
-    oracle, branches = Oracle(model), []
+    oracle, branches, before = Oracle(model), [], replica.session_turns()
     for seed in range(8):
         sampling = {"max_tokens": 8, "seed": seed, "temperature": 0.7}
         with opened(replica, sampling=sampling, metadata={"row": seed}) as session:
@@ -128,17 +133,26 @@ def test_conversations_are_recorded_token_for_token(replica: ReplicaProcess, mod
         assert answers[-1].usage.total_tokens == length + len(last["token_ids"])
         branches.append(body["branches"])
     assert {1, 2} <= {*branches}, "with and without drift"
+    counted = {fork: number - before.get(fork, 0) for fork, number in replica.session_turns().items()}
+    assert counted["drift"] == sum(branches) - 8
+    assert sum(counted.values()) == 3 * 8
 
 
 def check_logprobs(oracle: Oracle, prompt_ids: list[int], sample: dict[str, Any], **sampling: Any) -> None:
     """The log-probs of the model's tokens are those of a float64 forward over all tokens."""
+    expected = expected_logprobs(oracle, prompt_ids, sample, **sampling)
+    np.testing.assert_allclose(sample["logprobs"], expected, atol=TOLERANCE, rtol=0)
+
+
+def expected_logprobs(
+    oracle: Oracle, prompt_ids: list[int], sample: dict[str, Any], **sampling: Any
+) -> NDArray[np.float64]:
     ids = np.asarray(sample["token_ids"], np.int32)
     is_model = np.ones(len(ids), bool)
     for span in sample["environment"]:
         is_model[span["start"] : span["end"]] = False
     job = Job(job_id="a", run_id="a", prompt_ids=prompt_ids, sampling=Sampling(**sampling), sink=Sink.CLIENT)
-    expected = oracle.expect(job, ids).logprobs[is_model]
-    np.testing.assert_allclose(sample["logprobs"], expected, atol=TOLERANCE, rtol=0)
+    return oracle.expect(job, ids).logprobs[is_model]
 
 
 def test_the_same_seed_draws_the_same_episode(replica: ReplicaProcess) -> None:
@@ -228,37 +242,6 @@ def test_any_replica_goes_on_after_one_died(
 
 
 @needs_haproxy
-async def test_behind_a_gateway_a_session_stays_with_a_replica_until_it_is_gone(
-    chat_model: Path, broker_url: str, tmp_path: Path
-) -> None:
-    args = ["--model", str(chat_model), "--redis-url", broker_url, "--run-id", "gateway", "--threads", "1"]
-    oracle, homes = Oracle(chat_model), set[int]()
-    options: dict[str, Any] = {"token": TOKEN, "sampling": {"max_tokens": 6, "seed": SEED}}
-    given = {"DVP_ROLLOUT__TOKEN": TOKEN}
-    with ExitStack() as stack:
-        started = (ReplicaProcess(tmp_path / name, *args, token=TOKEN, variables=given) for name in "abc")
-        replicas = [stack.enter_context(replica) for replica in started]
-        url = stack.enter_context(gateway(tmp_path, *(replica.port for replica in replicas)))
-        for _ in range(6):
-            before = drawn_turns(replicas)
-            with opened(url, **options) as session:
-                session.chat(await two_turns(session), tools=[ADD])
-                end_after_three_turns(session, oracle)
-            gained = drawn_turns(replicas) - before
-            assert sorted(gained) == [0, 0, 3]
-            homes.add(gained.argmax())
-        assert len(homes) > 1, "sessions go to the replica with the fewest requests in flight"
-
-        before = drawn_turns(replicas)
-        with opened(url, **options) as session:
-            messages = await two_turns(session)
-            replicas[(drawn_turns(replicas) - before).argmax()].stop(SIGKILL)
-            session.openai.max_retries = 2
-            session.chat(messages, tools=[ADD])
-            end_after_three_turns(session, oracle)
-
-
-@needs_haproxy
 def test_behind_a_gateway_a_full_replica_is_asked_once(model: Path, broker_url: str, tmp_path: Path) -> None:
     """A client that counts its retries gets to another one."""
     args = ["--model", str(model), "--redis-url", broker_url, "--run-id", "full", "--engine", "fake"]
@@ -285,29 +268,9 @@ def test_behind_a_gateway_a_full_replica_is_asked_once(model: Path, broker_url: 
         assert session.status()["turns"] == 2
 
 
-async def two_turns(session: Opened) -> list[Any]:
-    """One with OpenAI's client, and one that its asynchronous client streams. Returns the messages of the third."""
-    first = session.chat([USER], tools=[ADD]).choices[0].message
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=TOKEN, timeout=WITHIN_S) as client:
-        asked: list[Any] = [USER, first, USER]
-        stream = await client.chat.completions.create(model=session.model, messages=asked, tools=[ADD], stream=True)
-        said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    return [*asked, {"role": "assistant", "content": said}, USER]
-
-
-def end_after_three_turns(session: Opened, oracle: Oracle) -> None:
-    """Whichever replicas drew the turns, they are one sample, with the log-probs of the model."""
-    body = session.finish(1.0)
-    assert (body["turns"], body["drifted"]) == (3, 0)
-    (sample,) = body["group"]["samples"]
-    check_logprobs(oracle, body["group"]["prompt_ids"], sample)
-
-
 def drawn_turns(replicas: list[ReplicaProcess]) -> NDArray[np.int64]:
     """Turns that each has drawn since its start."""
-    texts = [web.get(f"{replica.url}/metrics", auth=("", TOKEN)).text for replica in replicas]
-    counts = [re.findall(r"^dvp_rollout_session_turns_total\{.*\} (\S+)$", text, re.M) for text in texts]
-    return np.array([sum(map(float, found)) for found in counts], np.int64)
+    return np.array([sum(replica.session_turns().values()) for replica in replicas], np.int64)
 
 
 def test_a_request_sent_again_gets_the_recorded_answer(replica: ReplicaProcess) -> None:
@@ -357,7 +320,9 @@ def test_turns_at_once_are_all_recorded(replica: ReplicaProcess) -> None:
         ({"extra_body": {"min_p": 0.1}}, "min_p", "the session's"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex", "only the fields"),
         ({"stop": [str(i) for i in range(17)]}, "stop", ""),
-        ({"tools": [NO_OBJECT]}, "tools.0.function", "parameters in JSON schema"),
+        ({"tools": [taking({"type": "array"})]}, "tools.0.function", '"type" must be "object"'),
+        ({"tools": [taking({"type": "objects"})]}, "tools.0.function", "parameters in JSON schema: type.0: "),
+        ({"tools": [taking("a: int")]}, "tools.0.function.parameters", ""),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "only true"),
         ({"messages": [{"role": "alien", "content": "1"}]}, "messages.0.role", ""),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", ""),

@@ -10,11 +10,11 @@ from tests.kit.models import make_model
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two sets of weights of one shape that never draw an end token."""
+    """Three sets of weights of one shape that never draw an end token."""
     root = tmp_path_factory.mktemp("models")
     return {
         name: make_model(root / name, "qwen3", spread=2.0, context=1024, seed=seed, endless=True)
-        for seed, name in enumerate(("even", "odd"))
+        for seed, name in enumerate(("even", "odd", "third"))
     }
 
 

@@ -293,6 +293,8 @@ def following(messages: list[Message], said: Said, step: Step) -> list[Message]:
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_what_is_drawn_is_what_is_read_and_trained(chat: str) -> None:
+    forks = set[str | None]()
+
     @settings(max_examples=80, derandomize=True, database=None)
     @given(STEPS, st.sampled_from(["", "the system"]), st.booleans())
     def play(steps: list[Step], system: str, tools: bool) -> None:
@@ -308,11 +310,13 @@ def test_what_is_drawn_is_what_is_read_and_trained(chat: str) -> None:
                 messages = sendable
                 continue
             player.check_episode()
+            forks.add(said.turn.fork)
             sendable, messages = messages, following(messages, said, step)
         if player.turns:
             player.check_episode()
 
     play()
+    assert forks == {None, Fork.REWRITTEN, Fork.DRIFT}
 
 
 IDS = st.lists(st.integers(0, 300), min_size=1, max_size=3)
@@ -664,11 +668,12 @@ def calling(*calls: Message) -> Message:
 @pytest.mark.parametrize(
     ("chat", "messages", "tools", "field"),
     [
-        ("gemma", [user(), {"role": "system", "content": "in"}], False, "messages.1"),
+        ("gemma", [{"role": "system", "content": "in"}, user()], False, "messages.0"),
         ("gemma", [user(), user()], False, "messages.1"),
         ("gemma", [user(), {"role": "assistant", "content": "in"}, user(), user(), user()], False, "messages.3"),
         ("llama31", [user(), calling(called("a"), called("b")), result("a")], True, "messages.1"),
-        ("mistral", [user(), calling(called("short")), result("short"), user()], True, "messages.1"),
+        ("mistral", [user(), calling(called("short")), result("short")], True, "messages.1"),
+        ("mistral", [user(), calling(called("a" * 9)), result("a" * 9), user()], True, "messages.3"),
         ("qwen3", [user(), calling(called("a", "[1]"))], True, "messages.1.tool_calls.0.function.arguments"),
         (
             "qwen25",
