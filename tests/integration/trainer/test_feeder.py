@@ -277,6 +277,22 @@ async def test_stale_groups_come_back_as_the_next_attempt(broker_url: str, opene
         assert outcomes(run) == [((0, 0), "stale")]
 
 
+async def test_the_oldest_token_decides_how_stale_a_group_is(broker_url: str, opened: Open) -> None:
+    async with opened(broker_url, batch__max_staleness="5") as (run, player):
+        old = player.version
+        for step in (1, 2):
+            await run.publisher.publish(step)
+        player.version = run.publisher.announced.version
+
+        def partly_old(lease: Lease) -> dict[str, Any]:
+            *samples, last = player.group(lease).samples
+            versions = (VersionSpan(version=player.version, start=0, end=1), VersionSpan(version=old, start=1, end=2))
+            return {"samples": (*samples, last.model_copy(update={"versions": versions}))}
+
+        batch = await both(run, player.play(1, partly_old), player.play(GROUPS - 1))
+        assert [scored.staleness for scored in batch.groups] == [2, 0]
+
+
 async def test_jobs_ask_for_weights_that_their_batch_may_still_train(broker_url: str, opened: Open) -> None:
     async with opened(broker_url, batch__max_staleness="1") as (run, player):
         wanted: list[int] = []

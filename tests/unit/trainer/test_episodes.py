@@ -106,7 +106,7 @@ def play(
 
 def make_batch(oracle: PreTrainedModel, **changes: float) -> Batch:
     """Two groups of three episodes: plain ones, some of several turns, and some with a fork or two. `changes` are those
-    of the first group's forks."""
+    of the first group's forks. The mean of a group's rewards is exact in float32."""
     first = [
         [play(oracle, FIRST, [4], seed=1)],
         [play(oracle, FIRST, [2, 3, 1], seed=2)],
@@ -124,7 +124,7 @@ def make_batch(oracle: PreTrainedModel, **changes: float) -> Batch:
         [play(oracle, SECOND, [5], seed=8)],
         [play(oracle, SECOND, [1, 1, 1], seed=9)],
     ]
-    return Batch((scored(FIRST, first, [1.0, 0.0, 0.5]), scored(SECOND, second, [0.0, 0.25, 1.0])))
+    return Batch((scored(FIRST, first, [1.0, 0.0, 0.5]), scored(SECOND, second, [0.0, 0.25, 1.25])))
 
 
 def scored(prompt: Sequence[int], episodes: Sequence[Sequence[Sample]], rewards: Sequence[float]) -> ScoredGroup:
@@ -148,6 +148,13 @@ def test_the_gradient_is_the_estimator_over_drawn_tokens(
 ) -> None:
     batch = make_batch(oracle)
     assert_equal(gradient_of(make_learner(beside, micro_batch_tokens), batch), expected_gradient(oracle, batch))
+
+
+def test_grpo_compares_episodes(make_learner: MakeLearner, oracle: PreTrainedModel) -> None:
+    """Its baseline includes the episode itself, so with three of them its advantages are 2/3 of RLOO's."""
+    batch = make_batch(oracle)
+    expected = {name: gradient * 2 / 3 for name, gradient in expected_gradient(oracle, batch).items()}
+    assert_equal(gradient_of(make_learner(correction={"baseline": "grpo"}), batch), expected)
 
 
 def test_the_trainer_sees_what_was_drawn_and_nothing_else(make_learner: MakeLearner, oracle: PreTrainedModel) -> None:

@@ -81,6 +81,14 @@ def test_what_was_counted_in_episodes_is_drawn(tmp_path: Path) -> None:
     assert page.headings == [panel.title for panel in PANELS] + [titles[0], "luck"]
     assert f"Not recorded in this run: {titles[1]}." in text
 
+    played |= {"episodes/drifted_mean": 0.25, "length/environment_mean": 6.0}
+    page = Page(text := render(tmp_path, [record(step) | played for step in range(3)]))
+    assert page.headings == [panel.title for panel in PANELS] + [*titles, "luck"]
+    assert "Not recorded" not in text
+    assert {"environment 6 → 6", "drifted 0.25 → 0.25"} <= {
+        *re.findall(r"(?:environment|drifted) [\d.]+ → [\d.]+", text)
+    }
+
 
 def test_names_that_a_harness_makes_up_do_not_fill_the_page(tmp_path: Path) -> None:
     steps = [{"step": step, "episodes/luck_mean": 1.0, f"episodes/task_{step}_mean": 1.0} for step in range(40)]
