@@ -1,8 +1,9 @@
 """CPU time of a session's turn: with 10 and with 1,000 sessions that play at once, and by the length of its history.
 
-A real `dvp-rollout` process with the fake engine, a real broker with AOF, and a client that plays over HTTP, with token
-ids and a connection per request. The CPU time is that of replica and broker; the client's is not counted. `rollout` is
-the same request without a session, which records nothing: POST /v1/rollouts with the whole history.
+A real `dvp-rollout` process with the fake engine, a real broker with AOF, and a client that plays over HTTP, with a
+connection per request. The CPU time is that of replica and broker; the client's is not counted. `sessions` and
+`histories` send token ids, `dialogues` send messages. `rollout` is the same request without a session, which records
+nothing: POST /v1/rollouts with the whole history.
 
     python -m tests.benchmarks.sessions [--many 1000]
 """
@@ -24,10 +25,11 @@ import httpx
 import numpy as np
 
 from dvp_rl.transport.embedded import EmbeddedBroker
+from tests.kit.models import make_model
 from tests.kit.replicas import ReplicaProcess
 
 RESULTS = Path(__file__).parent / "results" / "sessions.json"
-MODEL = Path(__file__).parents[2] / "deploy/demo/model"
+VOCAB = 32_000
 FEW, MANY = 10, 1000
 TURNS = 4
 """Turns per session while many play at once."""
@@ -37,8 +39,13 @@ ROUNDS = 3
 HISTORIES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
 REPEATS = 40
 """Turns per history."""
+DIALOGUES = (1, 2, 4, 8, 16, 32, 64)
+"""Turns that are measured, in each of NUM_DIALOGUES."""
+NUM_DIALOGUES = 20
+QUESTION = {"role": "user", "content": "What is 1 + 1?"}
 SERVICE_S = 0.02
 GOAL = 1.2
+RUN = "bench"
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,11 @@ class Client:
         """The prompt of the next turn."""
         answer = await self.post(f"{session}/inference/v1/generate", token_ids=token_ids)
         return [*token_ids, *answer["choices"][0]["token_ids"], *[20] * READ]
+
+    async def chat(self, session: str, messages: list[Any]) -> tuple[list[Any], int]:
+        """The messages of the next turn, and the number of tokens in the prompt of this one."""
+        answer = await self.post(f"{session}/v1/chat/completions", model=RUN, messages=messages)
+        return [*messages, answer["choices"][0]["message"], QUESTION], answer["usage"]["prompt_tokens"]
 
     async def rollout(self, token_ids: list[int]) -> None:
         await self.post("/v1/rollouts", prompt_ids=token_ids, n=1, sampling={"max_tokens": DRAWN})
@@ -128,14 +140,47 @@ async def compare_histories(client: Client, costs: Costs) -> list[dict[str, Any]
     ]
 
 
+async def compare_dialogues(client: Client, costs: Costs) -> list[dict[str, Any]]:
+    """Turns of a dialogue. A client sends all messages each time."""
+    spent: dict[int, list[tuple[int, float]]] = {turn: [] for turn in DIALOGUES}
+    for _ in range(NUM_DIALOGUES):
+        session, messages = await client.open(), [QUESTION]
+        for turn in range(1, DIALOGUES[-1] + 1):
+            asked = asyncio.ensure_future(client.chat(session, messages))
+            cost = await costs.of(asked)
+            messages, num_tokens = asked.result()
+            if turn in spent:
+                spent[turn].append((num_tokens, cost))
+        await client.http.delete(session)
+    return [
+        {"turn": turn, "tokens": num_tokens, "turn_cpu_ms": cost}
+        for turn, own in spent.items()
+        for num_tokens, cost in [map(float, np.median(own, axis=0))]
+    ]
+
+
+def line(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The one that lies closest to them, and how far the furthest lies from it."""
+    tokens, cost = np.array([(row["tokens"], row["turn_cpu_ms"]) for row in rows]).T
+    slope, start = np.polyfit(tokens, cost, 1)
+    furthest = np.abs(start + slope * tokens - cost).max()
+    return {"ms": float(start), "ms_per_1000_tokens": 1e3 * float(slope), "furthest_ms": float(furthest)}
+
+
 async def measure(url: str, costs: Costs, many: int) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=many, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as http:
         client = Client(http)
         numbers, histories = await compare_numbers(client, costs, many), await compare_histories(client, costs)
-    slope, start = np.polyfit([row["tokens"] for row in histories], [row["turn_cpu_ms"] for row in histories], 1)
-    line = {"ms": float(start), "ms_per_1000_tokens": 1e3 * float(slope)}
-    return {"goal": GOAL, "sessions": numbers, "turn_cpu_ms": line, "histories": histories}
+        dialogues = await compare_dialogues(client, costs)
+    return {
+        "goal": GOAL,
+        "sessions": numbers,
+        "turn_cpu_ms": line(histories),
+        "histories": histories,
+        "chat_turn_cpu_ms": line(dialogues),
+        "dialogues": dialogues,
+    }
 
 
 def main() -> None:
@@ -143,8 +188,9 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=MANY, help="sessions that play at once")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, EmbeddedBroker(Path(name) / "broker", aof=True) as broker:
-        options = ["--model", str(MODEL), "--engine", "fake", "--redis-url", broker.url, "--run-id", "bench"]
-        options += ["--max-batch", str(given.many), "--max-waiting", str(given.many), "--max-context", "1000000"]
+        model = make_model(Path(name) / "model", vocab_size=VOCAB, hidden=8, heads=2, kv_heads=1, context=100_000)
+        options = ["--model", str(model), "--engine", "fake", "--redis-url", broker.url, "--run-id", RUN]
+        options += ["--max-batch", str(given.many), "--max-waiting", str(given.many), "--max-context", "100000"]
         options += ["--max-requests", str(2 * given.many)]
         options += ["--fake.service-time-s", str(SERVICE_S), "--fake.num-tokens", str(DRAWN)]
         with ReplicaProcess(Path(name) / "replica", *options) as replica:

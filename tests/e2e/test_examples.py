@@ -24,6 +24,24 @@ import verifiers_agent
 from verifiers_agent import Verifiers, rows
 verifiers_agent.EPISODES_PER_START = 1
 """
+# Plays with verifiers' client for training: it renders and parses by itself, and sends and reads token ids.
+WITH_TOKENS = """
+import verifiers.v1 as vf
+from renderers.configs import DefaultRendererConfig
+from renderers.parsers import TOOL_PARSERS, Qwen3ToolParser
+
+class DemoParser(Qwen3ToolParser):
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._tc_id, self._tc_end_id = tokenizer.convert_tokens_to_ids(["<call>", "</call>"])
+
+def client(**where):
+    renderer = DefaultRendererConfig(tool_parser="demo")
+    return vf.TrainClientConfig(renderer_model_name="deploy/demo/calculator/model", renderer=renderer, **where)
+
+TOOL_PARSERS["demo"], vf.EvalClientConfig = DemoParser, client
+from verifiers_agent import Verifiers, rows
+"""
 LONG_S = 3600
 
 pytestmark = pytest.mark.skipif(
@@ -74,14 +92,19 @@ def test_a_puzzle_of_reasoning_gym_is_played_with_tools(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_index")
-def test_a_taskset_of_verifiers_is_played_with_tools_that_start_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "groups"), [(RESTARTING, 1), (WITH_TOKENS, 2)], ids=["tools that start again", "token ids"]
+)
+def test_a_taskset_of_verifiers_is_played(module: str, groups: int, tmp_path: Path) -> None:
     """One worker plays all episodes."""
-    (tmp_path / "restarting.py").write_text(RESTARTING)
-    named = ("--up.environment=restarting:Verifiers", "--data.train=restarting:rows")
+    (tmp_path / "changed.py").write_text(module)
+    named = ("--up.environment=changed:Verifiers", "--data.train=changed:rows")
     workers = '--up.harness-options={"workers": 1, "timeout_s": 120}'
-    fewer = ("--batch.groups=1", "--sampling.n=4")
+    fewer = (f"--batch.groups={groups}", "--sampling.n=4")
     (step,) = train(TRAINING[1], tmp_path / "run", *FEW, *fewer, *named, workers, PYTHONPATH=str(tmp_path))
     assert step["episodes/turns_mean"] >= 1
+    assert module == RESTARTING or step["length/environment_mean"] > 0, "tools answered"
+    assert (step["episodes/forks_mean"], step["episodes/drifted_mean"]) == (0, 0)
 
 
 @pytest.mark.long
