@@ -162,12 +162,14 @@ def test_top_log_probs_are_those_of_the_set(server: Server, oracle: Oracle) -> N
 
 
 def test_end_of_text_is_counted(server: Server, oracle: Oracle) -> None:
-    """Like any other token, the end token has its own log-prob, kept mass and kept count."""
-    answers = server.generate([PROMPT] * 32, [RHO | {"max_new_tokens": 200, "ignore_eos": False}] * 32)
+    """Like any other token, the end token has its own log-prob, kept mass and kept count. At this temperature most of
+    the answers end; at 1, in 1 of 20 runs none did."""
+    sampling = RHO | {"temperature": 3.0, "max_new_tokens": 200, "ignore_eos": False}
+    answers = server.generate([PROMPT] * 32, [sampling] * 32)
     ended = [answer for answer in answers if answer["output_ids"][-1] == EOS_ID]
     assert ended
     for answer in ended:
-        check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 1.0, at_least=0.7)
+        check_constrained(answer, logits_of(oracle, answer), LOG_MIN_P, 3.0, at_least=0.7)
 
 
 OPENAI_CLIENT = """
