@@ -160,7 +160,7 @@ async def compare_dialogues(client: Client, costs: Costs) -> list[dict[str, Any]
 
 
 def line(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The one that lies closest to them, and how far the furthest lies from it."""
+    """The straight line closest to the rows, and the distance of the row furthest from it."""
     tokens, cost = np.array([(row["tokens"], row["turn_cpu_ms"]) for row in rows]).T
     slope, start = np.polyfit(tokens, cost, 1)
     furthest = np.abs(start + slope * tokens - cost).max()

@@ -34,6 +34,7 @@ MEDIUM_BYTES = 8 << 20
 """More than the kernel takes if the other end has a small buffer."""
 NUM_HALF_OPEN = 3_000
 BURST = 1_000
+QUEUED = Path("/proc/sys/net/core/somaxconn")
 MAX_FILES = 2_048
 BEGUN = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
@@ -265,6 +266,8 @@ def test_a_burst_is_kept_while_the_server_is_busy() -> None:
         may_go_on.wait()
         return Response("done")
 
+    if int(QUEUED.read_text()) < BURST:
+        pytest.skip(f"this machine queues no more than {QUEUED.read_text().strip()} connections ({QUEUED})")
     with _many_files(), serving(app, max_requests=BURST) as url, ExitStack() as stack:
         stack.callback(may_go_on.set)
         stack.enter_context(_connect(url)).sendall(BEGUN.replace(b"healthz", b"busy") + b"\r\n")

@@ -34,9 +34,9 @@ from tests.kit.tokens import TOKEN, write_token
 from tests.kit.wait import WITHIN_S
 
 CALLERS: dict[str, Scope] = {"alice": Scope.ROLLOUT, "bob": Scope.ROLLOUT, "carol": Scope.READ}
-"""By scope."""
+"""Scopes of their tokens."""
 MAX_SEEDS = 32
-"""In that many sessions, each way to ask gets both kinds of answers."""
+"""Most sessions until each way to ask has got both kinds of answers."""
 Way = Callable[[Opened, dict[str, Any]], Any]
 """Asks for a turn and returns the whole answer."""
 

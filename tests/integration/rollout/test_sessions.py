@@ -147,6 +147,7 @@ def check_logprobs(oracle: Oracle, prompt_ids: list[int], sample: dict[str, Any]
 def expected_logprobs(
     oracle: Oracle, prompt_ids: list[int], sample: dict[str, Any], **sampling: Any
 ) -> NDArray[np.float64]:
+    """The log-probs of the model's tokens in a float64 forward over all tokens."""
     ids = np.asarray(sample["token_ids"], np.int32)
     is_model = np.ones(len(ids), bool)
     for span in sample["environment"]:
