@@ -19,6 +19,7 @@ for name in (
     "loop",
     "ranks",
     "sending",
+    "canary",
     "sglang",
     "monitor",
     "tables",

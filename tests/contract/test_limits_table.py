@@ -27,6 +27,7 @@ from dvp_rl.logs import ALIKE_S, MAX_ALIKE
 from dvp_rl.rollout.admission import RETRY_AFTER_S
 from dvp_rl.rollout.answers import RETRY_AFTER_S as RETRY_AFTER_ROOM_S
 from dvp_rl.rollout.answers import SEND_TIMEOUT_S, WAIT_S
+from dvp_rl.rollout.canary import LEARNED, LIMITS, LOW_LIMITS
 from dvp_rl.rollout.service import MAX_RESULTS_BYTES
 from dvp_rl.rollout.settings import RolloutSettings
 from dvp_rl.transport.broker import (
@@ -39,6 +40,7 @@ from dvp_rl.transport.broker import (
 )
 from dvp_rl.transport.submission import RETRY_AFTER_BACKLOG_S, RETRY_AFTER_CLOSED_S
 from dvp_trainer.config import BatchSection, CheckpointSection
+from dvp_trainer.learn.canary import PROMPTS
 
 SERVICES = Path(__file__).parents[2] / "services" / "dvp_rl"
 
@@ -143,3 +145,12 @@ def markdown(rows: Iterable[tuple[str, ...]]) -> str:
 def test_the_table_of_limits_is_true(package: str, expected: str) -> None:
     readme = SERVICES / package / "README.md"
     assert expected in readme.read_text(), f"{readme} should say\n\n{expected}"
+
+
+def test_the_table_of_canaries_matches_the_code() -> None:
+    text = (SERVICES / "rollout" / "README.md").read_text()
+    rows = {dtype: LIMITS[dtype] for dtype in ("float32", "float16")} | {"bfloat16 and less precise ones": LOW_LIMITS}
+    for dtype, limits in rows.items():
+        assert f"| {dtype} | {limits.least:g} to {limits.most:g} |" in text
+    assert f"{LEARNED:g} times the mean difference" in text
+    assert len(PROMPTS) == 8, "eight short prompts"

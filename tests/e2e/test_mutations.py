@@ -76,6 +76,12 @@ MUTANTS = {
         "if not len(batch)",
         "tests/integration/engines/test_continued_prompts.py::test_new_weights_read_everything_again",
     ),
+    "samples of weights that were not examined": Mutant(
+        "services/dvp_rl/rollout/worker.py",
+        "await self._swap.vouch(num_failed)",
+        "pass",
+        "tests/integration/rollout/test_worker.py::test_nothing_that_wrong_weights_drew_is_committed",
+    ),
     "a scope that nobody looks at": Mutant(
         "services/dvp_rl/http/guard.py",
         "caller.scope.includes(needed)",

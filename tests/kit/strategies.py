@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
+from dvp_rl.contract.canary import Canary, Walk
 from dvp_rl.contract.group import (
     DeadLetter,
     EngineFacts,
@@ -150,6 +151,23 @@ ANNOUNCEMENTS = st.builds(
 HEX = st.from_regex(r"\A[0-9a-f]{32}\Z")
 TENSORS = st.builds(TensorSpec, name=TEXT, dtype=TEXT, shape=st.lists(st.integers(0, 2**31), max_size=3).map(tuple))
 PIECES = st.builds(Piece, tensors=st.lists(TENSORS, min_size=1, max_size=3).map(tuple), sha256=SHA256)
+WALKS = st.integers(1, 4).flatmap(
+    lambda length: st.builds(
+        Walk,
+        prompt_ids=st.lists(TOKENS, min_size=1, max_size=5).map(tuple),
+        token_ids=st.lists(TOKENS, min_size=length, max_size=length).map(tuple),
+        logprobs=st.lists(st.floats(-99, 0), min_size=length, max_size=length).map(tuple),
+        gaps=st.lists(st.floats(0, 99), min_size=length, max_size=length).map(tuple),
+        kept=st.tuples(st.integers(1, 2**31), st.integers(1, 2**31)),
+    )
+)
+CANARIES = st.builds(
+    Canary,
+    dtype=TEXT,
+    log_min_p=st.floats(-99, 0),
+    temperature=st.floats(0.01, 9),
+    walks=st.lists(WALKS, min_size=1, max_size=3).map(tuple),
+)
 OFFERS = st.builds(
     Offer,
     version=VERSIONS,
@@ -159,6 +177,7 @@ OFFERS = st.builds(
     group=HEX,
     backend=st.sampled_from(("gloo", "nccl")),
     pieces=st.lists(PIECES, max_size=3).map(tuple),
+    canary=st.none() | CANARIES,
 )
 TRANSFER_REQUESTS = st.builds(TransferRequest, id=HEX, version=VERSIONS, receivers=st.integers(1, 64), device=TEXT)
 TRANSFER_ANSWERS = st.builds(TransferAnswer, offer=st.none() | OFFERS, error=TEXT)
@@ -200,6 +219,8 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Record]] = {
     Announcement: ANNOUNCEMENTS,
     TensorSpec: TENSORS,
     Piece: PIECES,
+    Walk: WALKS,
+    Canary: CANARIES,
     Offer: OFFERS,
     TransferRequest: TRANSFER_REQUESTS,
     TransferAnswer: TRANSFER_ANSWERS,

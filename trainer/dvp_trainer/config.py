@@ -289,6 +289,8 @@ class WeightsSection(WeightReader):
     """Network interface for sending weights to replicas. Its network must be trusted."""
     send_timeout_s: Seconds = 600.0
     """Longest time to send a version to one replica, in seconds."""
+    canary: bool = True
+    """Publish with each version what its weights draw, by which replicas check that they serve these weights."""
 
 
 class EvaluateSection(Section):

@@ -92,6 +92,8 @@ class Run:
     watch: Stopwatch = field(default_factory=Stopwatch)
     idle: int = 0
     """Batches in a row that changed nothing."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """What is wrong with replicas, by id: see `ReplicaBeat.wrong`."""
     finished: bool = False
     """True once nothing is left to do; the absence of this trainer is then not a fault."""
 
@@ -180,4 +182,14 @@ class Run:
         feeder, version = self.feeder, self.publisher.announced.version
         beat = TrainerBeat(self.step, version, feeder.waiting_s(), feeder.rewards_awaited(), int(self.finished))
         await self.replicas.beat_trainer(beat, fence=feeder.fence)
-        self.watch.tell_swaps(await self.replicas.swaps_s())
+        told = await self.replicas.told()
+        self.watch.tell_swaps({name: replica.swaps_s for name, replica in told.items()})
+        self._warn({name: replica.wrong for name, replica in told.items() if replica.wrong})
+
+    def _warn(self, wrong: dict[str, str]) -> None:
+        """Logs once which replicas are wrong."""
+        for name, why in wrong.items() - self.wrong.items():
+            logger.warning("replica %s takes no work: %s", name, why)
+        for name in self.wrong.keys() - wrong.keys():
+            logger.info("replica %s takes work again", name)
+        self.wrong = wrong

@@ -352,6 +352,9 @@ class WeightStatus(Body):
     """The version being loaded; null if none is."""
     error: str | None = None
     """Why the newest version could not be loaded; null if nothing failed."""
+    wrong: str | None = None
+    """How the engine differs from the trainer under the weights served; null if it passed their canary. The replica
+    takes no work meanwhile."""
 
 
 class FieldError(Body):
@@ -434,6 +437,8 @@ class ReplicaHealth(Body):
     """Seconds since its last heartbeat."""
     up_s: float | None = None
     """Seconds since its first heartbeat; null if its version does not report that."""
+    wrong: str = ""
+    """How its engine differs from the trainer under the same weights; "" if it is not known to."""
 
 
 class TrainerHealth(Body):
@@ -455,6 +460,7 @@ class Verdict(StrEnum):
     NO_REPLICAS = "no_replicas"
     NO_TRAINER = "no_trainer"
     NO_HARNESS = "no_harness"
+    WRONG_WEIGHTS = "wrong_weights"
     REPLICAS_BEHIND = "replicas_behind"
     STALLED = "stalled"
     REWARDS_SLOW = "rewards_slow"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .canary import Canary
 from .record import Record
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -48,6 +49,7 @@ class Offer(Record):
     group: Hex
     backend: Literal["gloo", "nccl"]
     pieces: tuple[Piece, ...]
+    canary: Canary | None = None
 
 
 class TransferAnswer(Record):

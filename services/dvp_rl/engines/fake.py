@@ -33,6 +33,8 @@ class FakeEngine:
     flight continue meanwhile. As in the other engines, samples are a function of seed and index.
     """
 
+    has_weights = False
+
     def __init__(
         self,
         *,

@@ -55,7 +55,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Recovering(Protocol):
-    """Additional methods of an engine whose server may die and recovers by itself."""
+    """Additional members of an engine whose server may die and recovers by itself."""
+
+    num_starts: int
+    """How often its server has been started, and has loaded its weights from a folder."""
 
     @property
     def outage(self) -> str:
@@ -69,6 +72,12 @@ async def recovered(engine: Engine) -> None:
     """Waits until the engine has no outage."""
     if isinstance(engine, Recovering):
         await engine.recovered()
+
+
+def has_weights(engine: Engine) -> bool:
+    """False for an engine that draws without a model: `has_weights = False` in its class."""
+    found: bool = getattr(engine, "has_weights", True)
+    return found
 
 
 class PromptTokens(NamedTuple):

@@ -121,6 +121,7 @@ class SglangEngine:
         self._supervisor: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._outage = "not started"
+        self.num_starts = 0
 
     @property
     def version(self) -> str:
@@ -173,6 +174,7 @@ class SglangEngine:
             await self._server.stop()
             raise
         self._version = self._last_folder.version
+        self.num_starts += 1
         self._outage = ""
         self._up.set()
 

@@ -56,7 +56,8 @@ def show_health(console: Console, health: QueueHealth) -> None:
     replicas = _table("replica", "state", "version", "in flight", "seen", numbers=2)
     for replica in health.replicas:
         seen = duration(replica.last_seen_s)
-        replicas.add_row(_plain(replica.id), replica.state, _plain(replica.version), str(replica.in_flight), seen)
+        version = replica.version + " (wrong)" * bool(replica.wrong)
+        replicas.add_row(_plain(replica.id), replica.state, _plain(version), str(replica.in_flight), seen)
     if health.replicas:
         console.print(replicas)
 

@@ -25,6 +25,13 @@ class Metrics:
             "session_turns", "Turns of sessions, by why they opened another branch (none: they did not)", "fork"
         )
         self.swaps = self._counter("swaps", "Weight swaps", "outcome")
+        self.canaries = self._counter("canaries", "Canaries drawn after swaps and between them", "outcome")
+        self.canary_nats = Gauge(
+            "dvp_rollout_canary_nats",
+            "Differences of the last canary's log-probs from the trainer's",
+            ["stat"],
+            registry=self.registry,
+        )
         self.generate_seconds = self._histogram("generate_seconds", "Time to generate one group")
         self.swap_seconds = self._histogram("swap_seconds", "Time to fetch, verify and load one weight version")
         self.in_flight = Gauge(
@@ -43,6 +50,11 @@ class Metrics:
     def watch(self, engine: Caching) -> None:
         """Tells which tokens of prompts the engine had cached."""
         self.registry.register(_PromptTokens(engine))
+
+    def tell_canary(self, mean: float, p99: float, largest: float, *, right: bool) -> None:
+        self.canaries.labels("right" if right else "wrong").inc()
+        for stat, nats in (("mean", mean), ("p99", p99), ("max", largest)):
+            self.canary_nats.labels(stat).set(nats)
 
     def observe(self, group: Group) -> None:
         for sample in group.samples:

@@ -28,6 +28,7 @@ from dvp_rl.transport.submission import Submission
 
 from .admission import Slots
 from .answers import Room, in_pieces, null
+from .canary import Guard
 from .engine import build
 from .metrics import Metrics
 from .replica import Replica
@@ -73,7 +74,8 @@ class Service:
             client_share=self.settings.client_share,
             divides=not engine.job_by_job,
         )
-        self._swap = WeightSwap(engine, WeightFolders.of(self.settings), self.metrics, self._context)
+        guard = Guard(engine, self.metrics, self.settings.canary_every_s)
+        self._swap = WeightSwap(engine, WeightFolders.of(self.settings), self.metrics, self._context, guard)
         self._replica = Replica(self.settings.replica_id, self.settings.run_id, engine, prompts, slots, self.metrics)
         facts = engine.facts
         logger.info("model %s is loaded: %s %s, %s", self.settings.model, facts.name, facts.version, facts.dtype)
@@ -134,11 +136,16 @@ class Service:
         limit_s = self.settings.job_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                if job.sink is not Sink.CLIENT and self._swap is not None:
-                    await self._swap.reach(job.min_seq)
-                return await self.replica.generate(job, limit_s)
+                swap = self._swap
+                assert swap is not None, "it exists as long as the replica"
+                num_failed = swap.num_failed
+                if job.sink is not Sink.CLIENT:
+                    await swap.reach(job.min_seq)
+                group = await self.replica.generate(job, limit_s)
+                await swap.vouch(num_failed)
+                return group
         except WeightError as error:
-            raise UnavailableError(f"the weights that this turn needs are not loaded: {error}") from error
+            raise UnavailableError(f"this replica lacks the weights: {error}") from error
         except TimeoutError:
             raise EngineError(f"{job.n} samples took longer than {limit_s:.0f} s") from None
 
@@ -206,6 +213,8 @@ class Service:
             return f"the job queue cannot be used: {self._uplink.error}"
         if self._replica.outage:
             return f"the engine is not running: {self._replica.outage}"
+        if self._swap.status.wrong:
+            return f"takes no work: {self._swap.status.wrong}"
         if self._swap.quarantined:
             return f"takes no jobs until it serves newer weights: {self._swap.status.error or 'loading them'}"
         return ""

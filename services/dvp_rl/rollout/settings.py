@@ -140,6 +140,9 @@ class RolloutSettings(ListenSettings):
     """Share of max_batch for jobs and HTTP requests of clients while a trainer holds the run; at least one sample."""
     max_queued: Annotated[int, Field(ge=1)] = 1000
     """Jobs of clients that may wait unread in the queue before POST /v1/jobs answers 429."""
+    canary_every_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds between two checks that the engine still computes what the trainer does under the same weights. It is
+    checked after every swap as well."""
     lease_s: Annotated[float, Field(ge=0.5, le=3600)] = 60.0
     """Seconds of silence after which a replica's job goes to another one."""
     max_deliveries: Annotated[int, Field(ge=1, le=100)] = 3

@@ -14,9 +14,11 @@ from dvp_rl.engines.protocol import Engine, Receiving, recovered
 from dvp_rl.logs import LogContext
 from dvp_rl.transport.failpoints import failpoint
 from dvp_rl.transport.replicas import ReplicaRegistry
+from dvp_rl.weights.folder import read_canary
 from dvp_rl.weights.registry import WeightRegistry
 from dvp_rl.weights.transfers import Transfers
 
+from .canary import Guard
 from .metrics import Metrics
 from .weight_folders import WeightFolders
 
@@ -32,8 +34,11 @@ OFFER_S = 60.0
 class WeightSwap:
     """Serves the newest version that can be loaded. A version that cannot be loaded leaves the old weights in place."""
 
-    def __init__(self, engine: Engine, folders: WeightFolders, metrics: Metrics, context: LogContext) -> None:
+    def __init__(
+        self, engine: Engine, folders: WeightFolders, metrics: Metrics, context: LogContext, guard: Guard
+    ) -> None:
         self._engine = engine
+        self._guard = guard
         self._folders = folders
         self._metrics = metrics
         self._context = context
@@ -52,12 +57,18 @@ class WeightSwap:
 
     @property
     def status(self) -> WeightStatus:
-        return WeightStatus(version=self._engine.version, loading=self._loading, error=self._error)
+        wrong = self._guard.wrong or None
+        return WeightStatus(version=self._engine.version, loading=self._loading, error=self._error, wrong=wrong)
 
     @property
     def quarantined(self) -> bool:
-        """True while the weights served are too old to take jobs."""
-        return self._newest is not None and self.seq < self._newest.min_seq
+        """True while the weights served are too old to take jobs, or are known not to be what they are called."""
+        return bool(self._guard.wrong) or (self._newest is not None and self.seq < self._newest.min_seq)
+
+    @property
+    def num_failed(self) -> int:
+        """How often the weights served did not pass their canary."""
+        return self._guard.num_failed
 
     @property
     def spent_s(self) -> float:
@@ -65,15 +76,26 @@ class WeightSwap:
         return self._spent_s + max(0.0, time.monotonic() - self._since)
 
     async def wait_allowed(self) -> None:
-        while self.quarantined:
+        while self.quarantined or self._guard.unproven:
             await self.change()
+
+    async def vouch(self, num_failed: int) -> None:
+        """Returns once the weights served have passed their canary; the caller bounds the wait. Raises WeightError if
+        that has failed since it had `num_failed` times: what was drawn meanwhile may come from other weights than it
+        says."""
+        while self._guard.unproven and self.num_failed == num_failed:
+            await self.change()
+        if self.num_failed != num_failed:
+            raise WeightError(self._guard.wrong or "drawn from weights that did not pass their canary")
 
     async def reach(self, seq: int) -> None:
         """Returns when `follow` has loaded weights of at least `seq` that may draw. The caller bounds the wait.
 
-        Raises WeightError if the newest version cannot be loaded; `follow` keeps trying.
+        Raises WeightError if the newest version cannot be loaded or does not pass its canary; `follow` keeps trying.
         """
-        while self.seq < seq:
+        while self.seq < seq or self._guard.unproven:
+            if self._guard.wrong:
+                raise WeightError(self._guard.wrong)
             if self._error is not None and self._newest is not None and self._newest.seq >= seq:
                 raise WeightError(self._error)
             await self.change()
@@ -87,21 +109,23 @@ class WeightSwap:
         return self.status
 
     async def follow(self, registry: WeightRegistry) -> None:
-        """One round: waits for a newer version and for the engine to be up, and loads it. A version that failed is
-        retried with backoff; a newer announcement replaces it at once."""
+        """One round: waits for a newer version and for the engine to be up, loads it, and examines what is served if
+        that is due. A version that failed is retried with backoff; a newer announcement replaces it at once."""
         if self._error is None or self._newest is None:
             newest = await registry.wait_newer(self.seq, BLOCK_MS)
         else:
             newest = await registry.wait_newer(self._newest.seq, self._patience_ms) or self._newest
-        if newest is None:
-            return
-        self._notice(newest)
+        if newest is not None:
+            self._notice(newest)
         await recovered(self._engine)
         try:
-            await self._swap(newest, registry)
+            if newest is not None:
+                await self._swap(newest, registry)
             self._patience_ms = MIN_PATIENCE_MS
         except WeightError:
             self._patience_ms = min(2 * self._patience_ms, MAX_PATIENCE_MS)
+        if self._guard.due:
+            await self._examine()
 
     def _notice(self, announcement: Announcement) -> None:
         if self._newest is None or announcement.seq >= self._newest.seq:
@@ -110,7 +134,7 @@ class WeightSwap:
     async def _swap(self, announcement: Announcement, registry: WeightRegistry) -> None:
         async with self._lock:
             self._notice(announcement)
-            if announcement.seq <= self.seq:
+            if announcement.seq <= self.seq and not self._guard.wrong:
                 self._error = None
                 return
             self._loading = announcement.version
@@ -122,12 +146,24 @@ class WeightSwap:
             except WeightError as error:
                 self._error = f"{announcement.version}: {error}"
                 self._metrics.swaps.labels("failed").inc()
-                logger.error("weights %s not loaded, still serving the old ones: %s", announcement.version, error)
+                what = "take no work" if self._guard.wrong else "not loaded, still serving the old ones"
+                logger.error("weights %s %s: %s", announcement.version, what, error)
                 raise
             finally:
                 self._loading = None
                 self._spent_s, self._since = self.spent_s, math.inf
                 self._served()
+
+    async def _examine(self) -> None:
+        """Examines the weights served once more."""
+        async with self._lock:
+            try:
+                await self._guard.examine()
+            except WeightError as error:
+                self._error = f"{self._engine.version}: {error}"
+                logger.error("%s", self._error)
+            finally:
+                self._changed.set()
 
     async def _load(self, announcement: Announcement, registry: WeightRegistry) -> None:
         with self._metrics.swap_seconds.time():
@@ -135,6 +171,7 @@ class WeightSwap:
                 await self._read(announcement, registry)
             else:
                 await self._receive_or_read(announcement, registry)
+            await self._guard.examine()
         failpoint("swap.after")
         self._metrics.swaps.labels("loaded").inc()
         logger.info("serving %s, changed by %d batches", announcement.version, announcement.step)
@@ -158,13 +195,16 @@ class WeightSwap:
         if offer.version != announcement.version:
             raise WeightError(f"expected an offer of {announcement.version}, the trainer offered {offer.version}")
         failpoint("swap.before")
-        await self._engine.receive(offer)
+        with self._guard.expecting(announcement.version, offer.canary):
+            await self._engine.receive(offer)
 
     async def _read(self, announcement: Announcement, registry: WeightRegistry) -> None:
         try:
             folder = await self._folders.find(announcement, ReplicaRegistry(registry.broker).seqs_in_use)
+            canary = await asyncio.to_thread(read_canary, folder)
             failpoint("swap.before")
-            await self._engine.load(folder, announcement.version)
+            with self._guard.expecting(announcement.version, canary):
+                await self._engine.load(folder, announcement.version)
         except OSError as error:  # any error of a volume: the old weights stay in service, and the load is retried
             raise WeightError(f"{announcement.folder}: {error.strerror or error}") from error
 

@@ -142,6 +142,7 @@ class Uplink:
             loading=status.loading or "",
             error=self._replica.outage or status.error or "",
             swaps_s=self._swap.spent_s,
+            wrong=status.wrong or "",
         )
         self._replica.slots.trained = await ReplicaRegistry(self.broker).beat(beat)
 

@@ -172,14 +172,20 @@ class Worker:
         """The group. The job holds its slots while it waits for weights, so that nothing else is claimed into them."""
         job, patience = lease.job, min(self._job_timeout_s, _left_s(lease))
         with self._side.hold(job.n):
-            start = time.monotonic()
+            start, num_failed = time.monotonic(), self._swap.num_failed
             try:
                 async with asyncio.timeout(patience):
                     await self._swap.reach(job.min_seq)
             except TimeoutError:
                 reason = self._swap.status.error or "none was announced"
                 raise EngineError(f"no weights new enough within {patience:.0f} s: {reason}") from None
-            return await self._replica.generate(job, patience - (time.monotonic() - start))
+            group = await self._replica.generate(job, patience - (time.monotonic() - start))
+            try:
+                async with asyncio.timeout(patience - (time.monotonic() - start)):
+                    await self._swap.vouch(num_failed)
+            except TimeoutError:
+                raise EngineError(f"drawn, but the weights were not examined within {patience:.0f} s") from None
+            return group
 
     async def _fail(self, lease: Lease, error: str, *, fatal: bool) -> str:
         logger.error("job %s: %s", lease.job.job_id, error)

@@ -184,6 +184,13 @@ def closed(s: Snapshot) -> str:
     return f"no new jobs are admitted ({s.closed}); {s.work} are still queued or running" if s.closed else ""
 
 
+def wrong_weights(s: Snapshot) -> str:
+    wrong = tuple(replica for replica in s.live if replica.wrong)
+    if not wrong:
+        return ""
+    return f"{len(wrong)} of {len(s.live)} replicas: {_named(wrong)}; {wrong[0].id}: {wrong[0].wrong}"
+
+
 def replicas_behind(s: Snapshot) -> str:
     beating = (replica for replica in s.live if replica.last_seen_s <= BEATING_S)
     behind = tuple(replica for replica in beating if _seq(replica.version) < s.min_seq)
@@ -338,6 +345,13 @@ RULES: tuple[Rule, ...] = (
         "somebody has closed the queue, so no new jobs are admitted",
         "open it again when the work is done: dvp-queue open",
         closed,
+    ),
+    Rule(
+        Verdict.WRONG_WEIGHTS,
+        Severity.WARNING,
+        "replicas do not compute what the trainer does under the same weights; they take no work",
+        "restart them; if that does not help, compare engine, dtype and settings with those of the other replicas",
+        wrong_weights,
     ),
     Rule(
         Verdict.REPLICAS_BEHIND,
@@ -565,6 +579,7 @@ def _replica(fields: dict[str, Any]) -> ReplicaHealth:
         in_flight=_int64(fields["in_flight"]),
         last_seen_s=last_seen_s,
         up_s=fields["up_ms"] / 1000 if "up_ms" in fields else None,
+        wrong=fields.get("wrong", ""),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from dvp_rl.contract.http import ReplicaState
 from dvp_rl.contract.weights import WeightVersion
@@ -35,6 +36,8 @@ class ReplicaBeat:
     """Reason why the newest version is not served."""
     swaps_s: float = 0.0
     """Seconds spent on weight swaps since the start."""
+    wrong: str = ""
+    """How the engine differs from the trainer under the weights served; "" if it is not known to."""
 
     def __post_init__(self) -> None:
         WeightVersion.parse(self.version)
@@ -50,6 +53,13 @@ class TrainerBeat:
     """Number of completions whose rewards the next batch waits for; 0 while it waits for groups."""
     finished: int = 0
     """1 once the last step is done and the trainer is about to end."""
+
+
+class Told(NamedTuple):
+    """What a trainer wants to know of a replica's last heartbeat."""
+
+    swaps_s: float
+    wrong: str
 
 
 class ReplicaRegistry:
@@ -72,12 +82,12 @@ class ReplicaRegistry:
                 seqs.add(WeightVersion.parse(text).seq)
         return frozenset(seqs)
 
-    async def swaps_s(self) -> dict[str, float]:
-        """Seconds that each replica has spent on weight swaps since its start, by replica id."""
-        found: dict[str, float] = {}
+    async def told(self) -> dict[str, Told]:
+        """By replica id."""
+        found: dict[str, Told] = {}
         for replica in await self._listed():
             with suppress(ValueError):  # as above
-                found[replica["id"]] = float(replica.get("swaps_s", "0"))
+                found[replica["id"]] = Told(float(replica.get("swaps_s", "0")), replica.get("wrong", ""))
         return found
 
     async def _listed(self) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dvp_rl.contract.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary
 from dvp_rl.contract.errors import WeightError
 from dvp_rl.contract.record import describe
 from dvp_rl.contract.weights import INITIAL_SEQ, Manifest, WeightFile
@@ -40,7 +41,8 @@ def copy_companions(model: Path, folder: Path, chat_template: str | None = None)
     """Copies what belongs to a model besides its weights, such as config and tokenizer, with the text `chat_template`
     in place of the model's template. Raises OSError (disk full)."""
     for source in model.iterdir():
-        other = source.name.startswith(".") or source.name.endswith(WEIGHT_SUFFIXES) or source.name == MANIFEST_NAME
+        other = source.name.startswith(".") or source.name.endswith(WEIGHT_SUFFIXES)
+        other |= source.name in (MANIFEST_NAME, CANARY_NAME)
         if source.is_file() and not other:
             shutil.copyfile(source, folder / source.name)
     if chat_template is not None:
@@ -100,6 +102,21 @@ def folder_digest(folder: Path) -> str:
     except OSError as error:
         raise WeightError(f"cannot read model folder {folder}: {error}") from None
     return Manifest(run_id="initial", seq=INITIAL_SEQ, step=0, files=files).digest
+
+
+def read_canary(folder: Path) -> Canary | None:
+    """The canary of a verified folder; None if it has none. Raises WeightError."""
+    path = folder / CANARY_NAME
+    try:
+        if path.stat().st_size > MAX_CANARY_BYTES:
+            raise WeightError(f"{path}: larger than {MAX_CANARY_BYTES} bytes")
+        return Canary.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WeightError(f"{path}: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise WeightError(describe(str(path), error)) from None
 
 
 def newest_seq(root: Path) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dvp_rl.contract.http import ReplicaState
 from dvp_rl.monitor import runs
 from dvp_rl.monitor.completions import MAX_STEPS
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from dvp_rl.transport.runs import purge_run
 from tests.integration.monitor.process import HOSTILE, Monitor, bury, write_metrics
 from tests.integration.transport.rig import Harness, Rig
@@ -62,6 +64,8 @@ async def test_the_page_is_whole_legible_and_fits(
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
     write_metrics(metrics, 200)
+    beat = ReplicaBeat("replica-2", ReplicaState.SERVING, f"{staged.run_id}:7:ab", in_flight=0, wrong=HOSTILE)
+    await ReplicaRegistry(staged.broker).beat(beat)
     with Monitor(tmp_path, broker_url, staged.run_id, "--metrics-file", str(metrics)) as monitor:
         await asyncio.to_thread(_look, monitor.url, staged.run_id, tmp_path, width, dark)
 
@@ -72,8 +76,18 @@ def _look(url: str, run_id: str, folder: Path, width: int, dark: bool) -> None:
         browser.until(LIVE)
         browser.until("document.querySelectorAll('#curves figure').length === 11")
         text = browser.evaluate("document.body.innerText")
-        for expected in (run_id, "replicas behind", "step 42", "v7", "replica-1", "1 (too old)", HOSTILE[:20], "KL"):
-            assert expected in text
+        expected = {
+            run_id,
+            "wrong weights",
+            "replicas behind",
+            "step 42",
+            "replica-1",
+            "1 (too old)",
+            HOSTILE[:20],
+            "KL",
+        }
+        expected.add("v7 (wrong)")
+        assert {words for words in expected if words not in text} == set()
         assert browser.evaluate("document.getElementById('verdict').className") == "card warn"
         assert browser.evaluate("document.querySelectorAll('#letters img').length") == 0
         assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dvp_rl.contract.http import QueueHealth
+from dvp_rl.contract.http import QueueHealth, ReplicaState
 from dvp_rl.contract.job import Sink
 from dvp_rl.contract.session import Session
 from dvp_rl.monitor.cli import main
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from dvp_rl.transport.runs import close_queue
 from dvp_rl.transport.sessions import SessionStore
 from tests.integration.monitor.process import HOSTILE
@@ -68,6 +69,15 @@ async def test_status_says_what_is_wrong(cli: Cli, staged: Rig) -> None:
         assert expected in ran.out
     health = QueueHealth.model_validate((await cli(staged.run_id, "status", "--json")).json)
     assert (health.verdict, health.jobs.backlog, health.jobs.pending, health.dead) == ("replicas_behind", 4, 2, 3)
+
+
+async def test_wrong_weights_are_marked(cli: Cli, staged: Rig) -> None:
+    beat = ReplicaBeat("replica-2", ReplicaState.SERVING, f"{staged.run_id}:7:ab", in_flight=0, wrong="other weights")
+    await ReplicaRegistry(staged.broker).beat(beat)
+    ran = await cli(staged.run_id, "status")
+    for expected in ("wrong_weights", "other weights", "restart them", ":7:ab (wrong)"):
+        assert expected in ran.out
+    assert ran.out.count("(wrong)") == 1
 
 
 async def test_runs_of_the_broker_are_listed(cli: Cli, staged: Rig) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dvp_rl.cancellation import cancel
+from dvp_rl.contract.canary import CANARY_NAME, Canary
 from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
 from dvp_rl.contract.group import Group, Sample
 from dvp_rl.contract.http import WeightStatus
@@ -31,6 +32,7 @@ from dvp_rl.http.settings import MAX_REQUESTS
 from dvp_rl.logs import LogContext
 from dvp_rl.rollout import worker as worker_module
 from dvp_rl.rollout.admission import Slots
+from dvp_rl.rollout.canary import Guard
 from dvp_rl.rollout.loops import keep_doing
 from dvp_rl.rollout.metrics import Metrics
 from dvp_rl.rollout.prompts import Prompts
@@ -48,9 +50,12 @@ from dvp_rl.weights.download import WeightCache
 from dvp_rl.weights.folder import folder_name, write_manifest
 from dvp_rl.weights.registry import WeightRegistry
 from dvp_rl.weights.transfers import Transfers
+from tests.integration.engines.oracle import Oracle
 from tests.integration.rollout.publishing import announce, flip_a_bit
+from tests.kit.models import make_model
 from tests.kit.ports import free_port
 from tests.kit.wait import WITHIN_S, until_async
+from tests.unit.trainer.test_canary import canary_of, learner_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ async def working(
     slots = Slots(engine.capacity, max_waiting=0, client_share=0.5)
     metrics = Metrics()
     replica = Replica(replica_id, broker.run_id, engine, Prompts(load_tokenizer(model), engine), slots, metrics)
-    swap = WeightSwap(engine, WeightFolders(cache or WeightCache(model / "unused")), metrics, LogContext())
+    folders, guard = WeightFolders(cache or WeightCache(model / "unused")), Guard(engine, metrics, every_s=600.0)
+    swap = WeightSwap(engine, folders, metrics, LogContext(), guard)
     queue = JobQueue(broker, replica_id, lease_ms=int(lease_s * 1000), max_deliveries=max_deliveries)
     registry = WeightRegistry(broker)
     worker = Worker(replica, swap, queue, slots.training, lease_s=lease_s, job_timeout_s=job_timeout_s)
@@ -344,7 +350,7 @@ class Falls(FakeEngine):
     """An engine that dies at the first swap and recovers when told to."""
 
     outage = ""
-    loads = 0
+    loads, num_starts = 0, 1
     waited_for = False
 
     def __init__(self, version: str) -> None:
@@ -587,6 +593,142 @@ async def test_the_folder_is_read_when_a_transfer_fails(
         async with offering(broker, lambda _: answer):
             status = await running.swap.refresh(WeightRegistry(broker))
     assert (status.version, status.error) == (sent.version, None)
+
+
+class Liar(TransformersEngine):
+    """An engine that may serve other weights than it is told to. It says when it has started again."""
+
+    lies, outage, num_starts = True, "", 1
+
+    async def recovered(self) -> None: ...
+
+    async def load(self, folder: Path, version: str) -> None:
+        await super().load(folder.parent / "other" if self.lies else folder, version)
+
+    async def receive(self, offer: Offer) -> None:
+        await self.load(Path(offer.host), offer.version)
+
+    def transfer_request(self, version: str) -> TransferRequest:
+        return TransferRequest(id=uuid4().hex, version=version, receivers=1, device="cpu")
+
+
+@pytest.fixture
+def examined(tmp_path: Path) -> Path:
+    """A model whose folder has a canary; beside it `other` weights."""
+    model = make_model(tmp_path / "model", endless=True)
+    make_model(tmp_path / "other", seed=1, endless=True)
+    (model / CANARY_NAME).write_text(canary_of(learner_of(model, tmp_path)).model_dump_json())
+    return model
+
+
+@dataclass
+class Results:
+    """All groups that have been committed."""
+
+    queue: GroupQueue
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    async def read(self) -> None:
+        for delivery in await self.queue.read(20, 500):
+            assert isinstance(delivery.item, Group)
+            self.groups[delivery.job_id] = delivery.item
+
+    async def check(self, model: Path, work: list[Job]) -> None:
+        """All jobs end, and every token was drawn from the weights of `model`."""
+        async with asyncio.timeout(WITHIN_S):
+            while len(self.groups) < len(work):
+                await self.read()
+        oracle = Oracle(model)
+        for asked in work:
+            oracle.check_all(asked, self.groups[asked.job_id].samples)
+
+
+async def test_nothing_that_wrong_weights_drew_is_committed(
+    broker: Broker, fence: int, tmp_path: Path, examined: Path
+) -> None:
+    """All jobs end well once the engine serves what it says, under the same version."""
+    engine = Liar(examined, max_batch=8, threads=1, version=f"{broker.run_id}:0:aa")
+    async with working(broker, engine, examined, lease_s=60.0) as running:
+        work = [job(broker.run_id, f"job-{i}", n=2) for i in range(40)]
+        await submit(broker, fence, *work)
+        await until_async(lambda: running.slots.in_flight > 0)
+        announced = await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
+        await until_async(lambda: running.swap.status.wrong is not None)
+        assert running.swap.status.version == announced.version
+        assert running.swap.quarantined
+        await until_async(lambda: running.slots.in_flight == 0)
+        results = Results(GroupQueue(broker, fence=fence))
+        await results.read()
+        spans = [span for group in results.groups.values() for s in group.samples for span in s.versions]
+        assert {span.version for span in spans} <= {f"{broker.run_id}:0:aa"}
+        engine.lies = False
+        await results.check(examined, work)
+        assert running.swap.status.wrong is None
+
+
+async def test_an_engine_that_started_again_is_examined_before_anything_leaves(
+    broker: Broker, fence: int, tmp_path: Path, examined: Path
+) -> None:
+    """It recovered with other weights. The right ones are loaded under the same version."""
+    engine = Liar(examined, max_batch=8, threads=1, version=f"{broker.run_id}:0:aa")
+    engine.lies = False
+    async with working(broker, engine, examined, lease_s=60.0) as running:
+        announced = await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
+        served = WeightStatus(version=announced.version)
+        await until_async(lambda: running.swap.status == served)
+        work = [job(broker.run_id, f"job-{i}", n=2) for i in range(10)]
+        await TransformersEngine.load(engine, tmp_path / "other", announced.version)
+        engine.num_starts += 1
+        await submit(broker, fence, *work)
+        await Results(GroupQueue(broker, fence=fence)).check(examined, work)
+        assert running.swap.num_failed == 1
+        assert running.swap.status.wrong is None
+
+
+async def test_weights_that_the_trainer_sent_are_examined(
+    broker: Broker, fence: int, tmp_path: Path, examined: Path
+) -> None:
+    canary = Canary.model_validate_json((examined / CANARY_NAME).read_bytes())
+
+    def offer(request: TransferRequest) -> TransferAnswer:
+        sent = offer_of(request.version).model_copy(update={"host": str(examined), "canary": canary})
+        return TransferAnswer(offer=sent)
+
+    engine = Liar(examined, max_batch=8, threads=1, version=f"{broker.run_id}:0:aa")
+    async with working(broker, engine, examined, following=False) as running:
+        await announce(broker, fence, tmp_path / "v1", examined, route=DISTRIBUTED)
+        (tmp_path / "v1").rename(tmp_path / "elsewhere")
+        async with offering(broker, offer):
+            with pytest.raises(WeightError):
+                await running.swap.refresh(WeightRegistry(broker))
+        assert running.swap.status.wrong
+        engine.lies = False
+        async with offering(broker, offer):
+            assert (await running.swap.refresh(WeightRegistry(broker))).wrong is None
+
+
+async def test_what_is_served_after_a_failed_load_is_examined(
+    broker: Broker, fence: int, tmp_path: Path, examined: Path
+) -> None:
+    """The load has failed when part of the weights was replaced."""
+
+    class Torn(Liar):
+        async def load(self, folder: Path, version: str) -> None:
+            if version.startswith(f"{broker.run_id}:2:"):
+                await TransformersEngine.load(self, tmp_path / "other", self.version)
+                raise WeightError("torn")
+            await super().load(folder, version)
+
+    engine = Torn(examined, max_batch=8, threads=1, version=f"{broker.run_id}:0:aa")
+    engine.lies = False
+    async with working(broker, engine, examined, lease_s=60.0) as running:
+        await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
+        await until_async(lambda: running.swap.seq == 1 and running.swap.status.loading is None)
+        await announce(broker, fence, tmp_path / "weights-2", examined, min_seq=1)
+        await until_async(lambda: running.swap.status.wrong is not None)
+        await announce(broker, fence, tmp_path / "weights-3", examined, min_seq=1)
+        await until_async(lambda: running.swap.status.wrong is None)
+        assert running.swap.seq == 3
 
 
 async def test_a_job_for_weights_that_cannot_be_loaded_goes_to_another_replica(

@@ -21,6 +21,9 @@ def test_a_replica_serves_published_adapters(tmp_path: Path, broker_url: str, ru
     assert all(record["optimizer/updates"] == 1 for record in records)
     # Both sides have the same weights, so only rounding remains.
     assert max(abs(record["mismatch/kl"]) for record in records) < 1e-4
+    log = (tmp_path / f"replica-{run_id}.log").read_text()
+    assert "canary: log-probs differ" in log
+    assert "take no work" not in log
     versions = list((tmp_path / "run" / "weights" / run_id).glob("weights-*"))
     assert versions
     assert all(holds_adapter(folder) and not (folder / "model.safetensors").exists() for folder in versions)

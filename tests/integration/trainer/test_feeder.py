@@ -19,6 +19,7 @@ import pytest
 from dvp_rl.cancellation import cancel
 from dvp_rl.contract.errors import ConfigError, EngineError, GroupMismatchError, UnavailableError
 from dvp_rl.contract.group import EngineFacts, FinishReason, Group, LogprobKind, Sample, VersionSpan
+from dvp_rl.contract.http import ReplicaState
 from dvp_rl.contract.job import Job, Sink, job_position
 from dvp_rl.contract.keys import TRAINER
 from dvp_rl.contract.sampling import Sampling
@@ -28,6 +29,7 @@ from dvp_rl.transport.dead_letters import Outcome as Replay
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.transport.jobs import JobQueue, Lease
 from dvp_rl.transport.pending import Stream, pending
+from dvp_rl.transport.replicas import ReplicaBeat, ReplicaRegistry
 from dvp_rl.weights.registry import WeightRegistry
 from dvp_trainer.config import TrainSettings
 from dvp_trainer.data.batch import Batch
@@ -254,6 +256,23 @@ async def test_leftovers_of_earlier_settings_are_told_once_and_replaced(
     (told,) = [record for record in caplog.records if record.name == feeder_module.__name__ and record.levelno >= 30]
     assert told.message.startswith("leftovers of earlier settings")
     assert named in told.message
+
+
+async def test_replicas_with_wrong_weights_are_named_once(
+    broker_url: str, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with opened(broker_url) as (run, player):
+        replicas = ReplicaRegistry(player.jobs.broker)
+        for wrong in ("", "8 of 8 greedy walks leave the trainer's", ""):
+            await replicas.beat(ReplicaBeat("liar", ReplicaState.SERVING, player.version, 0, wrong=wrong))
+            for _ in range(2):
+                await run.tell()
+    told = [record.message for record in caplog.records if "liar" in record.message]
+    assert told == [
+        "replica liar takes no work: 8 of 8 greedy walks leave the trainer's",
+        "replica liar takes work again",
+    ]
 
 
 async def test_a_replica_that_is_always_wrong_stops_the_run(broker_url: str, opened: Open) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dvp_rl.weights.folder import read_canary
 from dvp_trainer.resume.ledger import read_ledger
 from tests.kit.families import write_small_model
 from tests.kit.models import make_model
@@ -21,6 +22,7 @@ from tests.kit.runs import config, replica
 from tests.kit.runs import train as train_alone
 from tests.kit.wait import WITHIN_S
 from tests.unit.trainer.golden import make_batch
+from tests.unit.trainer.test_canary import check
 
 from .ranked import FORKED_TOKENS, LR, STEPS, with_forks
 
@@ -58,6 +60,15 @@ def weights_of(out_dir: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in (out_dir / "weights").glob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def check_canary(out_dir: Path, model: Path) -> None:
+    """The canary that was written with the weights is theirs."""
+    folder = out_dir / "weights"
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    canary = read_canary(folder)
+    assert canary is not None
+    check(folder, canary)
+
+
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_many_ranks_make_the_update_of_one(outcomes: dict[int, Path], model: Path, size: int) -> None:
     start, alone, together = load_file(model / "model.safetensors"), *(weights_of(outcomes[n]) for n in (1, size))
@@ -68,6 +79,7 @@ def test_many_ranks_make_the_update_of_one(outcomes: dict[int, Path], model: Pat
         difference = (weight - together[name]).abs()
         assert float(difference.max()) <= 2 * STEPS * LR, name
         assert float(difference.mean()) <= TOLERANCE, (name, float(difference.mean()), float(moved))
+    check_canary(outcomes[size], model)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -97,6 +109,7 @@ def test_two_ranks_train_adapters_alike_and_go_on_from_those_of_one(model: Path,
     for name, weight in weights_of(alone).items():
         assert torch.equal(weight, start[name]) is ("_proj" not in name)
         assert float((weight - weights_of(together)[name]).abs().mean()) <= TOLERANCE, name
+    check_canary(together, model)
     assert any(not torch.equal(weight, weights_of(alone)[name]) for name, weight in weights_of(on).items())
 
 
@@ -130,7 +143,7 @@ def test_two_ranks_publish_experts_as_they_are_saved(tmp_path: Path, model_type:
         assert "experts" not in name or not torch.equal(weight, start[name])
     folder = together / "weights"
     assert all(load_file(file) for file in folder.glob("*.safetensors"))
-    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    check_canary(together, model)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == others.keys()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import multiprocessing
 import os
+import shutil
 import socket
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from dvp_rl.contract.canary import CANARY_NAME
 from dvp_rl.contract.errors import ConfigError, UnavailableError, WeightError
 from dvp_rl.contract.transfer import Offer, TransferRequest
 from dvp_rl.transport.broker import Broker
@@ -32,6 +34,7 @@ from dvp_trainer.publish.send_process import SENT, Plan, serve
 from dvp_trainer.publish.sender import address_of, forked, preload
 from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S, until
+from tests.unit.trainer.test_canary import canary_of, learner_of
 
 from .sending import make_plan, none_sending, sender, sending_processes, stop_at
 
@@ -74,10 +77,16 @@ def receive(offer: Offer) -> list[bytes]:
     return found
 
 
-async def test_every_byte_arrives_and_has_the_checksum_that_was_announced(broker: Broker, model: Path) -> None:
-    async with sender(broker, "run:1:aa", model, piece_bytes=PIECES):
+async def test_every_byte_arrives_and_has_the_checksum_that_was_announced(
+    broker: Broker, model: Path, tmp_path: Path
+) -> None:
+    """The canary comes with them."""
+    folder, canary = shutil.copytree(model, tmp_path / "version"), canary_of(learner_of(model, tmp_path))
+    (folder / CANARY_NAME).write_text(canary.model_dump_json())
+    async with sender(broker, "run:1:aa", folder, piece_bytes=PIECES):
         offer = await Transfers(broker).ask(request("run:1:aa", device="cuda"), WITHIN_S)
         assert (offer.version, offer.host, offer.size, offer.backend) == ("run:1:aa", "127.0.0.1", 2, "gloo")
+        assert offer.canary == canary
         found = await asyncio.to_thread(receive, offer)
         await none_sending()
     assert len(found) > 3

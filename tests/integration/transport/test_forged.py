@@ -69,7 +69,7 @@ async def test_a_heartbeat_that_no_replica_sends(field: str, value: str | bytes,
         await rig.broker.redis.zadd(keys.replicas, {name: 1})
         await rig.broker.redis.hset(keys.replica(name), mapping=beat | own)
     assert await registry.seqs_in_use() == {7}
-    assert (await registry.swaps_s())["good"] == 1.5
+    assert (await registry.told())["good"].swaps_s == 1.5
 
 
 @pytest.mark.parametrize("value", [b"zzz", b"1.5", b"\xff"])

@@ -37,9 +37,9 @@ from tests.kit.records import make_group, make_job, make_turn
 from tests.kit.wait import until_async
 
 
-async def _beat(rig: Rig, name: str = "a", *, seq: int = 0, loading: str = "") -> None:
+async def _beat(rig: Rig, name: str = "a", *, seq: int = 0, loading: str = "", wrong: str = "") -> None:
     version = f"{rig.run_id}:{seq}:ab"
-    beat = ReplicaBeat(name, ReplicaState.SERVING, version, in_flight=2, capacity=8, loading=loading)
+    beat = ReplicaBeat(name, ReplicaState.SERVING, version, in_flight=2, capacity=8, loading=loading, wrong=wrong)
     await ReplicaRegistry(rig.broker).beat(beat)
 
 
@@ -177,6 +177,22 @@ async def test_stalled(rig: Rig) -> None:
     health = await _health(rig)
     assert health.verdict is Verdict.STALLED
     assert "a (serving" in health.reasons[0].detail
+
+
+async def test_replicas_with_wrong_weights(rig: Rig) -> None:
+    await _beat(rig, "right")
+    await _beat(rig, "liar", wrong="7 of 8 safe sets have another size")
+    await _beat_trainer(rig)
+    health = await _health(rig)
+    assert health.verdict is Verdict.WRONG_WEIGHTS
+    assert {replica.id: replica.wrong for replica in health.replicas} == {
+        "right": "",
+        "liar": "7 of 8 safe sets have another size",
+    }
+    assert "1 of 2 replicas: liar (" in health.reasons[0].detail
+    assert "7 of 8 safe sets" in health.reasons[0].detail
+    await _beat(rig, "liar")
+    assert (await _health(rig)).verdict is Verdict.IDLE
 
 
 async def test_replicas_behind(rig: Rig) -> None:

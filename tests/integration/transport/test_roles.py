@@ -271,7 +271,7 @@ async def test_rules_that_change_while_it_runs_are_named(
         with pytest.raises(UnavailableError, match=rf"refuses user '{name}': .*; dvp-queue users"):
             await take_snapshot(broker)
         await admin.execute_command("ACL", "SETUSER", name, f"+{command}")
-        assert await ReplicaRegistry(broker).swaps_s() == {}
+        assert await ReplicaRegistry(broker).told() == {}
 
 
 def test_scripts_call_what_can_be_read_from_their_text() -> None:

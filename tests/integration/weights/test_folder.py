@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from dvp_rl.contract.canary import CANARY_NAME, MAX_CANARY_BYTES
 from dvp_rl.contract.errors import WeightError
 from dvp_rl.weights.folder import (
     MANIFEST_NAME,
+    copy_companions,
     folder_digest,
     folder_name,
     newest_seq,
     publish_folder,
+    read_canary,
     sweep,
     verify_folder,
     write_manifest,
@@ -48,6 +51,28 @@ def test_equal_weights_have_equal_digests(tmp_path: Path) -> None:
     first, second = _write(tmp_path, 1), _write(tmp_path, 2)
     other = _write(tmp_path, 3, content=b"other")
     assert verify_folder(first).digest == verify_folder(second).digest != verify_folder(other).digest
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "dvp-canary.json"),
+        (b'{"dtype": "float32", "log_min_p": -13, "temperature": 1, "walks": []}', "walks"),
+        (b" " * (MAX_CANARY_BYTES + 1), f"larger than {MAX_CANARY_BYTES} bytes"),
+    ],
+    ids=["no json", "no walks", "large"],
+)
+def test_a_canary_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    assert read_canary(tmp_path) is None
+    (tmp_path / CANARY_NAME).write_bytes(content)
+    with pytest.raises(WeightError, match=message):
+        read_canary(tmp_path)
+
+
+def test_companions_of_a_model_are_copied_without_its_canary(folder: Path, tmp_path: Path) -> None:
+    (folder / CANARY_NAME).write_text("of older weights")
+    copy_companions(folder, tmp_path)
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["config.json"]
 
 
 def _flip(folder: Path) -> None:

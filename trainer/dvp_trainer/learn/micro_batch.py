@@ -145,12 +145,16 @@ def micro_batches(
             )
     for some in cut(parts, limit):
         sequences = [tokens for part in parts[some] for tokens in part]
-        forwards = [sequences[few] for few in cut([[tokens] for tokens in sequences], limit)]
-        if limit.shape is None:
-            layouts = [lay_out(limit.beside, few, pad_id, device) for few in forwards]
-        else:
-            layouts = [fixed(few, limit.shape, device) for few in forwards]
+        layouts = lay_out_all(sequences, limit, pad_id=pad_id, device=device)
         yield MicroBatch.collate(episodes[some], parts[some], layouts)
+
+
+def lay_out_all(sequences: list[Tokens], limit: Limit, *, pad_id: int, device: torch.device) -> list[Layout]:
+    """One layout for each forward that reads some of the sequences."""
+    forwards = [sequences[few] for few in cut([[tokens] for tokens in sequences], limit)]
+    if limit.shape is None:
+        return [lay_out(limit.beside, few, pad_id, device) for few in forwards]
+    return [fixed(few, limit.shape, device) for few in forwards]
 
 
 def tokens_of(episode: Episode) -> list[Tokens]:

@@ -33,7 +33,7 @@ from .micro_batch import Limit, MicroBatch
 from .world import World
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
 
 logger = logging.getLogger(__name__)
 
@@ -164,15 +164,25 @@ class Policy(torch.nn.Module):
         """One entry per model token, in row-major order of `micro.mask`."""
         return Constrained(*map(torch.cat, zip(*(self(*each) for each in micro.forwards()), strict=True)))
 
-    def forward(self, layout: Layout, token_ids: Int[Tensor, " tokens"]) -> Constrained:
-        """One entry per position in `layout.before`, for the token that follows it. Logits that predict other tokens
-        are never computed, or not kept."""
+    def logits(self, layout: Layout) -> Float[Tensor, "tokens vocab"]:
+        """The logits at each position in `layout.before`, all of them: for few positions."""
+        logits: Tensor = self(layout, None)
+        return logits
+
+    def forward(self, layout: Layout, token_ids: Int[Tensor, " tokens"] | None) -> Constrained | Tensor:
+        """One entry per position in `layout.before`, for the token that follows it; without `token_ids` its logits.
+        Logits that predict other tokens are never computed, or not kept."""
         if not self._has_linear_head:
             logits = self._logits(layout)
+            if token_ids is None:
+                return logits
             return constrained_logprobs(logits, token_ids, log_min_p=self._log_min_p, temperature=self._temperature)
         head = self.model.get_output_embeddings()
         states = self.model.base_model(**layout.model_inputs(), use_cache=False).last_hidden_state
         states = states.flatten(0, 1).index_select(0, layout.before)
+        if token_ids is None:
+            whole: Tensor = head(states)
+            return whole
         if self.shape is not None:
             return self._by_blocks(states, token_ids, self.shape.rows)
         weight, bias = head.weight, head.bias

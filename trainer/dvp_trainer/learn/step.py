@@ -33,6 +33,7 @@ from dvp_trainer.data.batch import Batch, Episode
 from dvp_trainer.options import Overlong
 
 from .arrangement import Beside
+from .canary import CanaryMaker
 from .hooks import estimator, own_advantages, own_objective
 from .lora import add_lora
 from .micro_batch import MicroBatch, micro_batches, share
@@ -101,6 +102,7 @@ class Learner:
         )
         if self.world.size > 1:
             shard(self.policy, self.device, self.world)
+        self._canary = CanaryMaker(self.policy, settings, pad_id, self.world) if settings.weights.canary else None
         self.optimizer = adamw(model, settings.optimizer, self.device)
         baseline, objective = settings.correction.baseline, settings.correction.objective
         self._advantages = own_advantages(baseline) if is_hook(baseline) else None
@@ -143,6 +145,8 @@ class Learner:
             write_adapter(self.model, folder, self.base_digest, self.world)
         else:
             write_weights(self.model, folder, getattr(torch, self.settings.weights.dtype), self.world)
+        if self._canary is not None:
+            self._canary.write(folder)
 
     def save(self, folder: Path) -> None:
         """Saves everything that the next step depends on, except the settings. Durable on return."""

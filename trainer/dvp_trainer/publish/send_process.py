@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup, broadcast
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from dvp_rl.contract.canary import Canary
 from dvp_rl.contract.transfer import Offer, Piece
 from dvp_rl.transport.failpoints import failpoint
 from dvp_rl.weights.pieces import stretches
@@ -39,7 +40,7 @@ class Plan:
     piece_bytes: int
     timeout_s: float
 
-    def offer(self, version: str, port: int, parts: tuple[Piece, ...]) -> Offer:
+    def offer(self, version: str, port: int, parts: tuple[Piece, ...], canary: Canary | None = None) -> Offer:
         return Offer(
             version=version,
             host=self.host,
@@ -48,6 +49,7 @@ class Plan:
             group=self.group,
             backend=self.backend,
             pieces=parts,
+            canary=canary,
         )
 
 

@@ -22,6 +22,7 @@ import torch
 from dvp_rl.contract.errors import ConfigError, DvpError, UnavailableError, WeightError
 from dvp_rl.contract.transfer import Piece, TransferAnswer, TransferRequest
 from dvp_rl.contract.weights import Announcement
+from dvp_rl.weights.folder import read_canary
 from dvp_rl.weights.pieces import PIECE_BYTES, pieces
 from dvp_rl.weights.transfers import Transfers
 from dvp_trainer.config import WeightsSection
@@ -100,7 +101,8 @@ class Sender:
             async with asyncio.timeout(START_S):
                 port = await link.readline()
             if port:
-                offer = plan.offer(request.version, int(port), parts)
+                canary = await asyncio.to_thread(read_canary, Path(announced.folder))
+                offer = plan.offer(request.version, int(port), parts, canary)
                 await self._transfers.answer(request, TransferAnswer(offer=offer))
             async with asyncio.timeout(self._timeout_s):
                 outcome = await link.read()

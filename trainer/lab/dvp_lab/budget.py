@@ -49,7 +49,9 @@ class RuledPolicy(Policy):
         super().__init__(model, "float32", log_min_p=rule.log_min_p, temperature=1.0)
         self._rule = rule
 
-    def forward(self, layout: Layout, token_ids: torch.Tensor) -> Constrained:
+    def forward(self, layout: Layout, token_ids: torch.Tensor | None) -> Constrained | torch.Tensor:
+        if token_ids is None:
+            return super().forward(layout, None)
         states = self.model.base_model(**layout.model_inputs(), use_cache=False).last_hidden_state
         logits = self.model.get_output_embeddings()(states.flatten(0, 1).index_select(0, layout.before))
         return constrained_logprobs(logits, token_ids, log_min_p=self._rule(logits.detach()), temperature=1.0)

@@ -123,9 +123,10 @@ function showReplicas(replicas) {
     while (row.cells.length < 6) row.insertCell();
     const seq = seqOf(replica.version);
     const behind = Math.max(newest - seq, 0);
-    row.className = replica.state === "lost" ? "bad" : seq < picture.min_seq ? "warn" : "";
+    row.className = replica.state === "lost" || replica.wrong ? "bad" : seq < picture.min_seq ? "warn" : "";
     const note = seq < picture.min_seq ? " (too old)" : "";
-    const texts = [replica.id, replica.state, `v${seq}`, `${behind}${note}`, whole(replica.in_flight), `${duration(replica.last_seen_s)} ago`];
+    const wrong = replica.wrong ? " (wrong)" : "";
+    const texts = [replica.id, replica.state, `v${seq}${wrong}`, `${behind}${note}`, whole(replica.in_flight), `${duration(replica.last_seen_s)} ago`];
     texts.forEach((text, column) => say(row.cells[column], text));
     row.cells[2].title = replica.version;
   });

@@ -1,0 +1,191 @@
+"""Faults of an engine that no label or checksum shows, and the canary that does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dvp_rl.contract.canary import Canary
+from dvp_rl.contract.errors import UnavailableError, WeightError
+from dvp_rl.contract.group import Sample
+from dvp_rl.contract.job import Job
+from dvp_rl.engines.fake import FakeEngine
+from dvp_rl.engines.transformers import TransformersEngine
+from dvp_rl.rollout.canary import LIMITS, Guard
+from dvp_rl.rollout.metrics import Metrics
+from tests.kit.models import make_model
+from tests.unit.trainer.test_canary import canary_of, learner_of
+
+Tensors = dict[str, torch.Tensor]
+DOWN, QUERIES = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+def stale(name: str) -> Callable[[Tensors, Tensors], Tensors]:
+    """One tensor of the version before."""
+    return lambda after, before: after | {name: before[name]}
+
+
+FAULTS: dict[str, Callable[[Tensors, Tensors], Tensors]] = {
+    "the head of the version before, as where embeddings are tied": stale("lm_head.weight"),
+    "a stale tensor": stale(DOWN),
+    "a stale norm": stale("model.norm.weight"),
+    "a flipped tensor": lambda after, _: after | {QUERIES: -after[QUERIES]},
+    "one column of zeros": lambda after, _: after | {DOWN: after[DOWN].index_fill(1, torch.tensor([3]), 0)},
+    "another dtype": lambda after, _: {name: tensor.bfloat16().float() for name, tensor in after.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Weights before and after some training."""
+    root = tmp_path_factory.mktemp("weights")
+    before = make_model(root / "before", spread=2.0)
+    after = shutil.copytree(before, root / "after")
+    torch.manual_seed(1)
+    tensors = load_file(before / "model.safetensors")
+    moved = {name: tensor * (1 + 0.02 * torch.randn_like(tensor)) for name, tensor in tensors.items()}
+    save_file(moved, after / "model.safetensors", metadata={"format": "pt"})
+    return before, after
+
+
+@pytest.fixture(scope="module")
+def canaries(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Canary, Canary]:
+    before, after = (canary_of(learner_of(folder, tmp_path_factory.mktemp("run"))) for folder in folders)
+    return before, after
+
+
+@asynccontextmanager
+async def guarded(folder: Path) -> AsyncIterator[tuple[TransformersEngine, Guard]]:
+    engine = TransformersEngine(folder, max_batch=16, threads=1, version="canary:0:a")
+    await engine.start()
+    try:
+        yield engine, Guard(engine, Metrics(), every_s=600.0)
+    finally:
+        await engine.close()
+
+
+async def load(engine: TransformersEngine, guard: Guard, folder: Path, canary: Canary, seq: int) -> None:
+    with guard.expecting(f"canary:{seq}:a", canary):
+        await engine.load(folder, f"canary:{seq}:a")
+    assert guard.unproven
+    await guard.examine()
+    assert not guard.unproven
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_wrong_weights_are_found(
+    fault: str, folders: tuple[Path, Path], canaries: tuple[Canary, Canary], tmp_path: Path
+) -> None:
+    before, after = folders
+    wrong = shutil.copytree(after, tmp_path / "wrong")
+    tensors = FAULTS[fault](*(load_file(folder / "model.safetensors") for folder in (after, before)))
+    save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
+    async with guarded(before) as (engine, guard):
+        await load(engine, guard, before, canaries[0], 1)
+        assert guard.limit == LIMITS["float32"].least
+        with pytest.raises(WeightError):
+            await load(engine, guard, wrong, canaries[1], 2)
+        assert guard.unproven
+        assert guard.wrong
+        assert guard.num_failed == 1
+        await load(engine, guard, after, canaries[1], 2)
+        assert not guard.wrong
+        with pytest.raises(WeightError):
+            await load(engine, guard, before, canaries[1], 3)
+
+
+async def test_wrong_positions_are_found_at_once(
+    folders: tuple[Path, Path], canaries: tuple[Canary, Canary], tmp_path: Path
+) -> None:
+    wrong = shutil.copytree(folders[0], tmp_path / "wrong")
+    config = json.loads((wrong / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 100
+    (wrong / "config.json").write_text(json.dumps(config))
+    async with guarded(wrong) as (engine, guard):
+        with pytest.raises(WeightError, match="nats on average"):
+            await load(engine, guard, folders[0], canaries[0], 1)
+        assert guard.limit is None
+
+
+async def test_another_policy_is_found(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The sets show it, whatever the weights."""
+    canary = canary_of(learner_of(folders[0], tmp_path, sampling__log_min_p="-2"))
+    async with guarded(folders[0]) as (engine, guard):
+        with pytest.raises(WeightError, match="8 of 8 safe sets"):
+            await load(engine, guard, folders[0], canary.model_copy(update={"log_min_p": -6.0}), 1)
+
+
+class Silent(TransformersEngine):
+    """An engine that draws nothing when told so."""
+
+    silent = False
+
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
+        if self.silent:
+            raise UnavailableError("away")
+        return await super().generate(job)
+
+
+async def test_an_engine_that_draws_nothing_is_not_called_wrong(
+    folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
+) -> None:
+    """But it has to be examined before it works."""
+    metrics = Metrics()
+    engine = Silent(folders[0], max_batch=16, threads=1, version="canary:0:a")
+    guard = Guard(engine, metrics, every_s=600.0)
+    await engine.start()
+    engine.silent = True
+    with guard.expecting("canary:1:a", canaries[0]):
+        await engine.load(folders[0], "canary:1:a")
+    with pytest.raises(WeightError, match="cannot be drawn: away"):
+        await guard.examine()
+    assert guard.unproven
+    assert (guard.wrong, guard.num_failed) == ("", 1)
+    engine.silent = False
+    await guard.examine()
+    assert not guard.unproven
+    outcomes = {name: metrics.canaries.labels(name)._value.get() for name in ("right", "wrong", "undrawn")}
+    assert outcomes == {"right": 1, "wrong": 0, "undrawn": 1}
+    await engine.close()
+
+
+async def test_weights_are_examined_now_and_then(folders: tuple[Path, Path], canaries: tuple[Canary, Canary]) -> None:
+    async with guarded(folders[0]) as (engine, guard):
+        await load(engine, guard, folders[0], canaries[0], 1)
+        assert not guard.due
+        guard._every_s = 0.0
+        assert guard.due
+        assert not guard.unproven
+        await engine.load(folders[1], "canary:1:a")  # something overwrites the weights
+        with pytest.raises(WeightError, match="does not compute"):
+            await guard.examine()
+        assert guard.unproven
+
+
+async def test_a_context_that_is_too_short_for_the_canary_is_not_a_fault(
+    folders: tuple[Path, Path], canaries: tuple[Canary, Canary], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded(folders[0]) as (engine, guard):
+        engine.context_length = 8
+        await load(engine, guard, folders[0], canaries[0], 1)
+        assert "longer than this replica's context" in caplog.text
+
+
+async def test_an_engine_without_weights_is_not_examined(
+    folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
+) -> None:
+    engine = FakeEngine(version="canary:0:a")
+    guard = Guard(engine, Metrics(), every_s=600.0)
+    await engine.start()
+    with guard.expecting("canary:1:a", canaries[0]):
+        await engine.load(folders[0], "canary:1:a")
+    await guard.examine()
+    assert not guard.due
+    await engine.close()

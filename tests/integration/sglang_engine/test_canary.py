@@ -1,0 +1,48 @@
+"""Canaries on a real SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dvp_rl.contract.errors import WeightError
+from dvp_rl.engines.sglang import SglangEngine
+from dvp_rl.engines.sglang_server import Launch
+from dvp_rl.rollout.canary import LIMITS, Guard
+from dvp_rl.rollout.metrics import Metrics
+from tests.integration.engines.sglang_process import sglang_python
+from tests.unit.trainer.test_canary import canary_of, learner_of
+
+from .test_swap import back, server_of
+
+pytestmark = pytest.mark.slow
+
+
+async def test_the_weights_that_sglang_serves_are_examined(models: dict[str, Path], tmp_path: Path) -> None:
+    """After swaps and after a restart."""
+    canaries = {name: canary_of(learner_of(models[name], tmp_path)) for name in ("even", "odd")}
+    launch = Launch(python=sglang_python(), dtype="float32", device="cpu", max_batch=16)
+    engine = SglangEngine(models["even"], launch, version="canary:0:a")
+    await engine.start()
+    guard = Guard(engine, Metrics(), every_s=600.0)
+
+    async def load(weights: str, seq: int, canary: str) -> None:
+        with guard.expecting(f"canary:{seq}:a", canaries[canary]):
+            await engine.load(models[weights], f"canary:{seq}:a")
+
+    try:
+        for seq, name in enumerate(("even", "odd", "even"), start=1):
+            await load(name, seq, name)
+            await guard.examine()
+            assert guard.limit == LIMITS["float32"].least
+        server_of(engine).kill()
+        await back(engine)
+        assert guard.unproven
+        await guard.examine()
+        assert not guard.unproven
+        await load("odd", 4, "even")
+        with pytest.raises(WeightError, match="greedy walks leave the trainer's"):
+            await guard.examine()
+    finally:
+        await engine.close()
