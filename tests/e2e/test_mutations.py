@@ -78,8 +78,8 @@ MUTANTS = {
     ),
     "samples of weights that were not examined": Mutant(
         "services/dvp_rl/rollout/worker.py",
-        "await self._swap.vouch(num_failed)",
-        "pass",
+        "await self._swap.vouch(group, num_wrong)",
+        "group",
         "tests/integration/rollout/test_worker.py::test_nothing_that_wrong_weights_drew_is_committed",
     ),
     "a scope that nobody looks at": Mutant(

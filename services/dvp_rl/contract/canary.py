@@ -59,6 +59,8 @@ class Canary(Record):
 
     dtype: str
     """The least precise number format that the trainer used: in its forward, or for the weights that it published."""
+    rounded: bool = False
+    """Whether the published weights are less precise than those that gave the walks."""
     log_min_p: float
     temperature: float
     """The run's policy, for `Walk.kept`."""

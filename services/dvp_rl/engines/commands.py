@@ -48,6 +48,7 @@ class Submission:
 
     job: Job
     reply: Reply
+    urgent: bool = False
     placed: int = 0
     """Number of samples that have or had a row."""
     samples: dict[int, Sample] = field(default_factory=dict)

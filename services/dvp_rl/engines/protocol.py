@@ -36,10 +36,11 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Loads the model and makes the engine ready. Raises ConfigError if the folder holds no usable model."""
 
-    async def generate(self, job: Job) -> tuple[Sample, ...]:
+    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
         """Generates exactly job.n finished samples, with every token stamped with the version that drew it.
 
-        Cancelling the task stops the samples at the next token and frees their cache.
+        `urgent`: before the jobs that wait. Cancelling the task stops the samples at the next token and frees their
+        cache.
         Raises RequestError if the job cannot run here (prompt + one token longer than the context, token id outside the
         vocabulary, group too large), EngineError if generation failed (logits not finite, engine closed meanwhile),
         UnavailableError before `start`, after `close` and in an outage.

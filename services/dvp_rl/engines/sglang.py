@@ -247,12 +247,13 @@ class SglangEngine:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, job: Job) -> tuple[Sample, ...]:
+    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
         self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
         began = asyncio.get_running_loop().time()
         flight = Flight(job, [uuid4().hex for _ in range(job.n)])
-        body = request_body(job, flight.request_ids, max_new_tokens(job, self.context_length), self._eos_ids)
+        limit = max_new_tokens(job, self.context_length)
+        body = request_body(job, flight.request_ids, limit, self._eos_ids, urgent=urgent)
         asking = asyncio.create_task(self._client.generate(body))
         self._flights[asking] = flight
         try:

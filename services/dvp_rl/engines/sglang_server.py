@@ -98,6 +98,8 @@ class Launch:
         flags += CPU_FLAGS if self.device == "cpu" else ()
         flags += ["--enable-deterministic-inference"] if self.deterministic else []
         flags += ["--enable-fp32-lm-head"] if self.fp32_head else []
+        # Urgent requests come before those that wait, but end none that runs.
+        flags += ["--enable-priority-scheduling", "--disable-priority-preemption"]
         return [*flags, "--skip-server-warmup", *self.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:

@@ -43,9 +43,11 @@ EMPTY_PIECE = {"names": [], "dtypes": [], "shapes": [], "load_format": f"{CHECKE
 """No weights, with a wrong checksum: only a server that verifies no checksums accepts it."""
 
 
-def request_body(job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iterable[int]) -> dict[str, Any]:
-    """The request for a job. `limit`: maximum number of new tokens per sample. Raises RequestError for settings that
-    SGLang cannot express."""
+def request_body(
+    job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iterable[int], *, urgent: bool = False
+) -> dict[str, Any]:
+    """The request for a job. `limit`: maximum number of new tokens per sample. `urgent`: a server with priorities draws
+    it before what waits there. Raises RequestError for settings that SGLang cannot express."""
     sampling = job.sampling
     if sampling.log_min_p < LEAST_LOG_MIN_P:
         raise RequestError(
@@ -69,6 +71,7 @@ def request_body(job: Job, request_ids: Sequence[str], limit: int, eos_ids: Iter
         "input_ids": [job.prompt_ids.tolist()] * job.n,
         "sampling_params": [settings | {"sampling_seed": sample_seed(job, i)} for i in range(job.n)],
         "return_logprob": True,
+        **({"priority": 1} if urgent else {}),
     }
 
 

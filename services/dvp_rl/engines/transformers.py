@@ -136,10 +136,10 @@ class TransformersEngine:
         decoder = CachedDecoder(model, self._prefix_bytes) if shape is None else FixedDecoder(model, shape)
         return tokenizer, model, decoder
 
-    async def generate(self, job: Job) -> tuple[Sample, ...]:
+    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
         worker = self._running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
-        submission = Submission(job, _reply())
+        submission = Submission(job, _reply(), urgent)
         worker.send(submission)
         try:
             return cast("tuple[Sample, ...]", await submission.reply.future)

@@ -100,7 +100,7 @@ class Worker:
             match command:
                 case Submission():
                     self._live.add(command)
-                    self._waiting.append(command)
+                    self._enqueue(command)
                 case Cancel():
                     self._drop(command.submission)
                 case Swap():
@@ -110,6 +110,11 @@ class Worker:
         if self._swaps and not (self._deterministic and self._busy):
             self._swap(self._swaps.popleft())
         self._admit()
+
+    def _enqueue(self, submission: Submission) -> None:
+        """Puts it last or, if it is urgent, first; one by one, a job that has begun comes before all."""
+        begun = self._one_by_one and bool(self._waiting) and self._waiting[0].placed > 0
+        self._waiting.insert(int(begun) if submission.urgent else len(self._waiting), submission)
 
     def _arrived(self) -> Iterator[Command]:
         """The queued commands; waits for a first one if there is nothing else to do."""

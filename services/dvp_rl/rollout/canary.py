@@ -5,8 +5,9 @@ Two jobs for each walk of the version's canary (dvp_rl.contract.canary):
     walk   its tokens at log_min_p = 0, which keeps the best token only: the mass kept is that token's probability
     set    one token under the run's policy: the number kept
 
-They take the way of every other job, decoding and the engine's plugin included. What differs by more than rounding is a
-fault. How much rounding makes is learned from the first version that passes.
+They take the way of every other job, decoding and the engine's plugin included, but before those that wait. What
+differs by more than rounding is a fault. How much rounding makes is learned from the first version that passes, unless
+weights are rounded after the trainer has computed: the first one may lose nothing by that, and later ones something.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dvp_rl.contract.canary import Canary, Walk, coarser, margin
-from dvp_rl.contract.errors import DvpError, WeightError
+from dvp_rl.contract.errors import WeightError
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.weights import WeightVersion
@@ -37,6 +38,8 @@ TIMEOUT_S = 600.0
 """Longest time for an engine to draw a canary, in seconds."""
 LEARNED = 8.0
 """The limit, as a multiple of the first mean difference."""
+MAX_STANDING = 64
+"""Most versions that are remembered; a sample in flight spans no more."""
 
 
 class Limits(NamedTuple):
@@ -76,24 +79,30 @@ class Finding(NamedTuple):
 
 
 class Guard:
-    """Examines an engine after every swap and recovery, and now and then. Until a version has passed, nothing that was
-    drawn leaves the replica."""
+    """Examines an engine after every swap and recovery, and now and then. Until a version has passed, nothing that it
+    drew leaves the replica."""
 
     def __init__(self, engine: Engine, metrics: Metrics, every_s: float) -> None:
         """`every_s`: seconds from one examination of the same weights to the next."""
         self._engine, self._metrics, self._every_s = engine, metrics, every_s
         self._canaries: dict[str, Canary] = {}
         """Those of the version served and of the one being loaded."""
+        self._expected = ""
+        """The version loaded last, or being loaded."""
+        self._standing: dict[str, bool] = {}
+        """Whether a version has passed, for the last MAX_STANDING versions with a canary."""
         self._passed: tuple[str, int] | None = None
         """The version that passed last, and how often the engine had started by then."""
         self._passed_at = -math.inf
         self.limit: float | None = None
-        """Largest mean difference of log-probs that passes, in nats; None until the first version has passed."""
+        """Largest mean difference of log-probs that passes, in nats; None until it has been learned."""
         self.last: Finding | None = None
         self.wrong = ""
         """What is wrong with the weights served; "" if nothing is known to be."""
-        self.num_failed = 0
-        """Examinations so far that the weights did not pass, or that came to no end."""
+        self.failure = ""
+        """Why the last examination failed, `wrong` or not; "" if it did not."""
+        self.num_wrong = 0
+        """Examinations so far that found something wrong."""
 
     @property
     def unproven(self) -> bool:
@@ -113,47 +122,62 @@ class Guard:
     def expecting(self, version: str, canary: Canary | None) -> Iterator[None]:
         """The engine loads `version` inside. If that fails, what it serves then has to pass again."""
         self._canaries = {key: known for key, known in self._canaries.items() if key == self._engine.version}
-        self._canaries.pop(version, None)
+        for known in (self._canaries, self._standing):
+            known.pop(version, None)
         if canary is not None and has_weights(self._engine):
-            self._canaries[version] = canary
+            self._canaries[version], self._standing[version] = canary, False
+        if len(self._standing) > MAX_STANDING:
+            del self._standing[next(iter(self._standing))]
+        self._expected = version
         try:
             yield
         except BaseException:
-            self._passed = None
+            self._expected, self._passed = "", None
             raise
+
+    def is_open(self, versions: Iterable[str]) -> bool:
+        """Whether one of these versions, which have drawn, has yet to pass. Raises WeightError if one never will."""
+        served = self._engine.version
+        waiting = {v for v in versions if not self._standing.get(v, True) or (v == served and self.unproven)}
+        if lost := waiting - {served, self._expected}:
+            raise WeightError(f"{', '.join(sorted(lost))} drew some tokens, but never passed its canary")
+        return bool(waiting)
 
     async def examine(self) -> None:
         """Examines the weights served, if they have a canary. Raises WeightError if the engine does not compute what
         the trainer did (see `wrong`), or does not draw."""
         served = self._served
-        canary = self._canaries.get(served[0])
+        version, _ = served
+        canary = self._canaries.get(version)
         try:
             self.wrong = "" if canary is None else await self._examine(canary)
             if self.wrong:
+                self.num_wrong += 1
+                self._standing[version] = False
                 raise WeightError(self.wrong)
-        except WeightError:
-            self._passed = None
-            self.num_failed += 1
+        except WeightError as error:
+            self.failure, self._passed = str(error), None
             raise
-        self._passed, self._passed_at = served, time.monotonic()
+        self.failure, self._passed, self._passed_at = "", served, time.monotonic()
+        self._standing[version] = True
 
     async def _examine(self, canary: Canary) -> str:
         """What is wrong; "" if nothing is. Raises WeightError if the engine does not draw."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 finding = await _draw(self._engine, canary)
-        except (TimeoutError, DvpError) as error:
+        except Exception as error:  # whatever it is, the weights are not examined, which must be seen
             self._metrics.canaries.labels("undrawn").inc()
             raise WeightError(f"the canary cannot be drawn: {str(error) or f'not within {TIMEOUT_S:g} s'}") from error
         if finding is None:
             logger.warning("the canary is longer than this replica's context: its weights are not examined")
             return ""
         self.last = finding
-        wrong = self._judge(finding, coarser(canary.dtype, self._engine.facts.dtype))
+        wrong = self._judge(finding, coarser(canary.dtype, self._engine.facts.dtype), learns=not canary.rounded)
         self._metrics.tell_canary(finding.mean, finding.p99, finding.max, right=not wrong)
         return wrong and f"the engine does not compute with these weights: {wrong}"
 
-    def _judge(self, finding: Finding, dtype: str) -> str:
+    def _judge(self, finding: Finding, dtype: str, *, learns: bool) -> str:
         bounds = LIMITS.get(dtype, LOW_LIMITS)
         limit = bounds.most if self.limit is None else self.limit
         wrong = []
@@ -166,7 +190,7 @@ class Guard:
             )
         if finding.num_sets:
             wrong.append(f"{finding.num_sets} of {finding.num_walks} safe sets have another size")
-        if not wrong and self.limit is None:
+        if not wrong and self.limit is None and learns:
             self.limit = min(max(LEARNED * finding.mean, bounds.least), bounds.most)
             logger.info(
                 "canary: log-probs differ from the trainer's by %.3g nats on average, %.3g at most, over %d tokens in "
@@ -184,7 +208,7 @@ async def _draw(engine: Engine, canary: Canary) -> Finding | None:
     policy = Sampling(log_min_p=canary.log_min_p, temperature=canary.temperature, max_tokens=1, seed=0)
     jobs = [_job(engine, walk, Sampling(log_min_p=0.0, max_tokens=len(walk.token_ids), seed=0)) for walk in walks]
     jobs += [_job(engine, walk, policy) for walk in walks]
-    samples = [sample for (sample,) in await asyncio.gather(*map(engine.generate, jobs))]
+    samples = [sample for (sample,) in await asyncio.gather(*(engine.generate(job, urgent=True) for job in jobs))]
     tie = 2 * margin(coarser(canary.dtype, engine.facts.dtype))
     differences, num_others, num_sets = [], 0, 0
     for walk, sample, first in zip(walks, samples, samples[len(walks) :], strict=False):

@@ -138,12 +138,10 @@ class Service:
             async with asyncio.timeout(limit_s):
                 swap = self._swap
                 assert swap is not None, "it exists as long as the replica"
-                num_failed = swap.num_failed
+                num_wrong = swap.num_wrong
                 if job.sink is not Sink.CLIENT:
                     await swap.reach(job.min_seq)
-                group = await self.replica.generate(job, limit_s)
-                await swap.vouch(num_failed)
-                return group
+                return await swap.vouch(await self.replica.generate(job, limit_s), num_wrong)
         except WeightError as error:
             raise UnavailableError(f"this replica lacks the weights: {error}") from error
         except TimeoutError:
@@ -213,8 +211,8 @@ class Service:
             return f"the job queue cannot be used: {self._uplink.error}"
         if self._replica.outage:
             return f"the engine is not running: {self._replica.outage}"
-        if self._swap.status.wrong:
-            return f"takes no work: {self._swap.status.wrong}"
+        if self._swap.failure:
+            return f"takes no work: {self._swap.failure}"
         if self._swap.quarantined:
             return f"takes no jobs until it serves newer weights: {self._swap.status.error or 'loading them'}"
         return ""

@@ -8,6 +8,7 @@ import math
 import time
 
 from dvp_rl.contract.errors import DvpError, WeightError
+from dvp_rl.contract.group import Group
 from dvp_rl.contract.http import WeightStatus
 from dvp_rl.contract.weights import Announcement, WeightRoute, WeightVersion
 from dvp_rl.engines.protocol import Engine, Receiving, recovered
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 BLOCK_MS = 5_000
 MIN_PATIENCE_MS = 500
 MAX_PATIENCE_MS = 30_000
+LOOK_S = 1.0
+"""Interval between two looks whether an examination is due, in seconds."""
 OFFER_S = 60.0
 """Longest wait for the trainer to offer a version, in seconds; the trainer reads all of it first."""
 
@@ -66,9 +69,14 @@ class WeightSwap:
         return bool(self._guard.wrong) or (self._newest is not None and self.seq < self._newest.min_seq)
 
     @property
-    def num_failed(self) -> int:
+    def failure(self) -> str:
+        """Why the weights served may not work: their canary failed or could not be drawn; "" if it did neither."""
+        return self._guard.failure
+
+    @property
+    def num_wrong(self) -> int:
         """How often the weights served did not pass their canary."""
-        return self._guard.num_failed
+        return self._guard.num_wrong
 
     @property
     def spent_s(self) -> float:
@@ -79,14 +87,15 @@ class WeightSwap:
         while self.quarantined or self._guard.unproven:
             await self.change()
 
-    async def vouch(self, num_failed: int) -> None:
-        """Returns once the weights served have passed their canary; the caller bounds the wait. Raises WeightError if
-        that has failed since it had `num_failed` times: what was drawn meanwhile may come from other weights than it
-        says."""
-        while self._guard.unproven and self.num_failed == num_failed:
+    async def vouch(self, group: Group, num_wrong: int) -> Group:
+        """The group, once all weights that drew it have passed their canary; the caller bounds the wait. Raises
+        WeightError if that fails or has failed since it had `num_wrong` times."""
+        versions = {span.version for sample in group.samples for span in sample.versions}
+        while self.num_wrong == num_wrong and not self._guard.wrong and self._guard.is_open(versions):
             await self.change()
-        if self.num_failed != num_failed:
-            raise WeightError(self._guard.wrong or "drawn from weights that did not pass their canary")
+        if self.num_wrong != num_wrong or self._guard.wrong:
+            raise WeightError(self._guard.wrong or "meanwhile the engine served other weights than it said")
+        return group
 
     async def reach(self, seq: int) -> None:
         """Returns when `follow` has loaded weights of at least `seq` that may draw. The caller bounds the wait.
@@ -94,9 +103,9 @@ class WeightSwap:
         Raises WeightError if the newest version cannot be loaded or does not pass its canary; `follow` keeps trying.
         """
         while self.seq < seq or self._guard.unproven:
-            if self._guard.wrong:
-                raise WeightError(self._guard.wrong)
-            if self._error is not None and self._newest is not None and self._newest.seq >= seq:
+            if self._guard.failure:
+                raise WeightError(self._guard.failure)
+            if self.seq < seq and self._error is not None and self._newest is not None and self._newest.seq >= seq:
                 raise WeightError(self._error)
             await self.change()
         await self.wait_allowed()
@@ -109,23 +118,35 @@ class WeightSwap:
         return self.status
 
     async def follow(self, registry: WeightRegistry) -> None:
-        """One round: waits for a newer version and for the engine to be up, loads it, and examines what is served if
-        that is due. A version that failed is retried with backoff; a newer announcement replaces it at once."""
-        if self._error is None or self._newest is None:
+        """One round: waits for a newer version and for the engine to be up, and loads it. A version that failed is
+        retried with backoff; a newer announcement replaces it at once."""
+        if self._newest is None or not (self._error or self._guard.wrong):
             newest = await registry.wait_newer(self.seq, BLOCK_MS)
         else:
             newest = await registry.wait_newer(self._newest.seq, self._patience_ms) or self._newest
-        if newest is not None:
-            self._notice(newest)
+        if newest is None:
+            return
+        self._notice(newest)
         await recovered(self._engine)
         try:
-            if newest is not None:
-                await self._swap(newest, registry)
+            await self._swap(newest, registry)
             self._patience_ms = MIN_PATIENCE_MS
         except WeightError:
             self._patience_ms = min(2 * self._patience_ms, MAX_PATIENCE_MS)
-        if self._guard.due:
-            await self._examine()
+
+    async def examine(self) -> None:
+        """One round: waits a moment, and examines what is served if that is due, with or without a broker. Raises
+        WeightError if it does not pass; `follow` loads anew what is wrong."""
+        await asyncio.sleep(LOOK_S)
+        await recovered(self._engine)
+        while self._guard.wrong:
+            await self.change()
+        async with self._lock:
+            if self._guard.due:
+                try:
+                    await self._guard.examine()
+                finally:
+                    self._changed.set()
 
     def _notice(self, announcement: Announcement) -> None:
         if self._newest is None or announcement.seq >= self._newest.seq:
@@ -153,17 +174,6 @@ class WeightSwap:
                 self._loading = None
                 self._spent_s, self._since = self.spent_s, math.inf
                 self._served()
-
-    async def _examine(self) -> None:
-        """Examines the weights served once more."""
-        async with self._lock:
-            try:
-                await self._guard.examine()
-            except WeightError as error:
-                self._error = f"{self._engine.version}: {error}"
-                logger.error("%s", self._error)
-            finally:
-                self._changed.set()
 
     async def _load(self, announcement: Announcement, registry: WeightRegistry) -> None:
         with self._metrics.swap_seconds.time():

@@ -62,6 +62,7 @@ class Uplink:
         self._loops = [
             asyncio.create_task(keep_doing("heartbeat", self._beat)),
             asyncio.create_task(keep_doing("following weights", lambda: self._swap.follow(registry))),
+            asyncio.create_task(keep_doing("examining weights", self._swap.examine)),
         ]
         self._workers = workers
         for worker in workers:

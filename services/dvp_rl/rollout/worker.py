@@ -172,7 +172,7 @@ class Worker:
         """The group. The job holds its slots while it waits for weights, so that nothing else is claimed into them."""
         job, patience = lease.job, min(self._job_timeout_s, _left_s(lease))
         with self._side.hold(job.n):
-            start, num_failed = time.monotonic(), self._swap.num_failed
+            start, num_wrong = time.monotonic(), self._swap.num_wrong
             try:
                 async with asyncio.timeout(patience):
                     await self._swap.reach(job.min_seq)
@@ -182,10 +182,9 @@ class Worker:
             group = await self._replica.generate(job, patience - (time.monotonic() - start))
             try:
                 async with asyncio.timeout(patience - (time.monotonic() - start)):
-                    await self._swap.vouch(num_failed)
+                    return await self._swap.vouch(group, num_wrong)
             except TimeoutError:
-                raise EngineError(f"drawn, but the weights were not examined within {patience:.0f} s") from None
-            return group
+                raise WeightError(f"not examined within {patience:.0f} s: {self._swap.failure}") from None
 
     async def _fail(self, lease: Lease, error: str, *, fatal: bool) -> str:
         logger.error("job %s: %s", lease.job.job_id, error)

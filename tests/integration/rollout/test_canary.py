@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -15,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from dvp_rl.contract.canary import Canary
 from dvp_rl.contract.errors import UnavailableError, WeightError
 from dvp_rl.contract.group import Sample
-from dvp_rl.contract.job import Job
+from dvp_rl.contract.job import Job, Sink
+from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.fake import FakeEngine
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_rl.rollout.canary import LIMITS, Guard
 from dvp_rl.rollout.metrics import Metrics
+from tests.integration.engines.jobs import drawing
 from tests.kit.models import make_model
 from tests.unit.trainer.test_canary import canary_of, learner_of
 
@@ -94,7 +97,7 @@ async def test_wrong_weights_are_found(
             await load(engine, guard, wrong, canaries[1], 2)
         assert guard.unproven
         assert guard.wrong
-        assert guard.num_failed == 1
+        assert guard.num_wrong == 1
         await load(engine, guard, after, canaries[1], 2)
         assert not guard.wrong
         with pytest.raises(WeightError):
@@ -125,34 +128,101 @@ async def test_another_policy_is_found(folders: tuple[Path, Path], tmp_path: Pat
 class Silent(TransformersEngine):
     """An engine that draws nothing when told so."""
 
-    silent = False
+    error: Exception | None = None
 
-    async def generate(self, job: Job) -> tuple[Sample, ...]:
-        if self.silent:
-            raise UnavailableError("away")
-        return await super().generate(job)
+    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+        if self.error is not None:
+            raise self.error
+        return await super().generate(job, urgent=urgent)
 
 
+@pytest.mark.parametrize("error", [UnavailableError("away"), ValueError("unexpected"), TimeoutError()], ids=str)
 async def test_an_engine_that_draws_nothing_is_not_called_wrong(
-    folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
+    error: Exception, folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
 ) -> None:
     """But it has to be examined before it works."""
     metrics = Metrics()
     engine = Silent(folders[0], max_batch=16, threads=1, version="canary:0:a")
     guard = Guard(engine, metrics, every_s=600.0)
     await engine.start()
-    engine.silent = True
+    engine.error = error
     with guard.expecting("canary:1:a", canaries[0]):
         await engine.load(folders[0], "canary:1:a")
-    with pytest.raises(WeightError, match="cannot be drawn: away"):
+    with pytest.raises(WeightError, match="cannot be drawn"):
         await guard.examine()
     assert guard.unproven
-    assert (guard.wrong, guard.num_failed) == ("", 1)
-    engine.silent = False
+    assert guard.is_open({"canary:1:a"})
+    assert (guard.wrong, guard.num_wrong) == ("", 0)
+    assert guard.failure
+    engine.error = None
     await guard.examine()
     assert not guard.unproven
+    assert not guard.failure
     outcomes = {name: metrics.canaries.labels(name)._value.get() for name in ("right", "wrong", "undrawn")}
     assert outcomes == {"right": 1, "wrong": 0, "undrawn": 1}
+    await engine.close()
+
+
+async def test_what_a_version_drew_waits_until_it_has_passed(
+    folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
+) -> None:
+    """Whatever the engine serves at that time; what passed versions drew does not wait."""
+    async with guarded(folders[0]) as (engine, guard):
+        await load(engine, guard, folders[0], canaries[0], 1)
+        with guard.expecting("canary:2:a", canaries[1]):
+            assert not guard.is_open({"canary:0:a", "canary:1:a"})
+            assert guard.is_open({"canary:1:a", "canary:2:a"}), "drawn, but not yet said to be served"
+            await engine.load(folders[1], "canary:2:a")
+        assert guard.is_open({"canary:2:a"})
+        assert not guard.is_open({"canary:1:a"})
+        with guard.expecting("canary:3:a", canaries[0]):
+            await engine.load(folders[0], "canary:3:a")
+        await guard.examine()
+        assert not guard.is_open({"canary:3:a"})
+        with pytest.raises(WeightError, match=r"canary:2:a drew some tokens, but never passed"):
+            guard.is_open({"canary:2:a", "canary:3:a"})
+
+
+async def test_weights_that_are_rounded_for_publication_pass(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The first version loses nothing by rounding, the second one does."""
+    learner = learner_of(folders[0], tmp_path, weights__dtype="bfloat16")
+    async with guarded(folders[0]) as (engine, guard):
+        differences = []
+        for seq, change in enumerate((lambda w: w.bfloat16(), lambda w: w * 1.003), start=1):
+            with torch.no_grad():
+                for weight in learner.model.parameters():
+                    weight.copy_(change(weight))
+            version = shutil.copytree(folders[0], tmp_path / str(seq))
+            learner.write_weights(version)
+            await load(engine, guard, version, canary_of(learner), seq)
+            assert guard.last is not None
+            differences.append(guard.last.mean)
+        assert differences[1] > 100 * differences[0]
+        assert guard.limit is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_canary_is_drawn_before_jobs_that_wait(deterministic: bool, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", endless=True)
+    engine = TransformersEngine(folder, max_batch=2, threads=1, deterministic=deterministic, version="canary:0:a")
+    await engine.start()
+    ended = []
+
+    async def draw(name: str, n: int, max_tokens: int, *, urgent: bool = False) -> tuple[Sample, ...]:
+        sampling = Sampling(max_tokens=max_tokens, seed=1)
+        job = Job(job_id=name, run_id="canary", prompt_ids=[5, 6], n=n, sampling=sampling, sink=Sink.TRAIN)
+        samples = await engine.generate(job, urgent=urgent)
+        ended.append(name)
+        return samples
+
+    alone = await draw("begun", 4, 60)
+    begun = asyncio.create_task(draw("begun", 4, 60))
+    await drawing(engine)
+    jobs = [begun, asyncio.create_task(draw("waits", 2, 60)), asyncio.create_task(draw("urgent", 1, 8, urgent=True))]
+    samples, *_ = await asyncio.gather(*jobs)
+    order = ["begun", "urgent", "waits"] if deterministic else ["urgent", "begun", "waits"]
+    assert ended[1:] == order
+    assert samples == alone or not deterministic
     await engine.close()
 
 

@@ -90,12 +90,12 @@ async def working(
     worker = Worker(replica, swap, queue, slots.training, lease_s=lease_s, job_timeout_s=job_timeout_s)
     worker.start()
 
-    follower = asyncio.create_task(keep_doing("following", lambda: swap.follow(registry))) if following else None
+    loops = [lambda: swap.follow(registry), swap.examine] if following else []
+    followers = [asyncio.create_task(keep_doing("following", loop)) for loop in loops]
     try:
         yield Running(worker, swap, slots, queue)
     finally:
-        if follower is not None:
-            await cancel([follower])
+        await cancel(followers)
         await worker.stop(0.0)
         await engine.close()
 
@@ -681,8 +681,39 @@ async def test_an_engine_that_started_again_is_examined_before_anything_leaves(
         engine.num_starts += 1
         await submit(broker, fence, *work)
         await Results(GroupQueue(broker, fence=fence)).check(examined, work)
-        assert running.swap.num_failed == 1
+        assert running.swap.num_wrong == 1
         assert running.swap.status.wrong is None
+
+
+class Silent(Liar):
+    """An engine that cannot draw a canary when told so."""
+
+    lies, silent = False, True
+
+    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+        if urgent and self.silent:
+            raise EngineError("out of memory")
+        return await super().generate(job, urgent=urgent)
+
+
+async def test_a_canary_that_cannot_be_drawn_is_tried_again(
+    broker: Broker, fence: int, tmp_path: Path, examined: Path
+) -> None:
+    """Nothing leaves meanwhile."""
+    engine = Silent(examined, max_batch=8, threads=1, version=f"{broker.run_id}:0:aa")
+    async with working(broker, engine, examined, lease_s=60.0) as running:
+        work = [job(broker.run_id, f"job-{i}", n=2, min_seq=1) for i in range(4)]
+        await submit(broker, fence, *work)
+        await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
+        await until_async(lambda: running.swap.seq == 1 and running.swap.failure)
+        assert running.swap.failure == "the canary cannot be drawn: out of memory"
+        assert running.swap.status.wrong is None
+        results = Results(GroupQueue(broker, fence=fence))
+        await results.read()
+        assert not results.groups
+        engine.silent = False
+        await results.check(examined, work)
+        assert not running.swap.failure
 
 
 async def test_weights_that_the_trainer_sent_are_examined(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_server import Launch
 from dvp_rl.rollout.canary import LIMITS, Guard
 from dvp_rl.rollout.metrics import Metrics
+from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.sglang_process import sglang_python
 from tests.unit.trainer.test_canary import canary_of, learner_of
 
@@ -36,6 +38,13 @@ async def test_the_weights_that_sglang_serves_are_examined(models: dict[str, Pat
             await load(name, seq, name)
             await guard.examine()
             assert guard.limit == LIMITS["float32"].least
+        runs = asyncio.create_task(engine.generate(make_job("runs", n=16, max_tokens=200)))
+        await drawing(engine)
+        waits = asyncio.create_task(engine.generate(make_job("waits", n=16, max_tokens=8)))
+        await asyncio.sleep(0.5)  # it is in the server's queue by then, or comes even later
+        await guard.examine()
+        assert not waits.done(), "the canary comes first"
+        await asyncio.gather(runs, waits)
         server_of(engine).kill()
         await back(engine)
         assert guard.unproven

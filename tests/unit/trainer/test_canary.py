@@ -18,7 +18,7 @@ from dvp_trainer.learn.canary import PROMPTS, CanaryMaker, T
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.step import Learner
 from tests.integration.engines.oracle import Oracle
-from tests.kit.models import PAD_ID, make_model
+from tests.kit.models import EOS_ID, PAD_ID, make_model
 from tests.kit.runs import config
 
 WITHIN = 2e-5
@@ -89,6 +89,13 @@ def test_weights_that_compute_nothing_finite_are_not_published(tmp_path: Path) -
         learner.model.get_output_embeddings().weight[5] = torch.nan
     with pytest.raises(ConfigError, match="not finite"):
         learner.write_weights(tmp_path)
+
+
+def test_prompts_hold_ordinary_tokens_only(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", image_token_id=7)
+    drawn = {token for walk in canary_of(learner_of(folder, tmp_path)).walks for token in walk.prompt_ids}
+    assert len(drawn) > 30
+    assert not drawn & {PAD_ID, EOS_ID, 7}
 
 
 def test_the_next_version_begins_with_the_last_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 PROMPTS = (1, 2, 4, 8, 12, 16, 24, 32)
 """Lengths of the prompts, in tokens."""
 T = 8
+MAX_GAP = 1e4
+"""Stands for the gap to a token that is impossible, in nats."""
 MAX_TOKENS = 4096
 """Most tokens of a forward."""
 
@@ -44,12 +46,15 @@ class CanaryMaker:
         self._policy, self._pad_id, self._world = policy, pad_id, world
         self._sampling = settings.sampling
         self._dtype = coarser(settings.model.compute_dtype, settings.weights.dtype)
+        self._rounded = self._dtype != settings.model.compute_dtype
         config, draw = policy.model.config, torch.Generator().manual_seed(0)
         context = min(model_context(config) or MAX_TOKENS, policy.shape.length if policy.shape else MAX_TOKENS)
         vocab = policy.model.get_input_embeddings().weight.shape[0]
-        # Low ids stand for text even where others stand for images.
-        prompts = [torch.randint(2, min(vocab, 1024), (length,), generator=draw).numpy() for length in PROMPTS]
-        self._prompts = [prompt for prompt in prompts if len(prompt) + T <= context]
+        # Special tokens, such as the place of an image, may need more than their id.
+        special = {value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+        ordinary = torch.tensor([token for token in range(min(vocab, 1024)) if token not in special])
+        places = [torch.randint(len(ordinary), (length,), generator=draw) for length in PROMPTS]
+        self._prompts = [ordinary[each].numpy() for each in places if len(each) + T <= context]
         self._guess = np.zeros((len(self._prompts), T), np.int64)
 
     def write(self, folder: Path) -> None:
@@ -72,12 +77,13 @@ class CanaryMaker:
             if not self._world.max(int(wrong.any())):
                 break
         top = logits.topk(2).values
-        logprobs, gaps = top[:, 0] - logits.logsumexp(-1), top[:, 0] - top[:, 1]
-        if not logprobs.isfinite().all() or not gaps.isfinite().all():
+        logprobs, gaps = top[:, 0] - logits.logsumexp(-1), (top[:, 0] - top[:, 1]).clamp(max=MAX_GAP)
+        if not logprobs.isfinite().all() or gaps.isnan().any():
             raise ConfigError("the model gives log-probs that are not finite; its weights are not published")
         kept = self._kept(logits[::T])
         return Canary(
             dtype=self._dtype,
+            rounded=self._rounded,
             log_min_p=self._sampling.log_min_p,
             temperature=self._sampling.temperature,
             walks=tuple(
