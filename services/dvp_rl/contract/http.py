@@ -351,7 +351,7 @@ class WeightStatus(Body):
     loading: str | None = None
     """The version being loaded; null if none is."""
     error: str | None = None
-    """Why the newest version could not be loaded; null if nothing failed."""
+    """Why the newest version could not be loaded, or does not work; null if nothing failed."""
     wrong: str | None = None
     """How the engine differs from the trainer under the weights served; null if it passed their canary. The replica
     takes no work meanwhile."""

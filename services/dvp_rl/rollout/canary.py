@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dvp_rl.contract.canary import Canary, Walk, coarser, margin
-from dvp_rl.contract.errors import WeightError
+from dvp_rl.contract.errors import UnavailableError, WeightError
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.weights import WeightVersion
@@ -145,10 +145,9 @@ class Guard:
 
     async def examine(self) -> None:
         """Examines the weights served, if they have a canary. Raises WeightError if the engine does not compute what
-        the trainer did (see `wrong`), or does not draw."""
+        the trainer did (see `wrong`), or does not answer."""
         served = self._served
-        version, _ = served
-        canary = self._canaries.get(version)
+        version, canary = served[0], self._canaries.get(served[0])
         try:
             self.wrong = "" if canary is None else await self._examine(canary)
             if self.wrong:
@@ -162,13 +161,16 @@ class Guard:
         self._standing[version] = True
 
     async def _examine(self, canary: Canary) -> str:
-        """What is wrong; "" if nothing is. Raises WeightError if the engine does not draw."""
+        """What is wrong; "" if nothing is. Raises WeightError if the engine does not answer."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 finding = await _draw(self._engine, canary)
-        except Exception as error:  # whatever it is, the weights are not examined, which must be seen
+        except (UnavailableError, TimeoutError) as error:
             self._metrics.canaries.labels("undrawn").inc()
-            raise WeightError(f"the canary cannot be drawn: {str(error) or f'not within {TIMEOUT_S:g} s'}") from error
+            raise WeightError(f"the canary was not drawn: {str(error) or f'not within {TIMEOUT_S:g} s'}") from error
+        except Exception as error:  # noqa: BLE001 - such as NaN: an engine that cannot draw it is as bad as a wrong one
+            self._metrics.canaries.labels("wrong").inc()
+            return f"the engine cannot draw the canary: {error}"
         if finding is None:
             logger.warning("the canary is longer than this replica's context: its weights are not examined")
             return ""

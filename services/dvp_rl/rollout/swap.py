@@ -60,8 +60,8 @@ class WeightSwap:
 
     @property
     def status(self) -> WeightStatus:
-        wrong = self._guard.wrong or None
-        return WeightStatus(version=self._engine.version, loading=self._loading, error=self._error, wrong=wrong)
+        error, wrong = self._error or self._guard.failure or None, self._guard.wrong or None
+        return WeightStatus(version=self._engine.version, loading=self._loading, error=error, wrong=wrong)
 
     @property
     def quarantined(self) -> bool:
@@ -70,7 +70,7 @@ class WeightSwap:
 
     @property
     def failure(self) -> str:
-        """Why the weights served may not work: their canary failed or could not be drawn; "" if it did neither."""
+        """Why the weights served may not work: they did not pass their canary; "" if they did."""
         return self._guard.failure
 
     @property
