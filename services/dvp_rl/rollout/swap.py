@@ -167,7 +167,8 @@ class WeightSwap:
             except WeightError as error:
                 self._error = f"{announcement.version}: {error}"
                 self._metrics.swaps.labels("failed").inc()
-                what = "take no work" if self._guard.wrong else "not loaded, still serving the old ones"
+                loaded = self._engine.version == announcement.version
+                what = "take no work" if loaded else "not loaded, still serving the old ones"
                 logger.error("weights %s %s: %s", announcement.version, what, error)
                 raise
             finally:

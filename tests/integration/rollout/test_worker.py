@@ -707,7 +707,8 @@ async def test_a_canary_that_was_not_drawn_is_tried_again(
         await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
         await until_async(lambda: running.swap.seq == 1 and running.swap.failure)
         assert running.swap.failure == "the canary was not drawn: away"
-        assert (running.swap.status.error, running.swap.status.wrong) == (running.swap.failure, None)
+        assert running.swap.failure in str(running.swap.status.error)
+        assert running.swap.status.wrong is None
         results = Results(GroupQueue(broker, fence=fence))
         await results.read()
         assert not results.groups
