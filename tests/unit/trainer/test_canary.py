@@ -92,10 +92,10 @@ def test_weights_that_compute_nothing_finite_are_not_published(tmp_path: Path) -
 
 
 def test_prompts_hold_ordinary_tokens_only(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", image_token_id=7)
+    folder = make_model(tmp_path / "model", image_token_id=7, stop_token_id=[8, 9], unset_token_id=None)
     drawn = {token for walk in canary_of(learner_of(folder, tmp_path)).walks for token in walk.prompt_ids}
     assert len(drawn) > 30
-    assert not drawn & {PAD_ID, EOS_ID, 7}
+    assert not drawn & {PAD_ID, EOS_ID, 7, 8, 9}
 
 
 def test_the_next_version_begins_with_the_last_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,10 @@ class CanaryMaker:
         context = min(model_context(config) or MAX_TOKENS, policy.shape.length if policy.shape else MAX_TOKENS)
         vocab = policy.model.get_input_embeddings().weight.shape[0]
         # Special tokens, such as the place of an image, may need more than their id.
-        special = {value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
-        ordinary = torch.tensor([token for token in range(min(vocab, 1024)) if token not in special])
+        named = [value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))]
+        special = {token for value in named for token in (value if isinstance(value, list) else [value])}
+        low = range(min(vocab, 1024))
+        ordinary = torch.tensor([token for token in low if token not in special] or low)
         places = [torch.randint(len(ordinary), (length,), generator=draw) for length in PROMPTS]
         self._prompts = [ordinary[each].numpy() for each in places if len(each) + T <= context]
         self._guess = np.zeros((len(self._prompts), T), np.int64)
