@@ -33,7 +33,7 @@ class FakeEngine:
     flight continue meanwhile. As in the other engines, samples are a function of seed and index.
     """
 
-    has_weights = False
+    draws_canaries = False
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class FakeEngine:
     async def start(self) -> None:
         self._running = True
 
-    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
         self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
         self.prompt_tokens = self.prompt_tokens.plus(PromptTokens(read=job.n * len(job.prompt_ids)))

@@ -36,11 +36,10 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Loads the model and makes the engine ready. Raises ConfigError if the folder holds no usable model."""
 
-    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
         """Generates exactly job.n finished samples, with every token stamped with the version that drew it.
 
-        `urgent`: before the jobs that wait. Cancelling the task stops the samples at the next token and frees their
-        cache.
+        Cancelling the task stops the samples at the next token and frees their cache.
         Raises RequestError if the job cannot run here (prompt + one token longer than the context, token id outside the
         vocabulary, group too large), EngineError if generation failed (logits not finite, engine closed meanwhile),
         UnavailableError before `start`, after `close` and in an outage.
@@ -75,9 +74,22 @@ async def recovered(engine: Engine) -> None:
         await engine.recovered()
 
 
-def has_weights(engine: Engine) -> bool:
-    """False for an engine that draws without a model: `has_weights = False` in its class."""
-    found: bool = getattr(engine, "has_weights", True)
+@runtime_checkable
+class Preferring(Protocol):
+    """Additional method of an engine in which jobs wait for each other."""
+
+    async def generate_first(self, job: Job) -> tuple[Sample, ...]:
+        """Like `generate`, before the jobs that wait."""
+
+
+async def generate_first(engine: Engine, job: Job) -> tuple[Sample, ...]:
+    """Generates a job as early as the engine can."""
+    return await (engine.generate_first if isinstance(engine, Preferring) else engine.generate)(job)
+
+
+def draws_canaries(engine: Engine) -> bool:
+    """False for an engine that says so by an attribute of this name: it has no model, or adds tokens of its own."""
+    found: bool = getattr(engine, "draws_canaries", True)
     return found
 
 

@@ -78,7 +78,7 @@ class Weights(NamedTuple):
 
 
 class SglangEngine:
-    """See dvp_rl.engines.protocol.Engine, Recovering and Receiving.
+    """See dvp_rl.engines.protocol.Engine, Preferring, Recovering and Receiving.
 
     `source`: the server to start, or a running one to use. `max_context`: lowers the model's own context.
     `load_timeout_s`: longest time for SGLang to read a weight folder or receive weights.
@@ -247,7 +247,13 @@ class SglangEngine:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
+        return await self._generate(job, urgent=False)
+
+    async def generate_first(self, job: Job) -> tuple[Sample, ...]:
+        return await self._generate(job, urgent=True)
+
+    async def _generate(self, job: Job, *, urgent: bool) -> tuple[Sample, ...]:
         self._check_running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
         began = asyncio.get_running_loop().time()

@@ -42,7 +42,7 @@ MIB = 2**20
 
 
 class TransformersEngine:
-    """See dvp_rl.engines.protocol.Engine. The constructor reads only the folder's configuration.
+    """See dvp_rl.engines.protocol.Engine and Preferring. The constructor reads only the folder's configuration.
 
     `max_batch`: number of samples decoded together; the cache grows up to that many rows of the longest one's length.
     `max_context`: lowers the model's own context. `threads`: PyTorch's intra-op threads, by default 1 in deterministic
@@ -136,7 +136,13 @@ class TransformersEngine:
         decoder = CachedDecoder(model, self._prefix_bytes) if shape is None else FixedDecoder(model, shape)
         return tokenizer, model, decoder
 
-    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+    async def generate(self, job: Job) -> tuple[Sample, ...]:
+        return await self._generate(job, urgent=False)
+
+    async def generate_first(self, job: Job) -> tuple[Sample, ...]:
+        return await self._generate(job, urgent=True)
+
+    async def _generate(self, job: Job, *, urgent: bool) -> tuple[Sample, ...]:
         worker = self._running()
         check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
         submission = Submission(job, _reply(), urgent)

@@ -28,7 +28,7 @@ from dvp_rl.contract.errors import UnavailableError, WeightError
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.contract.weights import WeightVersion
-from dvp_rl.engines.protocol import Engine, Recovering, has_weights
+from dvp_rl.engines.protocol import Engine, Recovering, draws_canaries, generate_first
 
 from .metrics import Metrics
 
@@ -124,7 +124,7 @@ class Guard:
         self._canaries = {key: known for key, known in self._canaries.items() if key == self._engine.version}
         for known in (self._canaries, self._standing):
             known.pop(version, None)
-        if canary is not None and has_weights(self._engine):
+        if canary is not None and draws_canaries(self._engine):
             self._canaries[version], self._standing[version] = canary, False
         if len(self._standing) > MAX_STANDING:
             del self._standing[next(iter(self._standing))]
@@ -210,7 +210,7 @@ async def _draw(engine: Engine, canary: Canary) -> Finding | None:
     policy = Sampling(log_min_p=canary.log_min_p, temperature=canary.temperature, max_tokens=1, seed=0)
     jobs = [_job(engine, walk, Sampling(log_min_p=0.0, max_tokens=len(walk.token_ids), seed=0)) for walk in walks]
     jobs += [_job(engine, walk, policy) for walk in walks]
-    samples = [sample for (sample,) in await asyncio.gather(*(engine.generate(job, urgent=True) for job in jobs))]
+    samples = [sample for (sample,) in await asyncio.gather(*(generate_first(engine, job) for job in jobs))]
     tie = 2 * margin(coarser(canary.dtype, engine.facts.dtype))
     differences, num_others, num_sets = [], 0, 0
     for walk, sample, first in zip(walks, samples, samples[len(walks) :], strict=False):

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.fake import FakeEngine
 from dvp_rl.engines.transformers import TransformersEngine
 from dvp_rl.rollout.canary import LIMITS, Guard
+from dvp_rl.rollout.engine import ENGINE_ATTRIBUTES, ENGINE_METHODS
 from dvp_rl.rollout.metrics import Metrics
 from tests.integration.engines.jobs import drawing, idle
 from tests.kit.models import make_model
@@ -130,10 +132,10 @@ class Silent(TransformersEngine):
 
     error: Exception | None = None
 
-    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
+    async def generate_first(self, job: Job) -> tuple[Sample, ...]:
         if self.error is not None:
             raise self.error
-        return await super().generate(job, urgent=urgent)
+        return await super().generate_first(job)
 
 
 @pytest.mark.parametrize("error", [UnavailableError("away"), TimeoutError()], ids=["away", "slow"])
@@ -222,10 +224,10 @@ async def test_a_canary_is_drawn_before_jobs_that_wait(deterministic: bool, tmp_
     await engine.start()
     ended = []
 
-    async def draw(name: str, n: int, max_tokens: int, *, urgent: bool = False) -> tuple[Sample, ...]:
+    async def draw(name: str, n: int, max_tokens: int) -> tuple[Sample, ...]:
         sampling = Sampling(max_tokens=max_tokens, seed=1)
         job = Job(job_id=name, run_id="canary", prompt_ids=[5, 6], n=n, sampling=sampling, sink=Sink.TRAIN)
-        samples = await engine.generate(job, urgent=urgent)
+        samples = await (engine.generate_first if name == "urgent" else engine.generate)(job)
         ended.append(name)
         return samples
 
@@ -233,7 +235,7 @@ async def test_a_canary_is_drawn_before_jobs_that_wait(deterministic: bool, tmp_
     await idle(engine)
     begun = asyncio.create_task(draw("begun", 4, 60))
     await drawing(engine)
-    jobs = [begun, asyncio.create_task(draw("waits", 2, 60)), asyncio.create_task(draw("urgent", 1, 8, urgent=True))]
+    jobs = [begun, asyncio.create_task(draw("waits", 2, 60)), asyncio.create_task(draw("urgent", 1, 8))]
     samples, *_ = await asyncio.gather(*jobs)
     order = ["begun", "urgent", "waits"] if deterministic else ["urgent", "begun", "waits"]
     assert ended[1:] == order
@@ -263,7 +265,24 @@ async def test_a_context_that_is_too_short_for_the_canary_is_not_a_fault(
         assert "longer than this replica's context" in caplog.text
 
 
-async def test_an_engine_without_weights_is_not_examined(
+async def test_an_engine_of_ones_own_needs_nothing_for_its_canary(
+    folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
+) -> None:
+    """It has only what `Engine` asks for."""
+    whole = TransformersEngine(folders[0], max_batch=16, threads=1, version="canary:0:a")
+    engine = SimpleNamespace(**{name: getattr(whole, name) for name in (*ENGINE_ATTRIBUTES, *ENGINE_METHODS)})
+    await engine.start()
+    guard = Guard(engine, Metrics(), every_s=600.0)
+    with guard.expecting("canary:1:a", canaries[0]):
+        await engine.load(folders[0], "canary:1:a")
+    engine.version = "canary:1:a"
+    await guard.examine()
+    assert not guard.unproven
+    assert guard.last is not None
+    await engine.close()
+
+
+async def test_an_engine_that_draws_no_canaries_is_not_examined(
     folders: tuple[Path, Path], canaries: tuple[Canary, Canary]
 ) -> None:
     engine = FakeEngine(version="canary:0:a")

@@ -690,10 +690,10 @@ class Silent(Liar):
 
     lies, silent = False, True
 
-    async def generate(self, job: Job, *, urgent: bool = False) -> tuple[Sample, ...]:
-        if urgent and self.silent:
+    async def generate_first(self, job: Job) -> tuple[Sample, ...]:
+        if self.silent:
             raise UnavailableError("away")
-        return await super().generate(job, urgent=urgent)
+        return await super().generate_first(job)
 
 
 async def test_a_canary_that_was_not_drawn_is_tried_again(
