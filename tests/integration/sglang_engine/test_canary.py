@@ -10,7 +10,7 @@ import pytest
 from dvp_rl.contract.errors import WeightError
 from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_server import Launch
-from dvp_rl.rollout.canary import LIMITS, Guard
+from dvp_rl.rollout.canary import Guard
 from dvp_rl.rollout.metrics import Metrics
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.sglang_process import sglang_python
@@ -37,8 +37,9 @@ async def test_the_weights_that_sglang_serves_are_examined(models: dict[str, Pat
         for seq, name in enumerate(("even", "odd", "even"), start=1):
             await load(name, seq, name)
             await guard.examine()
-            assert guard.limit == LIMITS["float32"].least
-        runs = asyncio.create_task(engine.generate(make_job("runs", n=16, max_tokens=200)))
+            assert guard.limit is not None
+            assert guard.limit < 1e-4
+        runs = asyncio.create_task(engine.generate(make_job("runs", n=16, max_tokens=900)))
         await drawing(engine)
         waits = asyncio.create_task(engine.generate(make_job("waits", n=16, max_tokens=8)))
         await asyncio.sleep(0.5)  # it is in the server's queue by then, or comes even later
