@@ -49,8 +49,8 @@ class Limits(NamedTuple):
     most: float
 
 
-LIMITS = {"float64": Limits(2e-5, 1e-3), "float32": Limits(2e-5, 1e-3), "float16": Limits(2e-3, 0.05)}
-LOW_LIMITS = Limits(0.01, 0.15)
+LIMITS = {"float64": Limits(2e-5, 0.02), "float32": Limits(2e-5, 0.02), "float16": Limits(2e-3, 0.05)}
+LOW_LIMITS = Limits(0.01, 0.25)
 """For formats not in LIMITS: bfloat16, and those with fewer bits."""
 
 
