@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from dvp_rl.contract.canary import Canary, Walk
+from dvp_rl.contract.canary import MARGINS, Canary, Walk
 from dvp_rl.contract.group import (
     DeadLetter,
     EngineFacts,
@@ -158,7 +158,7 @@ WALKS = st.integers(1, 4).flatmap(
         token_ids=st.lists(TOKENS, min_size=length, max_size=length).map(tuple),
         logprobs=st.lists(st.floats(-99, 0), min_size=length, max_size=length).map(tuple),
         gaps=st.lists(st.floats(0, 99), min_size=length, max_size=length).map(tuple),
-        kept=st.tuples(st.integers(1, 2**31), st.integers(1, 2**31)),
+        kept=st.tuples(*[st.tuples(st.integers(1, 2**31), st.integers(1, 2**31))] * len(MARGINS)),
     )
 )
 CANARIES = st.builds(

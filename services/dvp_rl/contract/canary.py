@@ -6,7 +6,7 @@ version work: see dvp_rl.rollout.canary.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -29,10 +29,24 @@ def coarser(*dtypes: str) -> str:
     return max(dtypes, key=lambda dtype: PRECISION.index(dtype) if dtype in PRECISION else len(PRECISION))
 
 
-def margin(dtype: str) -> float:
-    """Nats by which a logit may differ between a trainer and an engine that compute in this format. Kernels for float32
-    may multiply in TF32. Logits between 32 and 64 are 0.25 apart in bfloat16, and 0.03 in float16."""
-    return {"float64": 0.02, "float32": 0.02, "float16": 0.25}.get(dtype, 1.0)
+class Margin(NamedTuple):
+    """Nats by which a logit may differ between a trainer and an engine, one of which computes in a format, the other in
+    none that is less precise."""
+
+    nats: float
+    dtypes: tuple[str, ...]
+
+
+MARGINS = (
+    Margin(0.02, ("float64", "float32")),  # kernels for float32 may multiply in TF32
+    Margin(0.25, ("float16",)),
+    Margin(1.0, ()),  # all others: logits between 32 and 64 are 0.25 apart in bfloat16
+)
+
+
+def margin_of(dtype: str) -> int:
+    """Its place in MARGINS."""
+    return next((place for place, each in enumerate(MARGINS) if dtype in each.dtypes), len(MARGINS) - 1)
 
 
 class Walk(Record):
@@ -45,8 +59,8 @@ class Walk(Record):
     """[T] log softmax(z) of each token over the whole vocabulary, in nats."""
     gaps: Nats
     """[T] How far the next best token lies below, in nats."""
-    kept: tuple[int, int]
-    """Fewest and most tokens that the run's policy may keep right after the prompt."""
+    kept: Annotated[tuple[tuple[int, int], ...], Field(min_length=len(MARGINS), max_length=len(MARGINS))]
+    """Fewest and most tokens that the run's policy may keep right after the prompt, by each of MARGINS."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

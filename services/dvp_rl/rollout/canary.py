@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dvp_rl.contract.canary import Canary, Walk, coarser, margin
+from dvp_rl.contract.canary import MARGINS, Canary, Walk, coarser, margin_of
 from dvp_rl.contract.errors import UnavailableError, WeightError
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
@@ -211,7 +211,8 @@ async def _draw(engine: Engine, canary: Canary) -> Finding | None:
     jobs = [_job(engine, walk, Sampling(log_min_p=0.0, max_tokens=len(walk.token_ids), seed=0)) for walk in walks]
     jobs += [_job(engine, walk, policy) for walk in walks]
     samples = [sample for (sample,) in await asyncio.gather(*(generate_first(engine, job) for job in jobs))]
-    tie = 2 * margin(coarser(canary.dtype, engine.facts.dtype))
+    place = margin_of(coarser(canary.dtype, engine.facts.dtype))
+    tie = 2 * MARGINS[place].nats
     differences, num_others, num_sets = [], 0, 0
     for walk, sample, first in zip(walks, samples, samples[len(walks) :], strict=False):
         ours, theirs = np.array(walk.token_ids), sample.token_ids
@@ -222,7 +223,8 @@ async def _draw(engine: Engine, canary: Canary) -> Finding | None:
         logprobs = np.log(sample.kept_mass[:alike].astype(np.float64) / sample.kept_count[:alike])
         differences.append(np.abs(logprobs - walk.logprobs[:alike]))
         num_others += same < length and walk.gaps[same] > tie
-        num_sets += not walk.kept[0] <= first.kept_count[0] <= walk.kept[1]
+        fewest, most = walk.kept[place]
+        num_sets += not fewest <= first.kept_count[0] <= most
     return Finding(np.concatenate(differences), num_others, num_sets, len(walks))
 
 

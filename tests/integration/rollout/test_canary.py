@@ -68,8 +68,8 @@ def canaries(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @asynccontextmanager
-async def guarded(folder: Path) -> AsyncIterator[tuple[TransformersEngine, Guard]]:
-    engine = TransformersEngine(folder, max_batch=16, threads=1, version="canary:0:a")
+async def guarded(folder: Path, dtype: str = "float32") -> AsyncIterator[tuple[TransformersEngine, Guard]]:
+    engine = TransformersEngine(folder, dtype=dtype, max_batch=16, threads=1, version="canary:0:a")
     await engine.start()
     try:
         yield engine, Guard(engine, Metrics(), every_s=600.0)
@@ -106,6 +106,20 @@ async def test_wrong_weights_are_found(
         assert not guard.wrong
         with pytest.raises(WeightError):
             await load(engine, guard, before, canaries[1], 3)
+
+
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trained", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["deploy/demo/model", "deploy/demo/calculator/model"])
+async def test_trainer_and_engine_may_compute_in_different_formats(
+    model: str, trained: str, served: str, tmp_path: Path
+) -> None:
+    """As in the demo. Exact counts of one side are not those of the other."""
+    folder = Path(__file__).parents[3] / model
+    canary = canary_of(learner_of(folder, tmp_path, model__compute_dtype=trained, sampling__log_min_p="-3"))
+    async with guarded(folder, served) as (engine, guard):
+        await load(engine, guard, folder, canary, 1)
+        assert not guard.wrong
 
 
 async def test_wrong_positions_are_found_at_once(

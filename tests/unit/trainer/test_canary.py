@@ -50,7 +50,8 @@ def check(folder: Path, canary: Canary, num_walks: int = len(PROMPTS)) -> None:
         np.testing.assert_allclose(walk.logprobs, best - np.logaddexp.reduce(logits, -1), atol=WITHIN)
         np.testing.assert_allclose(walk.gaps, best - second, atol=WITHIN)
         inside = logits[0] - best[0] >= canary.temperature * canary.log_min_p
-        assert walk.kept[0] <= int(inside.sum()) <= walk.kept[1]
+        assert all(fewest <= int(inside.sum()) <= most for fewest, most in walk.kept)
+        assert walk.kept[0][1] - walk.kept[0][0] <= walk.kept[-1][1] - walk.kept[-1][0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dvp_rl.contract.canary import CANARY_NAME, Canary, Walk, coarser, margin
+from dvp_rl.contract.canary import CANARY_NAME, MARGINS, Canary, Walk, coarser
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines.context import model_context
 
@@ -112,9 +112,13 @@ class CanaryMaker:
         logits = torch.cat([self._policy.logits(layout) for layout in layouts])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _kept(self, logits: Float[Tensor, "W V"]) -> list[tuple[int, int]]:
-        """Fewest and most tokens that the run's policy may keep."""
-        below, moved = logits.amax(-1, keepdim=True) - logits, margin(self._dtype)
+    def _kept(self, logits: Float[Tensor, "W V"]) -> list[tuple[tuple[int, int], ...]]:
+        """Fewest and most tokens that the run's policy may keep, by each of MARGINS."""
+        below = logits.amax(-1, keepdim=True) - logits
         threshold = -self._sampling.log_min_p * self._sampling.temperature
-        fewest, most = ((below <= threshold + by).sum(-1).tolist() for by in (-moved, moved))
-        return [(max(1, low), high) for low, high in zip(fewest, most, strict=True)]
+
+        def num_within(nats: float) -> list[int]:
+            return (below <= nats).sum(-1).clamp(min=1).tolist()
+
+        ranges = [zip(num_within(threshold - m.nats), num_within(threshold + m.nats), strict=True) for m in MARGINS]
+        return list(zip(*ranges, strict=True))
