@@ -28,9 +28,10 @@ import numpy as np
 from dvp_rl.client import AsyncClient
 from dvp_rl.contract.job import Job, Sink
 from dvp_rl.contract.sampling import Sampling
+from dvp_rl.engines.server import LocalServer
 from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_client import SglangClient
-from dvp_rl.engines.sglang_server import Launch, LocalServer, default_python
+from dvp_rl.engines.sglang_server import Launch, default_python
 from dvp_rl.engines.sglang_wire import request_body
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker

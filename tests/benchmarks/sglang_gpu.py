@@ -52,11 +52,11 @@ from transformers import AutoModelForCausalLM
 from dvp_rl.contract.errors import DvpError
 from dvp_rl.contract.sampling import Sampling
 from dvp_rl.dvp.policy import Constrained, constrained_logprobs
+from dvp_rl.dvp.pruning import prune, prune_in_blocks
 from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_client import SglangClient
 from dvp_rl.engines.sglang_server import Launch, default_python
 from dvp_rl.engines.sglang_wire import request_body
-from dvp_rl.sglang_plugin.pruning import prune, prune_in_blocks
 from dvp_rl.transport.broker import Broker
 from dvp_rl.transport.embedded import EmbeddedBroker
 from dvp_rl.weights.transfers import Transfers

@@ -13,8 +13,9 @@ import pytest
 
 from dvp_rl.cancellation import cancel, finished
 from dvp_rl.client import AsyncClient
+from dvp_rl.engines.server_client import IDLE_S
 from dvp_rl.engines.sglang import SglangEngine
-from dvp_rl.engines.sglang_client import IDLE_S, SglangClient
+from dvp_rl.engines.sglang_client import SglangClient
 from dvp_rl.engines.sglang_server import Remote
 from tests.kit.models import make_model
 from tests.kit.wait import WITHIN_S
@@ -114,7 +115,7 @@ async def test_a_cancelled_close_leaves_no_connection(server: Server, turns: int
 async def test_a_closed_engine_leaves_neither_a_health_check_nor_its_connections(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dvp_rl.engines.sglang.HEALTH_EVERY_S", 0)
+    monkeypatch.setattr("dvp_rl.engines.served.HEALTH_EVERY_S", 0)
     model = make_model(tmp_path / "model")
     engines = [SglangEngine(model, Remote(server.url)) for _ in range(TURNS)]
     for engine in engines:

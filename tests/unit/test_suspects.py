@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dvp_rl.engines import sglang
+from dvp_rl.engines import served
 from dvp_rl.engines.seeds import alone
-from dvp_rl.engines.sglang import MAX_DEATHS, SglangEngine
+from dvp_rl.engines.served import MAX_DEATHS
+from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_server import Remote
 from tests.kit.models import make_model
 from tests.kit.records import make_job
@@ -32,7 +33,7 @@ async def test_a_death_counts_once_for_a_job_however_many_parts_were_in_flight(e
 
 
 async def test_the_oldest_suspects_are_forgotten(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "MAX_SUSPECTS", 2)
+    monkeypatch.setattr(served, "MAX_SUSPECTS", 2)
     jobs = [make_job("run", position) for position in range(3)]
     for began in range(1, MAX_DEATHS):
         assert [engine._suspected(job, began) for job in jobs] == [None] * 3

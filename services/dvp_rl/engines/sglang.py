@@ -1,16 +1,12 @@
-"""The production engine: an SGLang server with the dvp-sglang plugin, run by this replica on loopback, or remote.
+"""The production engine: an SGLang server with the dvp-sglang plugin (served.py).
 
-Sampling, log-probs, kept mass and kept count come from inside SGLang. The engine adds what a replica needs: swaps that
-cannot mix weights, and recovery of a server that died.
+Sampling, log-probs, kept mass and kept count come from inside SGLang. Besides folders, it receives weights:
 
-    swap      verify -> pause; requests in flight lose their cache -> load -> resume; the server stamps the tokens
     transfer  join the trainer's process group -> as a swap, with every piece verified before it is loaded
-    refused   reload the last folder, because SGLang may have loaded some of the refused weights -> resume
     timeout   of a transfer, or no answer: kill the server, which can no longer be queried or trusted
-    death     requests in flight fail with UnavailableError -> restart with the last folder
 
-The last folder holds the weights being served. After a transfer it is the model that the engine was started with, under
-its own version, because no folder is guaranteed to keep weights that were sent.
+After a transfer the last folder is the model that the engine was started with, under its own version, because no folder
+is guaranteed to keep weights that were sent.
 
 Seeds are passed on to SGLang, which honours them only with --enable-deterministic-inference (not on a CPU).
 """
@@ -18,171 +14,48 @@ Seeds are passed on to SGLang, which honours them only with --enable-determinist
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
-from dvp_rl.cancellation import cancel
-from dvp_rl.contract.errors import ConfigError, DvpError, EngineError, UnavailableError, WeightError
-from dvp_rl.contract.group import EngineFacts, Sample
+from dvp_rl.contract.errors import ConfigError, DvpError, WeightError
+from dvp_rl.contract.group import EngineFacts
 from dvp_rl.contract.job import Job
 from dvp_rl.contract.transfer import Offer, TransferRequest
-from dvp_rl.weights.layout import Stored, check_layout, check_tensors, optional_tensors, read_layout
+from dvp_rl.weights.layout import check_tensors
 
-from .adapter import holds_adapter
-from .limits import check_fits, max_new_tokens
-from .protocol import PromptTokens
+from .limits import max_new_tokens
+from .served import Answer, ServedEngine, Weights
+from .server import LocalServer
 from .sglang_client import SglangClient
-from .sglang_server import Launch, LocalServer, Remote, RemoteServer
+from .sglang_server import Launch, Remote
 from .sglang_wire import is_constrained, probe_body, prompt_tokens, request_body, to_samples
-from .tokenizer import load_config, load_tokenizer
 
-log = logging.getLogger(__name__)
-
-HEALTH_EVERY_S = 10.0
-MAX_UNHEALTHY = 3
-"""Consecutive failed health checks after which a running server counts as dead."""
-MAX_DEATHS = 3
-"""Number of server deaths with the same job in flight after which the job fails."""
-MAX_SUSPECTS = 10_000
-"""Maximum number of jobs for which server deaths are counted."""
 JOIN_S = 60.0
 """Longest wait for SGLang to join the trainer's process group, in seconds; it generates nothing meanwhile."""
-MIN_DELAY_S, MAX_DELAY_S = 1.0, 60.0
-"""Backoff between attempts to restart the server, in seconds."""
 INSTALL = "pip install dvp-sglang in the environment that SGLang runs in, and start SGLang again"
 
 
-class Flight(NamedTuple):
-    """A job in flight on the server, and the request id of each of its samples."""
+class SglangEngine(ServedEngine[SglangClient]):
+    """See ServedEngine and dvp_rl.engines.protocol.Receiving."""
 
-    job: Job
-    request_ids: list[str]
+    NAME, TITLE = "sglang", "SGLang"
 
-
-class Deaths(NamedTuple):
-    """Server deaths with a given job in flight."""
-
-    number: int
-    last_at: float
-    """Time of the last death, on the event loop's clock."""
-
-
-class Weights(NamedTuple):
-    folder: Path
-    version: str
-
-
-class SglangEngine:
-    """See dvp_rl.engines.protocol.Engine, Preferring, Recovering and Receiving.
-
-    `source`: the server to start, or a running one to use. `max_context`: lowers the model's own context.
-    `load_timeout_s`: longest time for SGLang to read a weight folder or receive weights.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        source: Launch | Remote,
-        *,
-        max_context: int | None = None,
-        load_timeout_s: float = 600.0,
-        version: str = "local:0:0",
-    ) -> None:
-        config = load_config(model).get_text_config()
-        own: int | None = getattr(config, "max_position_embeddings", None)
-        if max_context is not None and not 2 <= max_context <= (own or max_context):
-            raise ConfigError(f"max_context {max_context}: must lie in 2 to {own}, the model's own context")
-        # Facts, context and capacity are known once the server runs.
-        self.facts = EngineFacts(name="sglang", version="", dtype="")
-        self.context_length: int = max_context or own or 0
-        self.vocab_size: int = config.vocab_size
-        self.capacity = 1
-        self.job_by_job = False
-        self._server = LocalServer(source, self.context_length) if isinstance(source, Launch) else RemoteServer(source)
-        self._model_dtype = str(config.dtype).removeprefix("torch.")
-        self._model = self._last_folder = Weights(model.absolute(), version)
-        self._version = version
-        self._load_timeout_s = load_timeout_s
-        self.prompt_tokens = PromptTokens()
-        self._eos_ids: frozenset[int] = frozenset()
-        self._layout: dict[str, Stored] = {}
-        self._optional: frozenset[str] = frozenset()
+    def __init__(self, model: Path, source: Launch | Remote, **options: Any) -> None:
+        super().__init__(model, source, **options)
         self._dp, self._tp = (source.dp, source.tp) if isinstance(source, Launch) else (1, 1)
-        self._flights: dict[asyncio.Task[Any], Flight] = {}
-        self._deaths: dict[str, Deaths] = {}
-        self._background: set[asyncio.Task[Any]] = set()
-        self._changing = asyncio.Lock()
-        """Held while weights are swapped and while the server is restarted."""
-        self._supervisor: asyncio.Task[None] | None = None
-        self._up = asyncio.Event()
-        self._outage = "not started"
-        self.num_starts = 0
 
-    @property
-    def version(self) -> str:
-        return self._version
-
-    @property
-    def num_running(self) -> int:
-        """Samples requested from the server, at most `capacity`; some may still wait for their first token."""
-        return min(self.capacity, sum(flight.job.n for flight in self._flights.values()))
-
-    @property
-    def outage(self) -> str:
-        return self._outage
-
-    async def recovered(self) -> None:
-        await self._up.wait()
-
-    @property
-    def _client(self) -> SglangClient:
-        return self._server.client
-
-    # -- life --------------------------------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        await asyncio.to_thread(self._read_folder)
-        await self._bring_up()
-        self._supervisor = asyncio.create_task(self._supervise())
-
-    def _read_folder(self) -> None:
-        self._eos_ids = load_tokenizer(self._model.folder).eos_ids
-        try:
-            self._layout = read_layout(self._model.folder)
-            self._optional = optional_tensors(self._model.folder)
-        except WeightError as error:
-            raise ConfigError(f"{error} (pickled weights are never read)") from None
-
-    async def _bring_up(self) -> None:
-        """Starts the server and checks that it answers, has the plugin and serves `_last_folder`."""
-        await self._server.start(*self._last_folder)
-        try:
-            if not is_constrained(await self._client.generate(probe_body())):
-                raise ConfigError(
-                    f"the SGLang server at {self._client.url} lacks the dvp-sglang plugin, or refused to load it: its "
-                    f"log-probs cover the whole vocabulary and cannot be trained on; {INSTALL}"
-                )
-            self._describe(await self._client.server_info())
-            if await self._client.served() != self._last_folder:
-                await self._replace(*self._last_folder)
-        except BaseException:
-            await self._server.stop()
-            raise
-        self._version = self._last_folder.version
-        self.num_starts += 1
-        self._outage = ""
-        self._up.set()
-
-    def _describe(self, info: dict[str, Any]) -> None:
-        """Stores what only the running server knows."""
+    async def _admit(self) -> None:
+        if not is_constrained(await self._client.generate(probe_body())):
+            raise ConfigError(
+                f"the SGLang server at {self._client.url} lacks the dvp-sglang plugin, or refused to load it: its "
+                f"log-probs cover the whole vocabulary and cannot be trained on; {INSTALL}"
+            )
+        info = await self._client.server_info()
         dtype = self._model_dtype if info["dtype"] == "auto" else info["dtype"]
         fp32_head = info.get("enable_fp32_lm_head", False)
-        self.facts = EngineFacts(name="sglang", version=info["version"], dtype=dtype, fp32_head=fp32_head)
+        self.facts = EngineFacts(name=self.NAME, version=info["version"], dtype=dtype, fp32_head=fp32_head)
         pool = info["max_total_num_tokens"] - 2 * info["page_size"]
         longest = min(info["max_req_input_len"], pool)
         self.context_length = min(self.context_length or longest, longest)
@@ -190,165 +63,16 @@ class SglangEngine:
         states = info["internal_states"]
         self.capacity = sum(state["effective_max_running_requests_per_dp"] for state in states)
 
-    async def _supervise(self) -> None:
-        while True:
-            ends = [asyncio.create_task(self._server.ended()), asyncio.create_task(self._unresponsive())]
-            try:
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                await cancel(ends)
-            self._outage = done.pop().result()
-            self._up.clear()
-            log.error("%s\nrestarting it with %s", self._outage, self._last_folder.version)
-            async with self._changing:
-                await self._start_again()
-            log.warning("SGLang serves again with %s", self._version)
+    async def _serves(self, weights: Weights) -> bool:
+        return Weights(*await self._client.served()) == weights
 
-    async def _start_again(self) -> None:
-        delay = MIN_DELAY_S
-        while True:
-            try:
-                return await self._bring_up()
-            except Exception as error:  # a task boundary: nothing else would retry
-                self._outage = f"SGLang cannot be restarted: {error}"
-                expected = isinstance(error, DvpError)
-                log.error("%s; next attempt in %g s", self._outage, delay, exc_info=None if expected else error)
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_DELAY_S)
-
-    async def _unresponsive(self) -> str:
-        failures = 0
-        while failures < MAX_UNHEALTHY:
-            await asyncio.sleep(HEALTH_EVERY_S)
-            healthy = await self._client.is_healthy()
-            # The server answers nothing while it reads weights.
-            failures = 0 if healthy or self._changing.locked() else failures + 1
-        return f"SGLang at {self._client.url} failed {failures} health checks in a row"
-
-    async def close(self) -> None:
-        supervisor, self._supervisor = self._supervisor, None
-        self._outage = "closed"
-        if supervisor is not None:
-            await cancel([supervisor])
-        await self._server.stop()
-        for asking, flight in self._flights.items():
-            asking.cancel()
-            if isinstance(self._server, RemoteServer):
-                self._in_background(self._abort(flight.request_ids))
-        # A swap on a remote server runs to its end; without a server nothing below takes long.
-        await asyncio.gather(*self._flights, *self._background, return_exceptions=True)
-        await self._client.close()
-
-    def _check_running(self) -> None:
-        if self._supervisor is None:
-            raise UnavailableError("the engine is not running: start it first, and do not use it after close")
-        if self._outage:
-            raise UnavailableError(f"SGLang is not running: {self._outage.splitlines()[0]}")
-
-    # -- generation --------------------------------------------------------------------------------------------------
-
-    async def generate(self, job: Job) -> tuple[Sample, ...]:
-        return await self._generate(job, urgent=False)
-
-    async def generate_first(self, job: Job) -> tuple[Sample, ...]:
-        return await self._generate(job, urgent=True)
-
-    async def _generate(self, job: Job, *, urgent: bool) -> tuple[Sample, ...]:
-        self._check_running()
-        check_fits(job, context_length=self.context_length, vocab_size=self.vocab_size)
-        began = asyncio.get_running_loop().time()
-        flight = Flight(job, [uuid4().hex for _ in range(job.n)])
+    async def _ask(self, job: Job, request_ids: Sequence[str], *, urgent: bool) -> Answer:
         limit = max_new_tokens(job, self.context_length)
-        body = request_body(job, flight.request_ids, limit, self._eos_ids, urgent=urgent)
-        asking = asyncio.create_task(self._client.generate(body))
-        self._flights[asking] = flight
-        try:
-            answer = await asking
-        except asyncio.CancelledError:
-            if self._supervisor is None:
-                raise EngineError("the engine was closed") from None
-            self._in_background(self._abort(flight.request_ids))
-            raise
-        except UnavailableError as error:
-            if self._supervisor is None:
-                raise EngineError("the engine was closed") from None
-            raise self._suspected(job, began) or error from None
-        finally:
-            del self._flights[asking]
-        samples = to_samples(job, answer)
-        self.prompt_tokens = self.prompt_tokens.plus(prompt_tokens(job, answer))
-        return samples
-
-    def _suspected(self, job: Job, began: float) -> EngineError | None:
-        """Counts a death of the server with `job` in flight. Returns the error that fails the job after MAX_DEATHS; it
-        would otherwise be retried forever. Parts in flight together count once; parts that succeed reset nothing."""
-        number, last_at = self._deaths.pop(job.job_id, Deaths(0, -math.inf))
-        if began > last_at:
-            number, last_at = number + 1, asyncio.get_running_loop().time()
-        if number >= MAX_DEATHS:
-            return EngineError(f"job {job.job_id}: SGLang died {number} times while this job was in flight")
-        self._deaths[job.job_id] = Deaths(number, last_at)
-        if len(self._deaths) > MAX_SUSPECTS:
-            del self._deaths[next(iter(self._deaths))]
-        return None
-
-    async def _abort(self, request_ids: list[str]) -> None:
-        with suppress(DvpError):  # a server that is down generates nothing
-            await self._client.abort(request_ids)
-
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
-    # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def load(self, folder: Path, version: str) -> None:
-        if holds_adapter(folder):
-            raise WeightError(
-                f"weight folder {folder}: it holds only an adapter, which only the transformers engine can merge; set "
-                "lora.publish = 'merged' in the trainer"
-            )
-        self._check_running()
-        await asyncio.to_thread(check_layout, folder, self._layout, self._optional)
-        # A swap that has begun is finished even if the caller stops waiting, or the server would stay paused.
-        await asyncio.shield(self._in_background(self._swap(folder, version)))
-
-    async def _swap(self, folder: Path, version: str) -> None:
-        async with self._changing:
-            self._check_running()
-            try:
-                await self._replace(folder, version)
-            except UnavailableError as error:
-                raise WeightError(f"SGLang died while loading {folder}: {error}") from None
-            self._last_folder, self._version = Weights(folder, version), version
-
-    async def _replace(self, folder: Path, version: str) -> None:
-        """Raises WeightError if SGLang refuses the folder; the last folder's weights are then in place again."""
-        if refusal := await self._while_paused(lambda: self._client.load(folder, version, self._load_timeout_s)):
-            raise WeightError(f"SGLang refused {folder}: {refusal}")
-
-    async def _while_paused(self, change: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """Changes weights. Returns why the server refused them, or ""; after a refusal it serves the last folder."""
-        await self._client.pause()
-        refusal = await change()
-        if refusal:
-            await self._put_back()
-        await self._client.resume()
-        return refusal
-
-    async def _put_back(self) -> None:
-        """Reloads the last folder, because SGLang may have loaded some of the weights that it refused."""
-        refusal = await self._client.load(*self._last_folder, self._load_timeout_s)
-        if refusal:
-            await self._server.stop()
-            raise WeightError(f"SGLang refused new weights, then the old ones, and is being restarted: {refusal}")
-        await self._client.flush()
-        self._version = self._last_folder.version
+        answer = await self._client.generate(request_body(job, request_ids, limit, self._eos_ids, urgent=urgent))
+        return Answer(to_samples(job, answer), prompt_tokens(job, answer))
 
     def transfer_request(self, version: str) -> TransferRequest:
-        if isinstance(self._server, RemoteServer):
+        if not isinstance(self._server, LocalServer):
             raise WeightError("the server at sglang.url can only load folders: this replica could not restart it")
         if self._dp > 1:
             raise WeightError(f"sglang.dp {self._dp}: SGLang can receive weights only with dp 1; start more replicas")

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
+from typing import Any
 
 from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.contract.shape import Shape
 from dvp_rl.contract.weights import INITIAL_SEQ, WeightVersion
 from dvp_rl.engines.protocol import Engine
-from dvp_rl.engines.sglang_server import Launch, Remote, default_python
 from dvp_rl.extras import pip_install
 from dvp_rl.hooks import call_hook, check_members, load_hook
 from dvp_rl.weights.folder import folder_digest
 
 from .prompts import Prompts
-from .settings import RolloutSettings, SglangSettings
+from .settings import RolloutSettings, ServerSettings
 
 FAKE_CONTEXT = 4096
 ENGINE_ATTRIBUTES = ("facts", "context_length", "vocab_size", "capacity", "job_by_job", "version", "num_running")
 ENGINE_METHODS = ("start", "generate", "load", "close")
 """What `Engine` asks of an engine."""
-LAUNCHED_ALIKE = {
-    "tp",
-    "dp",
-    "mem_fraction_static",
-    "max_total_tokens",
-    "port",
-    "ready_timeout_s",
-    "log_file",
-    "interface",
-}
-"""Settings of [sglang] that `Launch` has under the same name."""
 
 
 def build(settings: RolloutSettings) -> tuple[Engine, Prompts]:
@@ -96,35 +86,36 @@ def _own(settings: RolloutSettings, version: str) -> Engine:
 
 def _sglang(settings: RolloutSettings, version: str) -> Engine:
     from dvp_rl.engines.sglang import SglangEngine
+    from dvp_rl.engines.sglang_server import Launch, Remote, default_python
 
-    source = _launch(settings) if settings.sglang.url is None else _remote(settings.sglang, settings.sglang.url)
-    return SglangEngine(
-        settings.model,
-        source,
-        max_context=settings.max_context,
-        load_timeout_s=settings.sglang.load_timeout_s,
-        version=version,
-    )
-
-
-def _launch(settings: RolloutSettings) -> Launch:
-    return Launch(
-        python=settings.sglang.python or default_python(),
-        dtype=settings.dtype,
-        fp32_head=settings.fp32_head,
-        device=settings.device,
-        max_batch=settings.max_batch,
-        deterministic=settings.deterministic,
-        threads=settings.threads,
-        extra_args=tuple(shlex.split(settings.sglang.extra_args)),
-        **settings.sglang.model_dump(include=LAUNCHED_ALIKE),
-    )
+    given = settings.sglang
+    source: Launch | Remote
+    if given.url is not None:
+        source = Remote(admin_key=given.admin_key.get_secret_value(), **_reached(given.url, given))
+    else:
+        source = Launch(
+            deterministic=settings.deterministic,
+            fp32_head=settings.fp32_head,
+            **given.model_dump(include={"dp", "mem_fraction_static", "max_total_tokens", "interface"}),
+            **_launched(settings, given, default_python()),
+        )
+    return SglangEngine(settings.model, source, version=version, **_limits(settings, given))
 
 
-def _remote(given: SglangSettings, url: str) -> Remote:
-    return Remote(
-        url,
-        api_key=given.api_key.get_secret_value(),
-        admin_key=given.admin_key.get_secret_value(),
-        ready_timeout_s=given.ready_timeout_s,
-    )
+def _launched(settings: RolloutSettings, given: ServerSettings, default_python: Path) -> dict[str, Any]:
+    """What the settings of every server that is started have in common."""
+    return {
+        "python": given.python or default_python,
+        "extra_args": tuple(shlex.split(given.extra_args)),
+        **settings.model_dump(include={"dtype", "device", "max_batch", "threads"}),
+        **given.model_dump(include={"tp", "port", "ready_timeout_s", "log_file"}),
+    }
+
+
+def _reached(url: str, given: ServerSettings) -> dict[str, Any]:
+    """Those of every server that runs elsewhere."""
+    return {"url": url, "api_key": given.api_key.get_secret_value(), "ready_timeout_s": given.ready_timeout_s}
+
+
+def _limits(settings: RolloutSettings, given: ServerSettings) -> dict[str, Any]:
+    return {"max_context": settings.max_context, "load_timeout_s": given.load_timeout_s}

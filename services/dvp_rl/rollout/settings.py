@@ -39,35 +39,26 @@ class FakeSettings(Section):
     """Time that a weight swap takes."""
 
 
-class SglangSettings(Section):
-    """Only for engine = sglang."""
+class ServerSettings(Section):
+    """An inference server that a replica starts, or uses."""
 
     python: Path | None = None
-    """Python that has SGLang and dvp-sglang. Default: .sglang/bin/python of this checkout, else the one running."""
+    """Python that has the server and our plugin. Default: that of this checkout's environment, which make sglang-cpu
+    builds, else the one running."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of a server to use instead of starting one. It must see weight folders under the same paths."""
     api_key: SecretStr = SecretStr("")
     """That server's API key."""
-    admin_key: SecretStr = SecretStr("")
-    """That server's admin key. Default: the API key."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the server on 127.0.0.1; 0 takes a free one."""
     tp: Annotated[int, Field(ge=1)] = 1
     """GPUs that share one copy of the model."""
-    dp: Annotated[int, Field(ge=1)] = 1
-    """Copies of the model."""
-    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the GPU's memory for weights and KV cache. Default: SGLang's choice."""
-    max_total_tokens: Annotated[int, Field(ge=16)] | None = None
-    """Capacity of the KV cache in tokens. Default: SGLang's choice, on a CPU 65536."""
     extra_args: str = ""
-    """More flags for SGLang, as in a shell; they override those above."""
+    """More flags for the server, as in a shell; they override those above."""
     ready_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time for SGLang to start."""
+    """Longest time for the server to start."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time for SGLang to read or receive new weights."""
-    interface: str | None = None
-    """Network interface on which weights come from a trainer on another machine (its weights.route = distributed)."""
+    """Longest time for the server to read or receive new weights."""
     log_file: Path | None = None
     """File for its output, overwritten at every start. Default: a file in the temporary folder, named in the log."""
 
@@ -76,6 +67,21 @@ class SglangSettings(Section):
     def _words(cls, extra_args: str) -> str:
         shlex.split(extra_args)
         return extra_args
+
+
+class SglangSettings(ServerSettings):
+    """Only for engine = sglang."""
+
+    admin_key: SecretStr = SecretStr("")
+    """The admin key of the server at url. Default: the API key."""
+    dp: Annotated[int, Field(ge=1)] = 1
+    """Copies of the model."""
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the GPU's memory for weights and KV cache. Default: SGLang's choice."""
+    max_total_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Capacity of the KV cache in tokens. Default: SGLang's choice, on a CPU 65536."""
+    interface: str | None = None
+    """Network interface on which weights come from a trainer on another machine (its weights.route = distributed)."""
 
 
 class WeightSettings(WeightReader):
@@ -98,7 +104,7 @@ class RolloutSettings(ListenSettings):
     model: Path
     """Folder of a Hugging Face causal LM: config, tokenizer, safetensors."""
     engine: Annotated[str, AfterValidator(partial(choice_or_hook, EngineName))] = EngineName.TRANSFORMERS
-    """What generates: `transformers` in this process, a `sglang` server beside it, `fake` for load tests, or your own
+    """What generates: `transformers` in this process, an `sglang` server beside it, `fake` for load tests, or your own
     engine as module:function."""
     redis_url: RedisUrl | None = None
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME.
@@ -119,7 +125,7 @@ class RolloutSettings(ListenSettings):
     max_context: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and continuation together. Default: what the model allows."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of the engine. Default: one per CPU that it may use, or SGLang's choice."""
+    """CPU threads of the engine. Default: one per CPU that it may use, or the server's choice."""
     deterministic: bool = False
     """One job is one batch, so that a seed gives the same bits every time."""
     fixed_shape: ShapeText | None = None
@@ -128,7 +134,7 @@ class RolloutSettings(ListenSettings):
 
     prefix_cache_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for keys and values of prompts and answers, so that the next turn of a conversation reads only what is
-    new. Only for engine = transformers, and not with deterministic or fixed_shape. SGLang has a cache of its own."""
+    new. Only for engine = transformers, and not with deterministic or fixed_shape. Servers have caches of their own."""
 
     fake: FakeSettings = FakeSettings()
     sglang: SglangSettings = SglangSettings()

@@ -1,7 +1,6 @@
 """The SGLang plugin, with which the ordinary request parameter `min_p` gives the constrained policy and its log-probs.
 
     plugin      loaded by SGLang through the entry point `sglang.srt.plugins`; the only module that imports SGLang
-    pruning     the kept set, kept mass and kept count of a batch of logits; pruning_cuda: on a GPU
     checksum    verification of weights that arrive over a process group, before they are loaded
     kept        transport of kept mass and kept count to the response, without waiting for the device
     versions    the SGLang versions it was tested with

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..dvp.pruning import prune
 from .checksum import receive_checked
 from .kept import add_kept
-from .pruning import prune
 from .versions import ANY_VERSION, installed_version, refusal
 
 SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dvp_rl.engines.sglang_server import CHECKOUT_PYTHON, Launch, LocalServer, Remote
+from dvp_rl.engines.server import LocalServer
+from dvp_rl.engines.sglang_server import CHECKOUT_PYTHON, Launch, Remote
 from tests.kit.wait import WITHIN_S
 
 CONTEXT = 1024
@@ -49,7 +50,7 @@ class SharedServer:
             self._architecture = architecture
         assert self._server is not None
         client = self._server.client
-        return Remote(client.url, client.api_key, client.admin_key)
+        return Remote(client.url, client.api_key, admin_key=client.admin_key)
 
     def stop(self) -> None:
         if self._server is not None:

@@ -283,7 +283,7 @@ async def test_unfit_weights_are_refused_and_the_old_serve_on(
 
 async def test_cancelling_frees_the_rows(folders: dict[str, Path], make_engine: MakeEngine) -> None:
     engine = await make_engine(folders["even"], max_batch=6)
-    doomed = asyncio.create_task(engine.generate(make_job("doomed", n=engine.capacity + 3, max_tokens=1000)))
+    doomed = asyncio.create_task(engine.generate(make_job("doomed", n=8 * engine.capacity, max_tokens=1000)))
     await drawing(engine)
     doomed.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -305,12 +305,16 @@ async def test_jobs_that_do_not_fit_are_refused(
 
 
 async def test_close_fails_what_is_in_flight(folders: dict[str, Path], make_engine: MakeEngine) -> None:
+    """There are jobs enough for capacity to be in use whenever a slow machine looks."""
     engine = await make_engine(folders["even"], max_batch=4)
     n = engine.capacity // 2 + 1
-    running = [asyncio.create_task(engine.generate(make_job(f"r{i}", n=n, max_tokens=1000))) for i in range(3)]
+    jobs = [make_job(f"r{i}", n=n, max_tokens=1000) for i in range(16)]
+    running = [asyncio.create_task(engine.generate(job)) for job in jobs]
     await drawing(engine)
+    unfinished = [task for task in running if not task.done()]
     await engine.close()
-    for outcome in await asyncio.gather(*running, return_exceptions=True):
+    assert unfinished
+    for outcome in await asyncio.gather(*unfinished, return_exceptions=True):
         assert isinstance(outcome, EngineError)
     with pytest.raises(UnavailableError):
         await engine.generate(make_job())

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dvp_rl.dvp import lm_head, lm_head_cuda
+from dvp_rl.dvp import lm_head, lm_head_cuda, pruning, pruning_cuda
 from dvp_rl.dvp.policy import Constrained, as_rows
-from dvp_rl.sglang_plugin import pruning, pruning_cuda
 from tests.kit.head_case import HeadCase
 
 ROWS, HIDDEN, VOCAB = 23, 24, 331

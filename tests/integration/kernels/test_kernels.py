@@ -1,5 +1,4 @@
-"""The Triton kernels where there is no GPU. On one, tests/unit/dvp/test_lm_head.py and
-tests/unit/sglang_plugin/test_pruning.py run them."""
+"""The Triton kernels where there is no GPU. On one, tests/unit/dvp/test_lm_head.py and test_pruning.py run them."""
 
 from __future__ import annotations
 

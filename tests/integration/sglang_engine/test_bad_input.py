@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,6 +76,13 @@ async def test_a_server_that_ends_at_start(models: dict[str, Path], tmp_path: Pa
 async def test_no_such_interpreter(models: dict[str, Path], tmp_path: Path) -> None:
     engine = SglangEngine(models["even"], Launch(python=tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="cannot be started with"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_an_environment_without_sglang(models: dict[str, Path]) -> None:
+    engine = SglangEngine(models["even"], Launch(python=Path(sys.executable)))
+    with pytest.raises(ConfigError, match=r"(?s)exit code 1.*lacks sglang and dvp_sglang: .*sglang\.python"):
         await engine.start()
     await engine.close()
 

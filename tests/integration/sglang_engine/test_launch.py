@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.config import WS_PROTOCOLS
 
-from dvp_rl.engines.sglang_launch import refuse_websockets
+from dvp_rl.engines.server_stub import refuse_websockets
 from dvp_rl.engines.sglang_server import Launch
 from tests.integration.engines.sglang_process import sglang_python
 from tests.kit.wait import WITHIN_S

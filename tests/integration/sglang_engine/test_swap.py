@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
-from dvp_rl.engines import sglang
+from dvp_rl.engines import served
+from dvp_rl.engines.server import LocalServer
 from dvp_rl.engines.sglang import SglangEngine
-from dvp_rl.engines.sglang_server import Launch, LocalServer
+from dvp_rl.engines.sglang_server import Launch
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
 from tests.integration.engines.sglang_process import sglang_python
@@ -32,7 +33,7 @@ async def test_swaps_that_fail_leave_the_weights_served(
     try:
         await refused_by_sglang(engine, oracles["even"], tmp_path / "gone")
         # The same job is in flight at both deaths below.
-        monkeypatch.setattr(sglang, "MAX_DEATHS", 2)
+        monkeypatch.setattr(served, "MAX_DEATHS", 2)
         await dying_while_it_loads(engine, models["odd"], oracles, tmp_path / "half")
         await a_scheduler_that_dies_alone(engine)
     finally:

@@ -108,7 +108,7 @@ async def test_a_replica_refuses_a_stock_server(
 ) -> None:
     """The key is checked first, then the plugin."""
     server = servers.get(folders["qwen3"], *FLAGS, SGLANG_PLUGINS="none")
-    engine = SglangEngine(folders["qwen3"], Remote(server.url, api_key, "not the admin key"))
+    engine = SglangEngine(folders["qwen3"], Remote(server.url, api_key, admin_key="not the admin key"))
     with pytest.raises(ConfigError, match=named):
         await engine.start()
     await engine.close()

@@ -10,7 +10,7 @@ import sys
 for absent in ("jaxtyping", "pydantic", "msgpack", "transformers", "dvp_rl.contract"):
     sys.modules[absent] = None
 import torch
-from dvp_rl.dvp import correction, denominators, metrics, objective, policy, sampler
+from dvp_rl.dvp import correction, denominators, metrics, objective, policy, pruning, sampler
 logits = torch.zeros(2, 5)
 draw = sampler.sample(logits, torch.rand(2, dtype=torch.float64), log_min_p=-13.0, temperature=1.0)
 policy.constrained_logprobs(logits, draw.token_ids, log_min_p=-13.0, temperature=1.0)

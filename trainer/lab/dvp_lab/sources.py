@@ -20,7 +20,8 @@ from transformers.cache_utils import DynamicCache
 from dvp_rl.contract.errors import ConfigError
 from dvp_rl.engines.compute_dtype import compute_in
 from dvp_rl.engines.model_folder import load_model
-from dvp_rl.engines.sglang_server import Launch, LocalServer, default_python
+from dvp_rl.engines.server import LocalServer
+from dvp_rl.engines.sglang_server import Launch, default_python
 from dvp_rl.engines.tokenizer import load_config, load_tokenizer
 from dvp_trainer.config import ModelSection
 from dvp_trainer.learn.model import load_model as trainer_model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..dvp.policy import as_rows, constrain, split_rows
+from .policy import as_rows, constrain, split_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Float64
@@ -20,7 +20,7 @@ ROUNDING = 2.0**-24
 
 
 def read_log_min_p(min_ps: Float32[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-    """The intended log(min_p): SGLang keeps min_p in float32, where e^-13 becomes e^-12.99999998.
+    """The intended log(min_p): servers keep min_p in float32, where e^-13 becomes e^-12.99999998.
 
     Rounding may move the threshold by ROUNDING * temperature nats. Exact ties with a threshold do occur (logits in
     bfloat16), so the round numbers that users choose, such as -13, are restored exactly. min_p 0 gives -inf, which

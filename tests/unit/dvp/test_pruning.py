@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dvp_rl.dvp.policy import constrained_logprobs, safe_set
+from dvp_rl.dvp.pruning import ROUNDING, prune, read_log_min_p
 from dvp_rl.sglang_plugin.kept import add_kept
-from dvp_rl.sglang_plugin.pruning import ROUNDING, prune, read_log_min_p
 from tests.kit.devices import DEVICES
 
 VOCAB = 500
