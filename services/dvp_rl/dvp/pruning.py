@@ -38,8 +38,8 @@ def prune(
     """Sets logits outside the safe set of their row to -inf. Returns each row's kept mass and kept count, which
     float32 holds exactly below 2^24.
 
-    A row with min_p 0, or with NaN or inf, has no set: it stays unchanged, with count 0 and a mass without meaning, and
-    SGLang treats it as without the plugin. Raises ValueError if the shapes do not match.
+    A row with min_p 0, or with NaN or inf, has no set: it stays unchanged, with count 0 and a mass without meaning.
+    Raises ValueError if the shapes do not match.
     """
     batch = len(logits)
     if min_ps.shape != (batch,) or temperatures.shape != (batch, 1):

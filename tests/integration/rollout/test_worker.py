@@ -50,6 +50,7 @@ from dvp_rl.weights.download import WeightCache
 from dvp_rl.weights.folder import folder_name, write_manifest
 from dvp_rl.weights.registry import WeightRegistry
 from dvp_rl.weights.transfers import Transfers
+from tests.integration.engines.jobs import held
 from tests.integration.engines.oracle import Oracle
 from tests.integration.rollout.publishing import announce, flip_a_bit
 from tests.kit.models import make_model
@@ -100,13 +101,15 @@ async def working(
         await engine.close()
 
 
-def job(run_id: str, name: str, *, n: int = 1, min_seq: int = 0, deadline: float | None = None) -> Job:
+def job(
+    run_id: str, name: str, *, n: int = 1, max_tokens: int = 8, min_seq: int = 0, deadline: float | None = None
+) -> Job:
     return Job(
         job_id=name,
         run_id=run_id,
         prompt_ids=[5, 6, 7],
         n=n,
-        sampling=Sampling(max_tokens=8),
+        sampling=Sampling(max_tokens=max_tokens),
         sink=Sink.TRAIN,
         min_seq=min_seq,
         deadline=deadline,
@@ -646,13 +649,16 @@ class Results:
 async def test_nothing_that_wrong_weights_drew_is_committed(
     broker: Broker, fence: int, tmp_path: Path, examined: Path
 ) -> None:
-    """All jobs end well once the engine serves what it says, under the same version."""
+    """Samples are in flight at the swap. All jobs end well once the engine serves what it says, under the same
+    version."""
     engine = Liar(examined, max_batch=8, threads=1, version=f"{broker.run_id}:0:aa")
     async with working(broker, engine, examined, lease_s=60.0) as running:
-        work = [job(broker.run_id, f"job-{i}", n=2) for i in range(40)]
-        await submit(broker, fence, *work)
-        await until_async(lambda: running.slots.in_flight > 0)
-        announced = await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
+        work = [job(broker.run_id, f"job-{i}", n=2, max_tokens=100) for i in range(40)]
+        with held(engine, rows=8):
+            await submit(broker, fence, *work)
+            await until_async(lambda: running.slots.in_flight == 8)
+            announced = await announce(broker, fence, tmp_path / "weights-1", examined, min_seq=1)
+            await until_async(lambda: running.swap.status.loading == announced.version)
         await until_async(lambda: running.swap.status.wrong is not None)
         assert running.swap.status.version == announced.version
         assert running.swap.quarantined
