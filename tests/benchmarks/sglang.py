@@ -45,7 +45,6 @@ RESULTS = Path(__file__).parent / "results" / "sglang.json"
 GOALS = {"pruned": 0.98, "replica_http": 0.97, "replica_queue": 0.97, "swap": 1.2}
 JOBS, N, NEW, CONTEXT = 8, 8, 128, 1024
 MIN_P = {"min_p": 2.2603294069810542e-06}
-START_S = 180.0
 SMALL = {"hidden": 128, "layers": 2, "vocab_size": 8192}
 LARGE = {"hidden": 768, "layers": 8, "vocab_size": 32768}
 
@@ -155,7 +154,7 @@ async def replica(folder: Path, repeats: int) -> dict[str, float]:
             args = ["--model", str(folder), "--engine", "sglang", "--sglang.url", server.url, "--run-id", "bench"]
             args += ["--redis-url", embedded.url, "--max-batch", "64"]
             keys = {"DVP_ROLLOUT__SGLANG__API_KEY": server.api_key, "DVP_ROLLOUT__SGLANG__ADMIN_KEY": server.admin_key}
-            with ReplicaProcess(scratch / "replica", *args, variables=keys, start_timeout=START_S) as process:
+            with ReplicaProcess(scratch / "replica", *args, variables=keys) as process:
                 async with AsyncClient(process.url) as client:
                     fence = await TrainerLease(broker, "bench").acquire()
                     loads = {"http": over_http(client), "queue": over_queue(broker, fence)}

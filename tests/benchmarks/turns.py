@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 
 from dvp_rl.transport.embedded import EmbeddedBroker
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import sglang_python
 from tests.kit.models import make_model
 from tests.kit.replicas import ReplicaProcess
 

@@ -360,9 +360,17 @@ def test_gpu_profile_reserves_devices_and_takes_the_place_of_the_cpus() -> None:
     assert [without[name]["deploy"]["replicas"] for name in ("rollout", "trainer")] == [0, 0]
 
 
+@pytest.mark.parametrize("server", [name.value for name in (EngineName.SGLANG, EngineName.VLLM)])
+def test_replicas_on_gpus_have_the_server_that_is_asked_for(server: str) -> None:
+    service = resolve(DEFAULTS | {"GPU_ENGINE": server})["services"]["rollout-gpu"]
+    assert service["image"] == f"dvp-rl/rollout-{server}"
+    assert service["build"]["args"] == {"SERVER": server}
+    assert service["environment"]["DVP_ROLLOUT__ENGINE"] == server
+
+
 def test_replicas_on_gpus_have_what_sglang_asks_for() -> None:
     service = SERVICES["rollout-gpu"]
-    assert (REPOSITORY / service["build"]["dockerfile"]).name == "sglang.Dockerfile"
+    assert (REPOSITORY / service["build"]["dockerfile"]).name == "server.Dockerfile"
     assert service["shm_size"] == "32g"
     assert service["ulimits"] == {"memlock": -1, "stack": 67108864}
     assert service["tmpfs"] == ["/tmp:exec"], "kernels are compiled there"

@@ -587,6 +587,13 @@ def test_weights_over_a_process_group_need_ports_and_an_interface(everything: Re
     assert own.environment("trainer", "trainer")["DVP_TRAIN__WEIGHTS__INTERFACE"] == "ib0"
 
 
+def test_vllm_in_the_place_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = {"settings": {"engine": "vllm", "device": "cuda", "threads": None, "vllm": {"tp": 2}}}
+    settings = RolloutSettings.load(given(Rendered("gpu", {"rollout": replicas}), "rollout", "rollout", monkeypatch))
+    assert settings.engine is EngineName.VLLM
+    assert settings.vllm.tp == 2
+
+
 def test_prometheus_finds_every_pod_and_is_let_in(everything: Rendered) -> None:
     spec = everything.one("PodMonitor", "dvp-rl")["spec"]
     (selected,) = spec["selector"]["matchExpressions"]

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 WITHIN_S = 300.0
-"""Timeout of every wait in a test, in seconds: ten times the slowest start (SGLang's, on two quiet cores). Only a
+"""Timeout of every wait in a test, in seconds: ten times the start of a server on two quiet cores. Only a
 failure takes this long."""
 PAUSE_S = 0.005
 

@@ -94,6 +94,6 @@ def test_a_run_that_fails_without_a_failed_test_refuses(tmp_path: Path) -> None:
 def test_every_slow_test_is_in_one_group() -> None:
     """The folders that the slow group leaves out are those of the other groups."""
     left_out = {option.partition("=")[2] for option in verdict.GROUPS["slow"] if option.startswith("--ignore=")}
-    named = [option for name in ("sglang", "e2e") for option in verdict.GROUPS[name] if option.startswith("tests/")]
+    named = [option for name in ("servers", "e2e") for option in verdict.GROUPS[name] if option.startswith("tests/")]
     assert sorted(left_out) == sorted(named)
     assert all((ROOT / folder).is_dir() for folder in named)

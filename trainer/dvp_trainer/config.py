@@ -36,8 +36,16 @@ SET_BY_UP = {
     "harness_options": {"config", "dry_run", "environment", "trial", "urls"},
 }
 """By the section's setting that holds options of another program."""
-SGLANG_SHARES = {"sglang.max_total_tokens", "sglang.mem_fraction_static", "sglang.url"}
-"""Options of a replica that leave memory of its GPU to others."""
+SHARES: dict[str, set[str]] = {
+    EngineName.SGLANG: {"sglang.max_total_tokens", "sglang.mem_fraction_static", "sglang.url"},
+    EngineName.VLLM: {"vllm.gpu_memory_utilization", "vllm.url"},
+}
+"""Options of a replica that leave memory of its GPU to others, by the server that would take most of it."""
+LIMITS: dict[str, str] = {
+    EngineName.SGLANG: '"sglang.max_total_tokens" = 65536',
+    EngineName.VLLM: '"vllm.gpu_memory_utilization" = 0.3',
+}
+"""Examples of them."""
 SECRET = re.compile(r"(^|[._])(token|\w*key)$")
 HookName = Annotated[str, AfterValidator(hook_name)]
 
@@ -344,7 +352,7 @@ class UpSection(Section):
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of rollout replicas."""
     engine: Annotated[str, AfterValidator(partial(choice_or_hook, EngineName))] = EngineName.TRANSFORMERS
-    """What generates: `transformers`, a `sglang` server per replica, or your own as module:function."""
+    """What generates: `transformers`, an `sglang` or `vllm` server per replica, or your own as module:function."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number format in which they compute. None: model.compute_dtype."""
     gpus: tuple[str, ...] = ()
@@ -490,7 +498,7 @@ class TrainSettings(Settings):
             raise ValueError("reward.name is 'given', but nobody gives rewards: episodes.harness is false")
         if self.up.environment is not None and not self.episodes.harness:
             raise ValueError("up.environment plays episodes, but there are none: episodes.harness is false")
-        self._check_gpus_of_sglang()
+        self._check_gpus_of_servers()
         if self.batch.updates > self.batch.groups:
             raise ValueError(
                 f"batch.updates is {self.batch.updates}, but each needs at least one group: at most batch.groups = "
@@ -505,21 +513,21 @@ class TrainSettings(Settings):
             raise ValueError(f"deterministic needs batch.max_staleness = 0, got {self.batch.max_staleness}")
         return self
 
-    def _check_gpus_of_sglang(self) -> None:
-        """Raises ValueError if SGLang servers of `up` leave no memory on a GPU that they share, or would receive
-        weights over NCCL on the trainer's."""
+    def _check_gpus_of_servers(self) -> None:
+        """Raises ValueError if servers of `up` leave no memory on a GPU that they share, or would receive weights over
+        NCCL on the trainer's."""
         up = self.up
-        if up.engine != EngineName.SGLANG:
+        if up.engine not in SHARES:
             return
         with_trainer = not up.gpus and self.model.device != "cpu"
         with_each_other = 0 < len(up.gpus) < up.replicas
-        if (with_trainer or with_each_other) and not up.options.keys() & SGLANG_SHARES:
+        if (with_trainer or with_each_other) and not up.options.keys() & SHARES[up.engine]:
             raise ValueError(
-                "up.engine = 'sglang': by default a server takes most of its GPU's memory, but here it shares the GPU "
-                "with the trainer or another replica: give each replica its own (up.gpus), or limit its KV cache, e.g. "
-                'up.options = { "sglang.max_total_tokens" = 65536 }'
+                f"up.engine = '{up.engine}': by default a server takes most of its GPU's memory, but here it shares "
+                "the GPU with the trainer or another replica: give each its own (up.gpus), or limit its KV cache, "
+                f"e.g. up.options = {{ {LIMITS[up.engine]} }}"
             )
-        if with_trainer and self.weights.route is WeightRoute.DISTRIBUTED:
+        if up.engine == EngineName.SGLANG and with_trainer and self.weights.route is WeightRoute.DISTRIBUTED:
             raise ValueError(
                 "weights.route = 'distributed': NCCL refuses two processes on one GPU, here the trainer and a replica: "
                 "give each replica its own (up.gpus), or keep weights.route = 'folder'"

@@ -8,4 +8,5 @@ from enum import StrEnum
 class EngineName(StrEnum):
     TRANSFORMERS = "transformers"
     SGLANG = "sglang"
+    VLLM = "vllm"
     FAKE = "fake"

@@ -62,7 +62,7 @@ class EngineFacts(Record):
     """The engine that generated a group, and how it computed."""
 
     name: str
-    """E.g. transformers, or sglang."""
+    """E.g. transformers, sglang or vllm."""
     version: str
     """The version of that library."""
     dtype: str

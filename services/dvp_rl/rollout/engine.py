@@ -75,6 +75,8 @@ def _engine(settings: RolloutSettings, version: str, vocab_size: int) -> Engine:
         )
     if settings.engine is EngineName.SGLANG:
         return _sglang(settings, version)
+    if settings.engine is EngineName.VLLM:
+        return _vllm(settings, version)
     return _own(settings, version)
 
 
@@ -100,6 +102,25 @@ def _sglang(settings: RolloutSettings, version: str) -> Engine:
             **_launched(settings, given, default_python()),
         )
     return SglangEngine(settings.model, source, version=version, **_limits(settings, given))
+
+
+def _vllm(settings: RolloutSettings, version: str) -> Engine:
+    from dvp_rl.engines.vllm import VllmEngine
+    from dvp_rl.engines.vllm_server import Launch, Remote, default_python
+
+    for name in ("deterministic", "fp32_head"):
+        if getattr(settings, name):
+            raise ConfigError(f"{name}: vLLM does not have it; engine = transformers does, engine = sglang on a GPU")
+    given = settings.vllm
+    source: Launch | Remote
+    if given.url is not None:
+        source = Remote(**_reached(given.url, given))
+    else:
+        source = Launch(
+            **given.model_dump(include={"gpu_memory_utilization", "cpu_kv_cache_gib"}),
+            **_launched(settings, given, default_python()),
+        )
+    return VllmEngine(settings.model, source, version=version, **_limits(settings, given))
 
 
 def _launched(settings: RolloutSettings, given: ServerSettings, default_python: Path) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class ServerSettings(Section):
     """An inference server that a replica starts, or uses."""
 
     python: Path | None = None
-    """Python that has the server and our plugin. Default: that of this checkout's environment, which make sglang-cpu
-    builds, else the one running."""
+    """Python that has the server and our plugin. Default: that of this checkout's environment, which make sglang-cpu or
+    make vllm-cpu builds, else the one running."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of a server to use instead of starting one. It must see weight folders under the same paths."""
     api_key: SecretStr = SecretStr("")
@@ -84,6 +84,15 @@ class SglangSettings(ServerSettings):
     """Network interface on which weights come from a trainer on another machine (its weights.route = distributed)."""
 
 
+class VllmSettings(ServerSettings):
+    """Only for engine = vllm."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the GPU's memory for weights and KV cache. Default: vLLM's choice."""
+    cpu_kv_cache_gib: Annotated[int, Field(ge=1)] | None = None
+    """Memory for the KV cache on a CPU, in GiB. Default: 1."""
+
+
 class WeightSettings(WeightReader):
     """Weights that are announced with a URL, for a replica without the trainer's volume."""
 
@@ -104,8 +113,8 @@ class RolloutSettings(ListenSettings):
     model: Path
     """Folder of a Hugging Face causal LM: config, tokenizer, safetensors."""
     engine: Annotated[str, AfterValidator(partial(choice_or_hook, EngineName))] = EngineName.TRANSFORMERS
-    """What generates: `transformers` in this process, an `sglang` server beside it, `fake` for load tests, or your own
-    engine as module:function."""
+    """What generates: `transformers` in this process, an `sglang` or `vllm` server beside it, `fake` for load tests, or
+    your own engine as module:function."""
     redis_url: RedisUrl | None = None
     """redis://[user:password@]host:port/0 of the broker, or redis+sentinel://[...@]host:port,host:port/NAME.
     Without it only HTTP is served."""
@@ -138,6 +147,7 @@ class RolloutSettings(ListenSettings):
 
     fake: FakeSettings = FakeSettings()
     sglang: SglangSettings = SglangSettings()
+    vllm: VllmSettings = VllmSettings()
     weights: WeightSettings = WeightSettings()
 
     max_waiting: Annotated[int, Field(ge=0)] = 128

@@ -15,6 +15,7 @@ from dvp_rl.contract.sampling import Sampling
 from dvp_rl.engines.protocol import Engine
 from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.transformers import TransformersEngine
+from dvp_rl.engines.vllm import VllmEngine
 from tests.kit.wait import WITHIN_S, until_async
 
 
@@ -33,6 +34,10 @@ def make_job(name: str = "j", prompt: list[int] | None = None, n: int = 1, **sam
 async def drawing(engine: Engine) -> None:
     """Waits until the engine's capacity is in use and each running sample has a token of the weights now served."""
     await _reaches(engine, engine.capacity, since=time.time())
+    if isinstance(engine, VllmEngine):
+        # Its samples get their first token in the step that takes them in, which may be the one now running.
+        for _ in range(3):
+            await engine._client.facts()
 
 
 async def idle(engine: Engine) -> None:
@@ -49,8 +54,10 @@ async def _reaches(engine: Engine, num_running: int, since: float = 0.0) -> None
 
 
 async def _num_running(engine: Engine, since: float) -> int:
-    """The number that SGLang itself reports, not the engine's count of its requests."""
-    return await engine._client.num_running(since) if isinstance(engine, SglangEngine) else engine.num_running
+    """The number that a server itself reports, not the engine's count of its requests."""
+    if isinstance(engine, SglangEngine):
+        return await engine._client.num_running(since)
+    return (await engine._client.facts()).num_running if isinstance(engine, VllmEngine) else engine.num_running
 
 
 @contextmanager

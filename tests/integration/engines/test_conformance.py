@@ -26,22 +26,23 @@ from dvp_rl.engines.tokenizer import load_tokenizer
 from tests.kit.devices import DEVICES
 from tests.kit.models import EOS_ID, FAMILIES, make_model
 
-from .conftest import MakeEngine
+from .conftest import HEADS, MakeEngine
 from .jobs import drawing, idle, make_job
 from .oracle import Oracle
 
 MIN_PS = (-13.0, -6.0, math.log(0.1))
 TEMPERATURES = (0.7, 1.0, 1.3)
 IN_PROCESS = ["transformers", "cuda"] if "cuda" in DEVICES else ["transformers"]
-# SGLang is restarted for each family: one is enough for CI.
+SERVERS = ["sglang", "vllm"]
+# A server is restarted for each family: one is enough for CI.
 ENGINES_AND_FAMILIES = [
     *((kind, family) for kind in IN_PROCESS for family in FAMILIES),
-    pytest.param("sglang", "qwen3", marks=pytest.mark.slow),
-    *(pytest.param("sglang", family, marks=pytest.mark.long) for family in ("llama", "qwen2")),
+    *(pytest.param(kind, "qwen3", marks=pytest.mark.slow) for kind in SERVERS),
+    *(pytest.param(kind, family, marks=pytest.mark.long) for kind in SERVERS for family in ("llama", "qwen2")),
 ]
 
 
-@pytest.fixture(params=[*IN_PROCESS, pytest.param("sglang", marks=[pytest.mark.slow])])
+@pytest.fixture(params=[*IN_PROCESS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SERVERS)])
 def engine_kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind
@@ -69,6 +70,10 @@ async def test_every_number_equals_the_float64_oracle(
         assert all(1 <= len(s.token_ids) <= 24 and s.versions[0].version == engine.version for s in samples)
 
 
+@pytest.mark.parametrize(
+    "engine_kind",
+    [*IN_PROCESS, pytest.param("sglang", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.long)],
+)
 async def test_first_tokens_follow_the_constrained_distribution(
     folders: dict[str, Path], oracles: dict[str, Oracle], make_engine: MakeEngine
 ) -> None:
@@ -170,7 +175,7 @@ async def test_mixed_settings_share_a_batch(
 
 @pytest.mark.usefixtures("seeded")
 async def test_neighbours_change_log_probs_by_rounding_only(folders: dict[str, Path], make_engine: MakeEngine) -> None:
-    engine = await make_engine(folders["qwen2"])
+    engine = await make_engine(folders["qwen3"])
     jobs = [make_job(f"job{i}", list(range(5, 6 + i)), n=2, log_min_p=-3.0) for i in range(12)]
     together = await _all(engine, jobs)
     alone = [await engine.generate(job) for job in jobs]
@@ -273,7 +278,7 @@ async def test_unfit_weights_are_refused_and_the_old_serve_on(
     engine = await make_engine(folders["qwen3"])
     job = make_job(temperature=0.0)
     before = await engine.generate(job)
-    broken = make_model(tmp_path / "broken", "qwen3", seed=5)
+    broken = make_model(tmp_path / "broken", "qwen3", seed=5, **HEADS)
     named = damage(broken, load_file(broken / "model.safetensors"))
     with pytest.raises(WeightError, match=named):
         await engine.load(broken, "run:1:broken")
@@ -323,7 +328,7 @@ async def test_close_fails_what_is_in_flight(folders: dict[str, Path], make_engi
 async def test_nan_logits_fail_only_their_job(tmp_path: Path, make_engine: MakeEngine) -> None:
     """Token 50 has a NaN embedding and the logit 0, far below the threshold, so it is never drawn. A job with it in the
     prompt fails; its neighbours and the jobs that take over its rows do not."""
-    folder = make_model(tmp_path / "nan", "qwen3", spread=2.0, context=1024)
+    folder = make_model(tmp_path / "nan", "qwen3", spread=2.0, context=1024, **HEADS)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][50] = float("nan")
     weights["lm_head.weight"][50] = 0.0
@@ -346,8 +351,8 @@ async def test_nan_logits_fail_only_their_job(tmp_path: Path, make_engine: MakeE
 
 @pytest.mark.parametrize(("engine_kind", "family"), ENGINES_AND_FAMILIES)
 async def test_tied_weights_swap(family: str, tmp_path: Path, make_engine: MakeEngine) -> None:
-    old = make_model(tmp_path / "old", family, tied=True, seed=1)
-    new = make_model(tmp_path / "new", family, tied=True, seed=2)
+    old = make_model(tmp_path / "old", family, tied=True, seed=1, context=1024, **HEADS)
+    new = make_model(tmp_path / "new", family, tied=True, seed=2, context=1024, **HEADS)
     engine = await make_engine(old)
     await engine.load(new, "run:1:new")
     job = make_job(n=2)

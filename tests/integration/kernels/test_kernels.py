@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dvp_rl.dvp import lm_head
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import sglang_python
 from tests.kit import processes
 
 SCRIPT = Path(__file__).with_name("interpreted.py")

@@ -44,9 +44,9 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["--model", "/no/such/folder"], {}, "/no/such/folder: no such folder"),
         (["--model", "m", "--sglang.extra-args", "'a"], {}, "sglang.extra_args: No closing quotation"),
         (
-            ["--model", "m", "--engine", "vllm"],
+            ["--model", "m", "--engine", "tgi"],
             {},
-            "engine: allowed are transformers, sglang, fake, or your own as",
+            "engine: allowed are transformers, sglang, vllm, fake, or your own as",
         ),
         (["--model", "m", "--redis-ulr", "x"], {}, "unknown option --redis-ulr; did you mean --redis-url"),
         (["--model", "m", "--redis-url", "http://x"], {}, "redis_url: must start with redis://"),

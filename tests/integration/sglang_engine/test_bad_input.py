@@ -20,7 +20,7 @@ from dvp_rl.contract.errors import ConfigError, UnavailableError, WeightError
 from dvp_rl.engines.sglang import SglangEngine
 from dvp_rl.engines.sglang_server import Launch, Remote
 from tests.integration.engines.jobs import make_job
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import launch_sglang
 from tests.kit.wait import until_async
 
 
@@ -144,7 +144,7 @@ async def test_a_model_that_sglang_refuses(models: dict[str, Path], tmp_path: Pa
     folder = shutil.copytree(models["even"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
-    engine = SglangEngine(folder, Launch(python=sglang_python(), threads=1))
+    engine = SglangEngine(folder, launch_sglang())
     with pytest.raises(ConfigError, match=r"(?s)SGLang (ended|was killed).*The end of.*NoSuchForCausalLM"):
         await engine.start()
     await engine.close()

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from dvp_rl.engines.sglang import SglangEngine
-from dvp_rl.engines.sglang_server import Launch
 from dvp_trainer.config import ModelSection
 from dvp_trainer.learn.model import load_model
 from dvp_trainer.learn.weight_files import write_weights
 from dvp_trainer.learn.world import World
 from tests.integration.engines.jobs import make_job
 from tests.integration.engines.oracle import Oracle
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import launch_sglang
 from tests.kit.families import write_small_model
 
 
@@ -40,7 +39,7 @@ def publish(source: Path, model: Path, folder: Path) -> Path:
 async def test_sglang_serves_published_experts(tmp_path: Path, model_type: str) -> None:
     even, odd = (write_small_model(tmp_path / str(seed), model_type, seed=seed) for seed in (0, 1))
     published = publish(even, odd, tmp_path / "published")
-    engine = SglangEngine(even, Launch(python=sglang_python(), threads=1, max_batch=8), version="run:0:even")
+    engine = SglangEngine(even, launch_sglang(max_batch=8), version="run:0:even")
     await engine.start()
     try:
         job = make_job("before", n=2)

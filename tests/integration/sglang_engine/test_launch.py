@@ -13,7 +13,7 @@ from uvicorn.config import WS_PROTOCOLS
 
 from dvp_rl.engines.server_stub import refuse_websockets
 from dvp_rl.engines.sglang_server import Launch
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import sglang_python
 from tests.kit.wait import WITHIN_S
 
 PARSE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.engines.oracle import Oracle
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import sglang_python
 from tests.integration.rollout.test_openai_client import check_client
 from tests.kit.caller import make_caller
 from tests.kit.replicas import ReplicaProcess

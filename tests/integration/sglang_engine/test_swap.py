@@ -11,12 +11,10 @@ import pytest
 
 from dvp_rl.contract.errors import EngineError, UnavailableError, WeightError
 from dvp_rl.engines import served
-from dvp_rl.engines.server import LocalServer
 from dvp_rl.engines.sglang import SglangEngine
-from dvp_rl.engines.sglang_server import Launch
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import back, launch_sglang, server_of
 from tests.kit.wait import WITHIN_S
 
 pytestmark = pytest.mark.slow
@@ -27,7 +25,7 @@ POISON = make_job("poison", n=8, max_tokens=1000)
 async def test_swaps_that_fail_leave_the_weights_served(
     models: dict[str, Path], oracles: dict[str, Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Launch(python=sglang_python(), threads=1, max_batch=8)
+    launch = launch_sglang(max_batch=8)
     engine = SglangEngine(models["even"], launch, version="run:0:even")
     await engine.start()
     try:
@@ -87,18 +85,3 @@ async def a_scheduler_that_dies_alone(engine: SglangEngine) -> None:
     await back(engine)
     assert engine.version == "run:2:odd"
     assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]
-
-
-def server_of(engine: SglangEngine) -> psutil.Process:
-    """The engine's own server; other modules' servers may also be children of this process."""
-    assert isinstance(engine._server, LocalServer)
-    assert engine._server._process is not None
-    return psutil.Process(engine._server._process.pid)
-
-
-async def back(engine: SglangEngine) -> None:
-    """Waits until the engine has noticed the death and recovered from it."""
-    async with asyncio.timeout(WITHIN_S):
-        while not engine.outage:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.01)
-        await engine.recovered()

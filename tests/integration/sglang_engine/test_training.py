@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import sglang_python
 from tests.kit.replicas import ReplicaProcess
 from tests.kit.runs import MODEL, config, trainer_process
 from tests.kit.wait import WITHIN_S, until

@@ -11,16 +11,13 @@ from dvp_rl.contract.errors import WeightError
 from dvp_rl.contract.transfer import Offer
 from dvp_rl.engines import sglang_client
 from dvp_rl.engines.sglang import SglangEngine
-from dvp_rl.engines.sglang_server import Launch
 from dvp_rl.engines.sglang_wire import EMPTY_PIECE
 from dvp_rl.transport.broker import Broker
 from dvp_rl.weights.transfers import Transfers
 from tests.integration.engines.jobs import drawing, make_job
 from tests.integration.engines.oracle import Oracle
-from tests.integration.engines.sglang_process import sglang_python
+from tests.integration.engines.servers import back, launch_sglang, server_of
 from tests.integration.trainer.sending import none_sending, one_stopped, sender, stop_at
-
-from .test_swap import back, server_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +30,7 @@ async def test_weights_that_are_sent(
     models: dict[str, Path], oracles: dict[str, Oracle], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One server is used for all cases. Weights go from even (a folder) to odd (sent) and back."""
-    launch = Launch(python=sglang_python(), threads=1, max_batch=8)
+    launch = launch_sglang(max_batch=8)
     engine = SglangEngine(models["even"], launch, version="run:0:even", load_timeout_s=LIMIT_S)
     await engine.start()
     try:

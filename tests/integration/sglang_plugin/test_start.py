@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from dvp_rl.sglang_plugin.plugin import ORIGINAL_LOGPROB
 from dvp_rl.sglang_plugin.versions import ANY_VERSION
-from tests.kit.wait import WITHIN_S
+from tests.kit.wheels import build_wheel, check_wheel, run
 
 from .server import FLAGS
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[3]
-PROJECT = REPOSITORY / "deploy" / "dvp-sglang"
 LAUNCH = ("-m", "sglang.launch_server")
 UNTESTED = "import dvp_sglang.sglang_plugin.versions as v; v.TESTED = ('0.0.1',); "
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); "
@@ -41,19 +36,6 @@ print(json.dumps(codes))
 """
 """Prints the exit codes of all cases; the output of each is in a file named by its number."""
 IS_HOOKED = "from sglang.srt.layers.sampler import Sampler; print('hooked', hasattr(Sampler.forward, '__wrapped__'))"
-
-
-def run(python: Path, *arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs outside the checkout, so that only installed packages can be imported."""
-    return subprocess.run(
-        [python, *arguments],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
 
 
 def test_server_refuses_to_start_with_another_version(sglang_python: Path, tmp_path: Path) -> None:
@@ -103,23 +85,11 @@ def test_sampler_with_seeds_and_custom_processors(sglang_python: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def wheel(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    done = run(sglang_python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, PROJECT, folder=folder)
-    assert done.returncode == 0, done.stderr
-    (found,) = folder.glob("*.whl")
-    return found
+    return build_wheel(sglang_python, "dvp-sglang", tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_one_package_and_wants_nothing(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".dist-info/" not in name]
-        (metadata,) = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        sources = {name: archive.read(name) for name in names}
-    assert {name.partition("/")[0] for name in names} == {"dvp_sglang"}
-    assert "Requires-Dist" not in metadata
-    for package in ("dvp", "sglang_plugin"):
-        for file in (REPOSITORY / "services" / "dvp_rl" / package).glob("*.py"):
-            assert sources[f"dvp_sglang/{package}/{file.name}"] == file.read_bytes()
+    check_wheel(wheel, "dvp_sglang", "sglang_plugin")
 
 
 def test_wheel_in_a_foreign_environment(wheel: Path, sglang_python: Path, tmp_path: Path) -> None:

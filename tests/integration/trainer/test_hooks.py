@@ -159,7 +159,7 @@ def trl(completions, solution, **kwargs): return [1.0]
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vllm", "engine: allowed are transformers, sglang, fake, or your own as module:function, got 'vllm'"),
+        ("tgi", "engine: allowed are transformers, sglang, vllm, fake, or your own as module:function, got 'tgi'"),
         (
             "my_engine:nothing",
             "engine: your function returned an object of type NoneType without capacity,",

@@ -283,6 +283,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, run_id: str) -> None:
 
 
 CAPPED = {"up__options": '{"sglang.max-total-tokens": 65536}'}
+SMALL = {"up__engine": "vllm", "up__options": '{"vllm.gpu-memory-utilization": 0.3}'}
 MEMORY, NCCL = "limit its KV cache, e.g. up.options = {", "NCCL refuses two processes on one GPU"
 
 
@@ -295,11 +296,11 @@ MEMORY, NCCL = "limit its KV cache, e.g. up.options = {", "NCCL refuses two proc
         ({"model__device": "cuda", "weights__route": "distributed", "up__gpus": "1"}, None),
         ({"model__device": "cuda", "up__gpus": "1", "up__replicas": "2"}, MEMORY),
         ({"model__device": "cpu", "weights__route": "distributed"}, None),
+        ({"model__device": "cuda", "up__engine": "vllm"}, '{ "vllm.gpu_memory_utilization" = '),
+        ({"model__device": "cuda"} | SMALL, None),
     ],
 )
-def test_what_sglang_servers_cannot_share(
-    tmp_path: Path, run_id: str, overrides: dict[str, str], refusal: str | None
-) -> None:
-    done = run_trainer(["up", "--dry-run", *flags(tmp_path, run_id, up__engine="sglang", **overrides)])
+def test_what_servers_cannot_share(tmp_path: Path, run_id: str, overrides: dict[str, str], refusal: str | None) -> None:
+    done = run_trainer(["up", "--dry-run", *flags(tmp_path, run_id, **{"up__engine": "sglang"} | overrides)])
     assert done.returncode == (0 if refusal is None else 2), done.stderr
     assert refusal is None or refusal in done.stderr

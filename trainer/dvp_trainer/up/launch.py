@@ -20,6 +20,7 @@ from shlex import quote
 
 from dvp_rl.client import Client, Retry
 from dvp_rl.contract.completions import COMPLETIONS
+from dvp_rl.contract.engine import EngineName
 from dvp_rl.contract.errors import ConfigError, DvpError, UnavailableError
 from dvp_rl.contract.weights import WeightVersion
 from dvp_rl.cpus import usable_cpus
@@ -100,8 +101,8 @@ class Local:
             options = options_of_replica(settings) | {"replica_id": name}
             if settings.model.device == "cpu":  # all processes of the run compute at the same time
                 options["threads"] = max(1, usable_cpus() // (up.replicas + 1))
-            if up.engine == "sglang":
-                options["sglang.log_file"] = logs / f"{name}-sglang.log"
+            if up.engine in (EngineName.SGLANG, EngineName.VLLM):
+                options[f"{up.engine}.log_file"] = logs / f"{name}-{up.engine}.log"
             self.replicas.append(self._start(name, "dvp_rl.rollout", options | up.options, env))
         self.harness = None
         if up.environment is not None:

@@ -1,4 +1,4 @@
-"""A real replica with a real SGLang on a real broker: its server is killed, and damaged weights arrive."""
+"""A real replica with a real server on a real broker: its server is killed, and damaged weights arrive."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from dvp_rl.transport.groups import GroupQueue
 from dvp_rl.transport.health import queue_health
 from dvp_rl.transport.lease import TrainerLease
 from dvp_rl.transport.submission import Submission
-from tests.integration.engines.oracle import Oracle
-from tests.integration.engines.sglang_process import sglang_python
 from tests.integration.rollout.publishing import announce
 from tests.integration.rollout.test_session_turns import check_next_turn
 from tests.integration.rollout.test_session_versions import check_three_versions
@@ -31,31 +29,41 @@ from tests.kit.replicas import ReplicaProcess
 from tests.kit.table import check_table
 from tests.kit.wait import WITHIN_S, until_async
 
-from .routes import answers
+from .conftest import ENDLESS
+from .oracle import Oracle
+from .servers import sglang_python, vllm_python
+from .sglang_routes import answers
 
 pytestmark = pytest.mark.slow
 
-RUN = "sglang-engine"
+PYTHONS = {"sglang": sglang_python, "vllm": vllm_python}
 NUM_JOBS = 48
 OPEN = {"`GET /health`", "`GET /health_generate`", "`GET /ready`"}
-"""Calls that are answered without a key and reveal only that the server runs."""
+"""Calls that SGLang answers without a key and that reveal only that it runs."""
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The replica's engine, and the name of its run."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
 def replica(
-    models: dict[str, Path], broker_url: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, folders: dict[str, Path], broker_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ReplicaProcess]:
     folder = tmp_path_factory.mktemp("replica")
-    args = ["--model", str(models["even"]), "--engine", "sglang", "--sglang.python", str(sglang_python())]
-    args += ["--redis-url", broker_url, "--run-id", RUN, "--replica-id", "r", "--threads", "1", "--max-batch", "16"]
-    args += ["--sglang.log-file", str(folder / "sglang.log"), "--lease-s", "5"]
+    args = ["--model", str(folders["even"]), "--engine", kind, f"--{kind}.python", str(PYTHONS[kind]())]
+    args += ["--redis-url", broker_url, "--run-id", kind, "--replica-id", "r", "--threads", "1", "--max-batch", "16"]
+    args += [f"--{kind}.log-file", str(folder / "server.log"), "--lease-s", "5"]
     with ReplicaProcess(folder, *args) as process:
         yield process
 
 
 @pytest.fixture
-async def broker(broker_url: str) -> AsyncIterator[Broker]:
-    async with await Broker.connect(broker_url, RUN) as connected:
+async def broker(kind: str, broker_url: str) -> AsyncIterator[Broker]:
+    async with await Broker.connect(broker_url, kind) as connected:
         yield connected
 
 
@@ -66,7 +74,7 @@ async def fence(broker: Broker) -> AsyncIterator[int]:
     await lease.release()
 
 
-def sglang_processes(replica: ReplicaProcess) -> list[psutil.Process]:
+def server_processes(replica: ReplicaProcess) -> list[psutil.Process]:
     """The server, followed by the processes that it started."""
     (server,) = psutil.Process(replica.pid).children()
     return [server, *server.children(recursive=True)]
@@ -97,10 +105,10 @@ async def collect(broker: Broker, fence: int, count: int) -> dict[str, Group]:
     return groups
 
 
-def jobs(name: str) -> list[Job]:
+def jobs(run_id: str) -> list[Job]:
     sampling = Sampling(max_tokens=300, log_min_p=-6.0)
     return [
-        Job(job_id=f"{name}-{i}", run_id=RUN, prompt_ids=[5, 6, 7 + i], n=2, sampling=sampling, sink=Sink.TRAIN)
+        Job(job_id=f"kill-{i}", run_id=run_id, prompt_ids=[5, 6, 7 + i], n=2, sampling=sampling, sink=Sink.TRAIN)
         for i in range(NUM_JOBS)
     ]
 
@@ -109,19 +117,19 @@ async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
     replica: ReplicaProcess,
     broker: Broker,
     fence: int,
-    models: dict[str, Path],
+    folders: dict[str, Path],
     oracles: dict[str, Oracle],
     tmp_path: Path,
 ) -> None:
     """Weights arrive under load, then the server is killed, then weights arrive again. Every token matches the
     oracle of the version that it carries."""
-    work = jobs("kill")
+    work = jobs(broker.run_id)
     with replica.client() as client:
         initial = client.weights().version
         await Submission(broker).submit(work, fence=fence, limit=1000)
-        first = await announce(broker, fence, tmp_path / "w1", models["odd"])
+        first = await announce(broker, fence, tmp_path / "w1", folders["odd"])
         await until_serving(client, first.version)
-        victim = sglang_processes(replica)[0]
+        victim = server_processes(replica)[0]
         os.kill(victim.pid, signal.SIGKILL)
         await until_state(broker, ReplicaState.STARTING)
         assert client.weights().version == first.version
@@ -130,8 +138,8 @@ async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
         await until_state(broker, ReplicaState.SERVING)
         assert client.ready().status == "ok"
         assert client.weights().version == first.version
-        assert sglang_processes(replica)[0].pid != victim.pid
-        second = await announce(broker, fence, tmp_path / "w2", models["even"])
+        assert server_processes(replica)[0].pid != victim.pid
+        second = await announce(broker, fence, tmp_path / "w2", folders["even"])
         groups = await collect(broker, fence, NUM_JOBS)
         await until_serving(client, second.version)
     weights = {initial: "even", first.version: "odd", second.version: "even"}
@@ -148,24 +156,26 @@ async def test_a_killed_server_loses_no_job_and_mislabels_no_token(
 
 
 async def test_each_turn_of_a_session_has_the_log_probs_of_its_version(
-    replica: ReplicaProcess, broker: Broker, fence: int, models: dict[str, Path], tmp_path: Path
+    replica: ReplicaProcess, broker: Broker, fence: int, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     await until_state(broker, ReplicaState.SERVING)
-    await check_three_versions(replica, broker, fence, models, tmp_path)
+    await check_three_versions(replica, broker, fence, {name: folders[name] for name in ENDLESS}, tmp_path)
 
 
-async def test_the_next_turn_of_a_session_reads_only_what_is_new(replica: ReplicaProcess, broker: Broker) -> None:
+async def test_the_next_turn_of_a_session_reads_only_what_is_new(
+    kind: str, replica: ReplicaProcess, broker: Broker
+) -> None:
     await until_state(broker, ReplicaState.SERVING)
-    await asyncio.to_thread(check_next_turn, replica)
+    await asyncio.to_thread(check_next_turn, replica, block=128 if kind == "vllm" else 1)
 
 
 async def test_damaged_weights_are_refused_and_reported(
-    replica: ReplicaProcess, broker: Broker, fence: int, models: dict[str, Path], tmp_path: Path
+    replica: ReplicaProcess, broker: Broker, fence: int, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     await until_state(broker, ReplicaState.SERVING)
     with replica.client() as client:
         before = client.weights().version
-        damaged = await announce(broker, fence, tmp_path / "damaged", models["odd"], break_it=True)
+        damaged = await announce(broker, fence, tmp_path / "damaged", folders["odd"], break_it=True)
 
         async def reported() -> bool:
             return (await asyncio.to_thread(client.weights)).error is not None
@@ -183,17 +193,18 @@ async def test_damaged_weights_are_refused_and_reported(
 def test_nothing_of_the_server_listens_beyond_loopback_and_its_keys_are_hidden(replica: ReplicaProcess) -> None:
     listening = {
         connection.laddr.ip
-        for process in sglang_processes(replica)
+        for process in server_processes(replica)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {"127.0.0.1"}
-    assert not any("api-key" in part for process in sglang_processes(replica) for part in process.cmdline())
+    assert not any("api-key" in part for process in server_processes(replica) for part in process.cmdline())
 
 
+@pytest.mark.parametrize("kind", ["sglang"], indirect=True)
 def test_the_server_lets_nobody_in_without_its_keys(replica: ReplicaProcess, tmp_path: Path) -> None:
     """Every route but OPEN is refused without a key and with a wrong one."""
-    command = sglang_processes(replica)[0].cmdline()
+    command = server_processes(replica)[0].cmdline()
     found = answers(f"http://127.0.0.1:{command[command.index('--port') + 1]}", tmp_path)
     assert sum(map(len, found.values())) > 100
     assert {call for both, calls in found.items() if both != ("401", "401") for call in calls} == OPEN
@@ -203,6 +214,6 @@ def test_the_server_lets_nobody_in_without_its_keys(replica: ReplicaProcess, tmp
 
 def test_a_killed_replica_leaves_no_server(replica: ReplicaProcess) -> None:
     """The last test of this module, because it kills the replica."""
-    everybody = sglang_processes(replica)
+    everybody = server_processes(replica)
     replica.stop(signal.SIGKILL)
     assert not psutil.wait_procs(everybody, timeout=WITHIN_S)[1]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from tests.integration.engines.sglang_process import sglang_python
 from tests.kit.wait import WITHIN_S
+
+from .servers import sglang_python
 
 ROUTES = """
 import json
