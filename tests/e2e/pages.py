@@ -150,7 +150,7 @@ class Reader:
         assert block.needs <= NEEDS, f"{block.name}: unknown need in {block.needs}"
         if "docker" in block.needs:
             require_compose()
-        for line in block.text.splitlines():
+        for line in block.text.replace("\\\n", " ").splitlines():
             self._succeed(attempt(shlex.split(self._adapt(line))))
 
     def _serve(self, block: Block) -> None:
