@@ -4,7 +4,7 @@
     log pi_mp(a)   = z_a / tau - logsumexp_{k in S} z_k / tau     for a in S
     kept mass      = sum_{k in S} softmax(z / tau)_k
 
-Trainer, Transformers engine and SGLang all run this implementation. Shapes: `*batch` is any leading shape, including
+Trainer, Transformers engine, SGLang and vLLM all run this code. Shapes: `*batch` is any leading shape, including
 an empty one; `vocab` is the vocabulary. Everything is computed in float32, or in float64 if the logits are float64.
 Settings (`log_min_p`, `temperature`) are floats or tensors that broadcast to `*batch`, preferably float64: the product
 tau * log(rho) is formed in float64 and rounded once. `log_min_p` = -inf prunes nothing.
