@@ -122,13 +122,14 @@ def over_queue(broker: Broker, fence: int) -> Load:
     return load
 
 
-async def compare(repeats: int, number: int = JOBS, **loads: Load) -> dict[str, list[float]]:
-    """Tokens per second of each load in each repeat."""
+async def compare(repeats: int, number: int = JOBS, rest_s: float = 0, **loads: Load) -> dict[str, list[float]]:
+    """Tokens per second of each load in each repeat. Before each it rests for `rest_s`."""
     for load in loads.values():
         await load()
     speeds: dict[str, list[float]] = {name: [] for name in loads}
     for _ in range(repeats):
         for name, load in loads.items():
+            await asyncio.sleep(rest_s)
             start = time.perf_counter()
             tokens = await load()
             assert tokens == number * N * NEW, f"{name}: {tokens} tokens"

@@ -33,8 +33,8 @@ OUTSIDE_LOGIT = -50.0
 """Placeholder for (z_a - max z) / tau of a token outside S. It is finite, because an infinity gives NaN gradients in
 low precision, and relative to the maximum, because an absolute value fails where logits are low."""
 
-CPU_BLOCK, DEVICE_BLOCK = 2**18, 2**24
-"""Logits per block of rows: 1 MiB of float32 stays in a CPU's cache, 64 MiB fills a GPU. Either way the working copies
+CPU_BLOCK, DEVICE_BLOCK = 2**17, 2**24
+"""Logits per block of rows: 512 KiB of float32 stay in a CPU's cache, 64 MiB fills a GPU. Either way the working copies
 stay small beside a [tokens, 152k] tensor."""
 
 
@@ -80,7 +80,7 @@ def safe_set(
 ) -> Bool[Tensor, "*batch vocab"]:
     """S as a mask. The maximum of a finite row, and every token that ties with it, is always a member."""
     rows, threshold, _ = as_rows(logits, log_min_p, temperature)
-    return (_shifted(rows) >= threshold).view(logits.shape)
+    return (shift(rows) >= threshold).view(logits.shape)
 
 
 def constrained_logprobs(
@@ -129,7 +129,7 @@ def constrain(
     With `peak` [rows, 1], the largest logit of each row, `rows` may hold any part of the vocabulary; sums then cover
     that part.
     """
-    shifted = _shifted(rows, peak)
+    shifted = shift(rows, peak)
     keep = membership(shifted, threshold)
     scaled = shifted.div_(temperature)
     weight = scaled.exp()
@@ -137,6 +137,13 @@ def constrain(
     # All weights of a finite row are finite, so a product can select; in other rows it keeps the NaN visible.
     weight.mul_(keep)
     return Block(scaled, keep, weight, weight.sum(-1, keepdim=True), total)
+
+
+def shift(logits: Tensor, peak: Tensor | None = None) -> Tensor:
+    """z - max z as a new tensor. The shift comes first, because it is exact where membership is decided."""
+    z = logits.to(_working_dtype(logits))
+    peak = z.amax(-1, keepdim=True) if peak is None else peak
+    return z - (peak + (peak - peak))  # a row with an infinite maximum becomes NaN, which is a member of no set
 
 
 def membership(shifted: Float[Tensor, "rows vocab"], threshold: Tensor) -> Float[Tensor, "rows vocab"]:
@@ -178,13 +185,6 @@ def split_rows(rows: Tensor, *columns: Tensor, size: int | None = None) -> Itera
         size = max(1, (CPU_BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK) // rows.shape[-1])
     pieces = (torch.split(column, size) if column.dim() else repeat(column) for column in columns)
     return zip(torch.split(rows, size), *pieces, strict=False)
-
-
-def _shifted(logits: Tensor, peak: Tensor | None = None) -> Tensor:
-    """z - max z as a new tensor. The shift comes first, because it is exact where membership is decided."""
-    z = logits.to(_working_dtype(logits))
-    peak = z.amax(-1, keepdim=True) if peak is None else peak
-    return z - (peak + (peak - peak))  # a row with an infinite maximum becomes NaN, which is a member of no set
 
 
 def _working_dtype(logits: Tensor) -> torch.dtype:

@@ -16,7 +16,9 @@ from .packing import pack
 from .versions import installed_version, refusal
 
 KEPT = "dvp_kept"
-"""Attribute of vLLM's min-p processor: what the last batch kept, or None."""
+"""Attribute of vLLM's min-p processor: what it kept of this step's batch, or None."""
+PRUNING = "dvp_pruning"
+"""Attribute of its sampler: the min-p processors of the step that it takes, if it takes one."""
 
 
 def register() -> None:
@@ -26,13 +28,15 @@ def register() -> None:
     from vllm.distributed import utils
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
     from vllm.v1.sample.sampler import Sampler
 
     if not hasattr(MinPLogitsProcessor, KEPT):
         setattr(MinPLogitsProcessor, KEPT, None)
         MinPLogitsProcessor.apply = constrain
-        Sampler.forward = packing(Sampler.forward)
+        Sampler.forward = stepping(Sampler.forward)
+        Sampler.gather_logprobs = packing(Sampler.gather_logprobs, LogprobsTensors)
         # Zero the blocks of the cache before use: a NaN that one sample left there would spoil later ones.
         KVCacheConfig.needs_kv_cache_zeroing = True
         if current_platform.is_cpu():
@@ -64,20 +68,38 @@ def constrain(processor: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def packing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Sampler.forward that sends what min-p kept in the place of ranks."""
+def stepping(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Sampler.forward that lets `packing` find what min-p kept."""
 
     @wraps(forward)
-    def packed(sampler: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def stepped(sampler: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         processors = [p for p in sampling_metadata.logitsprocs.argmax_invariant if hasattr(p, KEPT)]
-        for processor in processors:
-            setattr(processor, KEPT, None)
-        output = forward(sampler, logits, sampling_metadata, *args, **kwargs)
-        tensors = output.logprobs_tensors
-        for processor in processors:
-            kept = getattr(processor, KEPT)
-            if tensors is not None and kept is not None:
-                output.logprobs_tensors = tensors._replace(selected_token_ranks=pack(kept))
-        return output
+        setattr(sampler, PRUNING, processors)
+        try:
+            return forward(sampler, logits, sampling_metadata, *args, **kwargs)
+        finally:
+            setattr(sampler, PRUNING, ())
+            for processor in processors:
+                setattr(processor, KEPT, None)
+
+    return stepped
+
+
+def packing(gather: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """Sampler.gather_logprobs that sends what min-p kept in the place of ranks, which it does not count then.
+
+    `tensors`: vLLM's LogprobsTensors.
+    """
+
+    @wraps(gather)
+    def packed(sampler: Any, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
+        found = [kept for each in getattr(sampler, PRUNING, ()) if (kept := getattr(each, KEPT)) is not None]
+        if not found:
+            return gather(logprobs, num_logprobs, token_ids)
+        ranks = pack(found[0])
+        if num_logprobs:
+            return gather(logprobs, num_logprobs, token_ids)._replace(selected_token_ranks=ranks)
+        drawn = token_ids.unsqueeze(-1)
+        return tensors(drawn.int(), logprobs.gather(-1, drawn), ranks)
 
     return packed
