@@ -123,7 +123,7 @@ def over_queue(broker: Broker, fence: int) -> Load:
 
 
 async def compare(repeats: int, number: int = JOBS, rest_s: float = 0, **loads: Load) -> dict[str, list[float]]:
-    """Tokens per second of each load in each repeat. Before each it rests for `rest_s`."""
+    """Tokens per second of each load in each repeat. It rests `rest_s` seconds before each."""
     for load in loads.values():
         await load()
     speeds: dict[str, list[float]] = {name: [] for name in loads}

@@ -18,7 +18,7 @@ from .versions import installed_version, refusal
 KEPT = "dvp_kept"
 """Attribute of vLLM's min-p processor: what it kept of this step's batch, or None."""
 PRUNING = "dvp_pruning"
-"""Attribute of its sampler: the min-p processors of the step that it takes, if it takes one."""
+"""Attribute of its sampler: the min-p processors of the step in progress."""
 
 
 def register() -> None:
@@ -86,10 +86,8 @@ def stepping(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packing(gather: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
-    """Sampler.gather_logprobs that sends what min-p kept in the place of ranks, which it does not count then.
-
-    `tensors`: vLLM's LogprobsTensors.
-    """
+    """Sampler.gather_logprobs that sends what min-p kept in the place of ranks. It counts no ranks if only log-probs of
+    drawn tokens are requested, as our engine does. `tensors`: vLLM's LogprobsTensors."""
 
     @wraps(gather)
     def packed(sampler: Any, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
